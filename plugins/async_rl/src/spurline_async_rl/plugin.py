@@ -22,9 +22,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.CollectiveSyncConfig, f"{package}.weights.collective:CollectiveSync")
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
-    registry.add_to(
-        "report_panel", f"{package}.timeline.configs:TimelinePanelConfig", f"{package}.timeline.panels:TimelinePanel"
-    )
-    registry.add_to(
-        "report_panel", f"{package}.timeline.configs:StalenessPanelConfig", f"{package}.timeline.panels:StalenessPanel"
-    )
+    for panel in ("TimelinePanel", "StalenessPanel"):
+        place = f"{package}.timeline.panels:{panel}"
+        registry.add_to("report_panel", f"{place}Config", place)

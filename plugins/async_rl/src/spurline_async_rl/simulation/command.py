@@ -14,7 +14,6 @@ import typer
 if TYPE_CHECKING:
     from spurline.config.loading import LoadedConfig
     from spurline_async_rl.simulation.prediction import Comparison, Prediction
-    from spurline_async_rl.simulation.workload import GivenTimes
 
 _GROUPS_SIMULATED = 1500
 _FEWEST_STEPS, _MOST_STEPS = 12, 60
@@ -58,23 +57,30 @@ def simulate(
     options, or from both, where options win.
     """
     from spurline.config.loading import load_config
-    from spurline_async_rl.simulation.workload import GivenTimes
 
-    given = GivenTimes(group_seconds, sigma, saturation, step_seconds, publish_seconds, pause_seconds)
-    comparison = _compare(load_config(config, overrides or []), given, from_run, steps)
+    comparison = _compare(
+        load_config(config, overrides or []),
+        from_run,
+        steps,
+        group_s=group_seconds,
+        sigma=sigma,
+        saturation=saturation,
+        step_s=step_seconds,
+        publish_s=publish_seconds,
+        pause_s=pause_seconds,
+    )
     if as_json:
         typer.echo(json.dumps(comparison.as_json(), indent=2))
     else:
         _print(comparison)
 
 
-def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, steps: int | None) -> Comparison:
+def _compare(loaded: LoadedConfig, from_run: Path | None, steps: int | None, **given: Any) -> Comparison:
     from rich.console import Console
 
     from spurline.errors import UserError
-    from spurline_async_rl.simulation.measured import measured_workload
     from spurline_async_rl.simulation.prediction import compare
-    from spurline_async_rl.simulation.workload import Knobs, workload_of
+    from spurline_async_rl.simulation.workload import Knobs, measured_workload, workload_of
 
     source: Any = loaded.config.source
     if not hasattr(source, "max_staleness"):
@@ -93,7 +99,7 @@ def _compare(loaded: LoadedConfig, given: GivenTimes, from_run: Path | None, ste
         at_bound=source.at_bound,
     )
     measured = None if from_run is None else measured_workload(from_run)
-    workload = workload_of(given, knobs, measured, loaded.origin)
+    workload = workload_of(knobs, measured, loaded.origin, **given)
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
     with Console(stderr=True).status("Simulating ..."):
         return compare(workload, knobs, num_steps)

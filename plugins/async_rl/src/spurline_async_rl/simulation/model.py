@@ -40,86 +40,64 @@ class SimulatedRun:
 
 
 class Engines:
-    """Engines that groups are spread over: a new group goes to the engine with the fewest.
+    """Engines that all groups under way share equally.
 
-    All groups of an engine get on equally fast, so one number for each engine, the work `done` by each of its groups
-    since the beginning, says when each of them ends. The work of a group is a difference of it.
+    All groups get on equally fast, so one number, the work `done` by each group since the beginning, says when each of
+    them ends. The work of a group is a difference of it. `speed` is the work of one group in a second, by their number.
     """
 
-    def __init__(self, count: int, speed: Callable[[int], float]) -> None:
-        self.done = [0.0] * count
+    def __init__(self, speed: Callable[[int], float]) -> None:
+        self.done = 0.0
         self.paused = False
-        self._ends: list[list[tuple[float, int]]] = [[] for _ in range(count)]
+        self._ends: list[tuple[float, int]] = []
         self._speed = speed
 
-    def start(self, draw: int, work: float) -> int:
-        """Start a group, and return the number of its engine."""
-        number = min(range(len(self._ends)), key=lambda number: len(self._ends[number]))
-        heappush(self._ends[number], (self.done[number] + work, draw))
-        return number
+    def start(self, draw: int, work: float) -> None:
+        heappush(self._ends, (self.done + work, draw))
 
     def until_end(self) -> float:
         """Return the seconds until the next group ends; infinite when none gets on."""
-        return min(map(self._seconds, range(len(self._ends))))
+        if self.paused or not self._ends:
+            return math.inf
+        return (self._ends[0][0] - self.done) / self._speed(len(self._ends))
 
     def advance(self, seconds: float) -> None:
         """Let time pass during which no group ends."""
-        for number, ends in enumerate(self._ends):
-            if ends and not self.paused:
-                # Rounding must not carry an engine beyond the end of its next group.
-                self.done[number] = min(self.done[number] + seconds * self._speed(len(ends)), ends[0][0])
+        if self._ends and not self.paused:
+            # Rounding must not carry the engines beyond the end of the next group.
+            self.done = min(self.done + seconds * self._speed(len(self._ends)), self._ends[0][0])
 
     def end_next(self) -> int:
         """End the next group, whose end has come, and return its draw."""
-        number = min(range(len(self._ends)), key=self._seconds)
-        self.done[number], draw = heappop(self._ends[number])
+        self.done, draw = heappop(self._ends)
         return draw
-
-    def _seconds(self, number: int) -> float:
-        ends = self._ends[number]
-        if self.paused or not ends:
-            return math.inf
-        return (ends[0][0] - self.done[number]) / self._speed(len(ends))
 
 
 @dataclass
 class _Running:
     """A group under way, admitted at `began` with weights of `version`.
 
-    `done` is the work that each group of its engine had got done when this group's own was last noted.
+    `done` is the work of each group of the run when the work of this group was last noted.
     """
 
     fate: Fate
     began: float
     version: int
-    engine: int
     done: float
 
 
 class Model:
-    """One run of source `async_rollouts`; may be stopped after any event.
+    """One run of source `async_rollouts`; may be stopped after any event."""
 
-    `scheduler` and `work` are those of a run that is resumed, whose groups under way are lost.
-    """
-
-    def __init__(
-        self,
-        workload: Workload,
-        limits: SchedulerLimits,
-        engines: int = 1,
-        publish_every: int = 1,
-        *,
-        scheduler: Scheduler | None = None,
-        work: Mapping[int, Mapping[int, float]] | None = None,
-    ) -> None:
+    def __init__(self, workload: Workload, limits: SchedulerLimits, engines: int = 1, publish_every: int = 1) -> None:
         self.limits = limits
-        self.scheduler = scheduler or Scheduler(limits)
-        self.step = self.scheduler.taken
+        self.scheduler = Scheduler(limits)
+        self.step = 0
         self.now = 0.0
-        self.work = {draw: dict(parts) for draw, parts in (work or {}).items()}
+        self.work: dict[int, dict[int, float]] = {}
         self._workload = workload
         self._publish_every = publish_every
-        self._engines = Engines(engines, workload.speed)
+        self._engines = Engines(lambda groups: workload.speed(groups, engines))
         self._busy_s = 0.0
         self._running: dict[int, _Running] = {}
         self._phase: _Phase = "wait"
@@ -209,9 +187,8 @@ class Model:
                 continue
             self.scheduler.admit(draw)
             self.work[draw] = {}
-            engine = self._engines.start(draw, fate.work)
-            done = self._engines.done[engine]
-            self._running[draw] = _Running(fate, self.now, self.scheduler.version, engine, done)
+            self._engines.start(draw, fate.work)
+            self._running[draw] = _Running(fate, self.now, self.scheduler.version, self._engines.done)
 
     def _end_group(self, draw: int) -> None:
         self._note_work(draw)
@@ -226,7 +203,7 @@ class Model:
     def _note_work(self, draw: int) -> None:
         """Count what this group got done since the last call as work with the weights that are published now."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
-        done = self._engines.done[group.engine]
+        done = self._engines.done
         if done > group.done:
             work[version] = work.get(version, 0.0) + done - group.done
         group.done = done
@@ -255,9 +232,5 @@ class Model:
                     self._note_work(draw)
                 self.scheduler.publish(self.step + 1)
             self._begin("wait", math.inf)
-            self.end_step()
-
-    def end_step(self) -> None:
-        """End the step. No batch has been taken for the next one, so a run makes its checkpoint now."""
-        self._record_step()
-        self.step += 1
+            self._record_step()
+            self.step += 1

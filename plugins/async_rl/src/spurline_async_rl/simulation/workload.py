@@ -1,7 +1,7 @@
 """Describe a run to simulate: how long groups, steps and publishes take, and what becomes of groups.
 
-Place on the way: options of `spurline simulate`, what an earlier run measured, or both -> Workload -> the model. The
-workload says what its numbers rest on, so that a prediction can say so too.
+Place on the way: options of `spurline simulate`, the timeline and metrics of an earlier run, or both -> Workload -> the
+model. The workload says what its numbers rest on, so that a prediction can say so too.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from spurline.errors import UserError
+from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
+from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.scheduling.depth import Depth
 from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
-from spurline_async_rl.timeline.records import GroupState
+from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, GroupState, read_timeline
 
 _DRAWS_PER_GROUP = 8
+_FEWEST_GROUPS = 8
+"""Groups that an earlier run must have left to go by."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +136,9 @@ class Workload:
         """Return a copy with these fields changed; `told` says what they rest on."""
         return replace(self, basis=[*self.basis, told], **changes)
 
-    def speed(self, groups: int) -> float:
-        """Return the work that each of so many groups on one engine gets done in a second."""
-        return min(1.0, self.saturation / groups)
+    def speed(self, groups: int, engines: int = 1) -> float:
+        """Return the work that each of so many groups gets done in a second."""
+        return min(1.0, self.saturation * engines / groups)
 
     def fate(self, draw: int) -> Fate:
         # The fractional parts of the multiples of the golden ratio: evenly spread, and the same for every choice.
@@ -150,8 +157,7 @@ class Workload:
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
         kept = 1 - self.filtered - self.quarantined
-        beside = max(1, round(knobs.max_running / knobs.engines))
-        return kept * knobs.max_running * self.speed(beside) / mean
+        return kept * knobs.max_running * self.speed(knobs.max_running, knobs.engines) / mean
 
     @property
     def training_per_s(self) -> float:
@@ -159,32 +165,36 @@ class Workload:
         return self.batch_size / self.train_s.mean
 
 
-@dataclass(frozen=True)
-class GivenTimes:
-    """The times that a command line gives; None where it gives none. `sigma` spreads the logarithm of group times."""
-
-    group_s: float | None = None
-    sigma: float = 0.0
-    saturation: int | None = None
-    step_s: float | None = None
-    publish_s: float | None = None
-    pause_s: float | None = None
-
-
-def workload_of(given: GivenTimes, knobs: Knobs, measured: Workload | None, origin: str) -> Workload:
+def workload_of(
+    knobs: Knobs,
+    measured: Workload | None,
+    origin: str,
+    *,
+    group_s: float | None = None,
+    sigma: float = 0.0,
+    saturation: int | None = None,
+    step_s: float | None = None,
+    publish_s: float | None = None,
+    pause_s: float | None = None,
+) -> Workload:
     """Return the measured workload with given times in place of measured ones.
 
     Args:
-        given: Times from the command line.
-        knobs: The config's own.
+        knobs: The settings of the config.
         measured: The times of an earlier run; without it groups and steps must be given.
-        origin: Names the config in errors.
+        origin: The name of the config in errors.
+        group_s: Mean seconds of a group.
+        sigma: Spread of the logarithm of group times.
+        saturation: Groups that saturate an engine.
+        step_s: Seconds of a step.
+        publish_s: Seconds of a publish.
+        pause_s: Seconds of it in which engines stand still.
 
     Raises:
         UserError: If a time is missing, or the given ones contradict each other.
     """
     workload = measured or Workload(Times([1.0]), Times([1.0]), knobs.batch_size)
-    options = {"--group-seconds": given.group_s, "--step-seconds": given.step_s}
+    options = {"--group-seconds": group_s, "--step-seconds": step_s}
     missing = " and ".join(option for option, value in options.items() if value is None)
     if measured is None and missing:
         raise UserError(
@@ -192,24 +202,24 @@ def workload_of(given: GivenTimes, knobs: Knobs, measured: Workload | None, orig
             "it, or --group-seconds, the time of one group with all its attempts, and --step-seconds, the time of one "
             "update."
         )
-    saturation, why = given.saturation, "as given"
-    if given.group_s is not None:
-        told = f"{given.group_s:g} s for a group, lognormal with sigma {given.sigma:g}, as given"
-        workload = workload.but(told, group_s=Times([given.group_s], given.sigma))
+    why = "as given"
+    if group_s is not None:
+        told = f"{group_s:g} s for a group, lognormal with sigma {sigma:g}, as given"
+        workload = workload.but(told, group_s=Times([group_s], sigma))
         if saturation is None:
             saturation, why = max(1, -(-knobs.max_running // knobs.engines)), "as many as the config runs"
-    elif given.sigma:
+    elif sigma:
         raise UserError("--sigma spreads --group-seconds, which is missing. Give both, or neither.")
     if saturation is not None:
         told = f"{saturation} groups saturate an engine ({why}): fewer are no faster, more share what these get done"
         workload = workload.but(told, saturation=saturation)
-    if given.step_s is not None:
-        told = f"{given.step_s:g} s for a step of {knobs.batch_size} groups, as given"
-        workload = workload.but(told, train_s=Times([given.step_s]), batch_size=knobs.batch_size)
-    if given.publish_s is None and given.pause_s is None:
+    if step_s is not None:
+        told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
+        workload = workload.but(told, train_s=Times([step_s]), batch_size=knobs.batch_size)
+    if publish_s is None and pause_s is None:
         return workload if measured else workload.but("publishing weights takes no time")
-    whole = workload.transfer_s + workload.pause_s if given.publish_s is None else given.publish_s
-    still = whole if given.pause_s is None else given.pause_s
+    whole = workload.transfer_s + workload.pause_s if publish_s is None else publish_s
+    still = whole if pause_s is None else pause_s
     if still > whole:
         raise UserError(
             f"--pause-seconds {still:g}: engines cannot stand still longer than the {whole:g} s that a publish takes. "
@@ -217,3 +227,68 @@ def workload_of(given: GivenTimes, knobs: Knobs, measured: Workload | None, orig
         )
     told = f"{whole:g} s for a publish, engines standing still for {still:g} s of it, as given"
     return workload.but(told, transfer_s=whole - still, pause_s=still)
+
+
+def measured_workload(run_dir: Path) -> Workload:
+    """Return the workload of a run, from its timeline and metrics.
+
+    The most groups that were on one engine count as those that saturate it: a prediction promises no gain that the run
+    has not shown.
+
+    Raises:
+        UserError: If the run left too little to go by.
+        RunDirectoryError: If this is no run directory, or one of its files is unreadable.
+    """
+    check_run_directory(run_dir)
+    metrics = read_metrics(run_dir / METRICS_FILE, skip_foreign=True)
+    source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
+    records = read_timeline(run_dir / TIMELINE_FILE)
+    groups = [group for record in records for group in record.groups if group.ended > group.began]
+    # The first step, with its cold start, is left out.
+    train_s: list[float] = []
+    for before, record in pairwise(records):
+        beside_s = sum(span.seconds for span in record.spans if span.kind in ("wait", "publish", "evaluate"))
+        train_s.append(max(1e-3, record.until - before.until - beside_s))
+    if len(groups) < _FEWEST_GROUPS or not train_s:
+        raise UserError(
+            f"{run_dir}: {TIMELINE_FILE} has {len(groups)} groups and {len(records)} steps, too few to go by: at least "
+            f"{_FEWEST_GROUPS} groups and 2 steps are needed. Give the run_dir of a longer run of source "
+            "async_rollouts, or --group-seconds and --step-seconds."
+        )
+    publishes = [span for record in records for span in record.spans if span.kind == "publish"]
+    publish_s = fmean(span.seconds for span in publishes) if publishes else 0.0
+    pauses = [line["time/sync_pause"] for line in metrics if "time/sync_pause" in line]
+    pause_s = min(publish_s, fmean(pauses)) if pauses else publish_s
+    paused_share = pause_s / publish_s if publish_s else 0.0
+
+    def generating_s(group: GroupSpan) -> float:
+        """Return the seconds of a group without those in which engines stood still."""
+        overlaps = (min(span.ended, group.ended) - max(span.began, group.began) for span in publishes)
+        return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
+
+    group_s = [generating_s(group) for group in groups]
+    states = [group.state for group in groups]
+    filtered, quarantined = (states.count(state) / len(groups) for state in ("filtered", "quarantined"))
+    engines: int = source.get("engine", {}).get("engines", 1)
+    # At equal times ends come first.
+    changes = sorted([(group.began, 1) for group in groups] + [(group.ended, -1) for group in groups])
+    most = max(1, round(max(accumulate(change for _, change in changes)) / engines))
+    batch_size = max((len(taken.draws) for record in records for taken in record.taken), default=1)
+    return Workload(
+        Times(group_s),
+        Times(train_s),
+        batch_size,
+        most,
+        filtered,
+        quarantined,
+        publish_s - pause_s,
+        pause_s,
+        [
+            f"{len(groups):,} groups of {run_dir}, {fmean(group_s):.3g} s each on average, the longest "
+            f"{max(group_s):.3g} s; {filtered:.1%} were left out, {quarantined:.1%} given up",
+            f"{len(train_s):,} steps of {fmean(train_s):.3g} s beside waiting and publishing; publishing took "
+            f"{publish_s:.3g} s, and engines stood still for {pause_s:.3g} s of that",
+            f"a group is as fast as measured with up to {most} groups on its engine, the most there were; more of them "
+            "share what these get done (--saturation says otherwise)",
+        ],
+    )

@@ -1,18 +1,23 @@
-"""Record what a run did at which time, as one line of JSON per step in RUN_DIR/timeline.jsonl.
+"""Record what an asynchronous run did at which time, as one line of JSON per step in RUN_DIR/timeline.jsonl.
 
-Place on the way: recorder of a run -> these records -> figure, and `spurline simulate --from`.
-Times are in seconds since the run began. After a resume the clock continues at the last kept line.
+Place on the way: the source's two threads, of training and generation -> `Timeline` -> records -> panels of the report,
+and `spurline simulate --from`. Times are in seconds since the run began. After a resume the clock continues at the last
+kept line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spurline.errors import RunDirectoryError
+from spurline.files import own_file, write_failure, write_text
 from spurline.trackers.jsonl import read_json_lines
 from spurline_async_rl.scheduling.scheduler import State
 
@@ -129,7 +134,100 @@ def read_timeline(path: Path) -> list[StepRecord]:
     return records
 
 
-def kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
+def staleness_of(step: int, version: int) -> int:
+    """Return the updates between weights of this version and the 1-based step that trains on their tokens."""
+    return step - 1 - version
+
+
+def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
+    """Return the step by draw, of all groups that were trained on."""
+    return {draw: taken.step for record in records for taken in record.taken for draw in taken.draws}
+
+
+class Timeline:
+    """The recorder of one run. Every method may be called from any thread."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._path = path
+        self._clock = clock
+        self._zero = clock()
+        self._lock = threading.Lock()
+        self._running: dict[int, tuple[float, int]] = {}
+        self._open: dict[SpanKind, float] = {}
+        self._groups: list[GroupSpan] = []
+        self._spans: list[Span] = []
+        self._taken: list[Taken] = []
+
+    def resume(self, step: int) -> None:
+        """Go on after this step, or begin a run with 0. Later lines are dropped; the clock continues at the last one.
+
+        Raises:
+            RunFailedError: If the file cannot be written.
+        """
+        try:
+            kept, until = _kept_lines(self._path, step)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(self._path, kept.decode())
+        except OSError as error:
+            raise write_failure(self._path, error) from error
+        with self._lock:
+            self._zero = self._clock() - until
+
+    def group_began(self, draw: int, version: int) -> None:
+        """Note a group that was admitted with weights of this version."""
+        with self._lock:
+            assert draw not in self._running, f"group {draw} is under way already"
+            self._running[draw] = (self._now(), version)
+
+    def group_ended(self, draw: int, state: GroupState, *, tokens: int, oldest: int, newest: int) -> None:
+        """Note the end of a group; arguments as the fields of `GroupSpan`."""
+        with self._lock:
+            began, version = self._running.pop(draw)
+            self._groups.append(GroupSpan(draw, began, self._now(), version, state, tokens, oldest, newest))
+
+    def began(self, kind: SpanKind) -> None:
+        """Note the begin of a span. There is one of a kind at a time."""
+        with self._lock:
+            assert kind not in self._open, f"'{kind}' has begun already"
+            self._open[kind] = self._now()
+
+    def ended(self, kind: SpanKind) -> None:
+        """Note the end of the span of this kind."""
+        with self._lock:
+            self._spans.append(Span(kind, self._open.pop(kind), self._now()))
+
+    def taken(self, step: int, draws: Sequence[int]) -> None:
+        """Note the groups that are the batch of this 1-based step."""
+        with self._lock:
+            self._taken.append(Taken(step, self._now(), tuple(draws)))
+
+    def write(self, step: int) -> None:
+        """Append everything that ended since the last call as the line of this step.
+
+        Raises:
+            RunFailedError: If the file cannot be written.
+        """
+        with self._lock:
+            record = StepRecord(step, self._now(), tuple(self._groups), tuple(self._spans), tuple(self._taken))
+            self._groups, self._spans, self._taken = [], [], []
+        line = encode_record(record)
+        try:
+            handle = own_file(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
+            try:
+                # One call: a kill in the middle of it tears this line at most.
+                written = os.write(handle, line)
+            finally:
+                os.close(handle)
+            if written != len(line):
+                raise OSError(f"only {written} of {len(line)} bytes fitted")
+        except OSError as error:
+            raise write_failure(self._path, error) from error
+
+    def _now(self) -> float:
+        return self._clock() - self._zero
+
+
+def _kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
     """Return the lines up to `last_step`, byte for byte, and the time at which the last of them ends.
 
     Lines from the first unreadable one on are left out. A power cut may leave one anywhere, which is no reason to
@@ -145,16 +243,6 @@ def kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
             break
         kept, until = kept + raw, record.until
     return kept, until
-
-
-def staleness_of(step: int, version: int) -> int:
-    """Return the updates between weights of this version and the 1-based step that trains on their tokens."""
-    return step - 1 - version
-
-
-def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
-    """Return the step by draw, of all groups that were trained on."""
-    return {draw: taken.step for record in records for taken in record.taken for draw in taken.draws}
 
 
 def _rounded(value: Any) -> Any:
