@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.launch import EngineSpec
 from spurline_async_rl.engines.vllm.ray import EngineActor
-from spurline_rl.protocols.rollout_engine import Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 TOKEN_S = 0.02
 """Seconds of one token."""
@@ -39,20 +39,13 @@ class _Scripted:
         print(f"{os.getpid()} says that it starts", file=sys.stderr, flush=True)
 
     async def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        salt: str,
-        *,
-        each_step: bool = False,
+        self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        for number in range(sampling.max_new_tokens):
+        for number in range(request.sampling.max_new_tokens):
             await asyncio.sleep(TOKEN_S)
             while self._holds:
                 await asyncio.sleep(TOKEN_S)
-            yield Delta([7], [-0.5], "length" if number + 1 == sampling.max_new_tokens else None)
+            yield Delta([7], [-0.5], "length" if number + 1 == request.sampling.max_new_tokens else None)
 
     async def control(self, command: Command) -> None:
         if command.begins:

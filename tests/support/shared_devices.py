@@ -10,7 +10,7 @@ from typing import Any
 from scripted_members import ScriptedMember, World
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.engines.commands import Command, Sleep, WakeCache, WakeWeights
+from spurline_async_rl.engines.commands import Command, Sleep, Wake
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.response import Progress
@@ -106,11 +106,10 @@ class SharingMember(ScriptedMember):
             raise EngineDiedError(f"{self.name} failed: {error}") from error
 
     async def control(self, command: Command) -> None:
-        if isinstance(command, WakeWeights):
-            self._take("weights")
-        if isinstance(command, WakeCache):
-            self._world.device.check_after_publish(self.name)
-            self._take("cache")
+        if isinstance(command, Wake):
+            if command.part == "cache":
+                self._world.device.check_after_publish(self.name)
+            self._take(command.part)
         await super().control(command)
         if isinstance(command, Sleep):
             self._world.device.free(self.name)

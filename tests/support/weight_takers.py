@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
+from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync, read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
@@ -56,24 +57,49 @@ def weights(sign: float = 1.0) -> dict[str, Tensor]:
 
 
 class Taker(TakesWeights):
-    """An engine that keeps copies of its buckets."""
+    """An engine that keeps copies of what comes, by any transport, and how it came."""
 
-    transports: Sequence[str] = ("shared_memory", "disk")
+    transports: Sequence[str] = ("shared_memory", "disk", "collective", "in_process")
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_adapters: bool = False, dtype: str | None = None) -> None:
+        self.takes_adapters = takes_adapters
+        self.began: list[tuple[str, int]] = []
+        self.adapter: Mapping[str, Any] = {}
         self.taken: dict[str, Tensor] = {}
         self.buckets: list[WeightBucket] = []
-        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file}
+        self.version = -1
+        self._dtype = dtype
+        self._broadcasts = BroadcastReader()
+        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file, "collective": self._broadcasts.read}
+
+    @property
+    def weights_dtype(self) -> str | None:
+        return self._dtype
 
     async def begin_update(self, version: int) -> None:
-        self.taken = {}
+        self._begin("model", version)
+
+    async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
+        self.adapter = adapter
+        self._begin("adapter", version)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         self.buckets.append(bucket)
-        self.taken |= {name: tensor.clone() for name, tensor in self._readers[bucket.transport](bucket)}
+        names = [place.name for place in bucket.places]
+        read = list(zip(names, bucket.tensors, strict=True)) if bucket.tensors else None
+        if read is None:
+            sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": "the engine"})
+            read = await asyncio.to_thread(lambda: list(self._readers[bucket.transport](sent)))
+        assert not self.taken.keys() & set(names), "a tensor came twice"
+        self.taken |= {name: tensor.clone() for name, tensor in read}
 
     async def finish_update(self, version: int) -> None:
-        pass
+        self._broadcasts.end_update()
+        self.version = version
+
+    def _begin(self, part: str, version: int) -> None:
+        self.began.append((part, version))
+        self.taken = {}
 
 
 def make_sync(transport: str, folder: Path) -> Any:

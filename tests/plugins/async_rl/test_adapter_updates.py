@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from backend_batches import lay_out, local_backend, make_samples, run_config, wr
 from fsdp_layouts import on
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from weight_takers import Taker
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import BucketLostError, RunFailedError
@@ -21,22 +22,21 @@ from spurline.protocols.loss import Objective
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
 from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
-from spurline_async_rl.weights.collective import BroadcastReader, CollectiveSync
+from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import (
     CollectiveSyncConfig,
     DiskSyncConfig,
     InProcessSyncConfig,
     SharedMemorySyncConfig,
 )
-from spurline_async_rl.weights.disk import DiskSync, read_file
-from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_async_rl.weights.disk import DiskSync
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.weight_buckets import WeightBucket
-from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
@@ -45,57 +45,16 @@ OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 LORA = LoraConfig(rank=4, alpha=8.0)
 
 
-class Taker(TakesWeights):
-    """An engine that keeps copies of what comes, and how it came. loses: how often it loses the second bucket."""
+class Forgetful(Taker):
+    """It loses the second bucket twice."""
 
-    transports: Sequence[str] = ("shared_memory", "disk", "collective", "in_process")
-
-    def __init__(self, *, takes_adapters: bool = True, dtype: str | None = None, loses: int = 0) -> None:
-        self.takes_adapters = takes_adapters
-        self.began: list[tuple[str, int]] = []
-        self.adapter: Mapping[str, Any] = {}
-        self.taken: dict[str, Tensor] = {}
-        self.version = -1
-        self.num_buckets = 0
-        self._dtype, self._loses = dtype, loses
-        self._broadcasts = BroadcastReader(0)
-        self._readers: dict[str, Callable[[WeightBucket], Any]] = {
-            "shared_memory": MemoryReader().read,
-            "disk": read_file,
-            "collective": self._broadcasts.read,
-        }
-
-    @property
-    def weights_dtype(self) -> str | None:
-        return self._dtype
-
-    async def begin_update(self, version: int) -> None:
-        self._begin("model", version)
-
-    async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
-        self.adapter = adapter
-        self._begin("adapter", version)
-
-    def _begin(self, part: str, version: int) -> None:
-        self.began.append((part, version))
-        self.taken, self.num_buckets = {}, 0
+    lost = 0
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        if self.num_buckets == 1 and self._loses:
-            self._loses -= 1
+        if len(self.buckets) == 1 and self.lost < 2:
+            self.lost += 1
             raise BucketLostError("it was not there")
-        self.num_buckets += 1
-        sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": "the engine"})
-        names = [place.name for place in bucket.places]
-        weights = list(zip(names, bucket.tensors, strict=True)) if bucket.tensors else None
-        if weights is None:
-            weights = await asyncio.to_thread(lambda: list(self._readers[bucket.transport](sent)))
-        assert not self.taken.keys() & set(names), "a tensor came twice"
-        self.taken |= {name: tensor.clone() for name, tensor in weights}
-
-    async def finish_update(self, version: int) -> None:
-        self._broadcasts.end_update()
-        self.version = version
+        await super().load_bucket(bucket)
 
 
 def make_sync(transport: str, folder: Path, **settings: Any) -> BucketSync:
@@ -129,7 +88,7 @@ def test_each_publish_brings_the_adapter_as_it_is_now_and_nothing_else(
     adapted: LocalBackend, tmp_path: Path, transport: str
 ) -> None:
     # An engine that keeps its weights in bf16 gets the adapter as it was trained.
-    sync, taker = make_sync(transport, tmp_path), Taker(dtype="bfloat16")
+    sync, taker = make_sync(transport, tmp_path), Taker(takes_adapters=True, dtype="bfloat16")
     seen: list[dict[str, Tensor]] = []
     try:
         for version in (1, 2, 3):
@@ -139,7 +98,7 @@ def test_each_publish_brings_the_adapter_as_it_is_now_and_nothing_else(
             assert_weights_equal(taker.taken, expected)
             assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
             assert {tensor.dtype for tensor in taker.taken.values()} == {torch.float32}
-            assert (taker.version, taker.num_buckets > 2) == (version, True)
+            assert (taker.version, len(taker.buckets) > 2 * version) == (version, True)
             seen.append(expected)
         assert taker.began == [("adapter", version) for version in (1, 2, 3)]
         assert taker.adapter == adapted.adapter_settings()
@@ -149,7 +108,7 @@ def test_each_publish_brings_the_adapter_as_it_is_now_and_nothing_else(
 
 
 def test_peft_takes_what_came_as_its_own(adapted: LocalBackend, tmp_path: Path) -> None:
-    sync, taker = make_sync("in_process", tmp_path), Taker()
+    sync, taker = make_sync("in_process", tmp_path), Taker(takes_adapters=True)
     adapted.update(lay_out(make_samples([9, 12])), OBJECTIVE)
     publish(sync, 1, adapted, taker)
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "model"))
@@ -173,8 +132,8 @@ def test_whole_merged_weights_are_sent_where_an_engine_takes_no_adapters_or_the_
         assert taker.began == [("model", 1)]
     assert report.bytes_sent == sum(tensor.nbytes for tensor in expected.values())
     # Another kind of engine alone changes nothing: what others have would not fit it any more.
-    publish(sync, 2, adapted, Taker())
-    last = Taker()
+    publish(sync, 2, adapted, Taker(takes_adapters=True))
+    last = Taker(takes_adapters=True)
     publish(sync, 3, adapted, last)
     assert last.began == [("model", 3)]
 
@@ -196,7 +155,7 @@ def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer
 
 
 def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
-    sync, taker = make_sync("collective", tmp_path, exchange_timeout_s=2.0), Taker(loses=2)
+    sync, taker = make_sync("collective", tmp_path, exchange_timeout_s=2.0), Forgetful(takes_adapters=True)
     try:
         publish(sync, 1, adapted, taker)
     finally:
@@ -208,7 +167,7 @@ def test_an_engine_that_takes_no_adapters_after_others_did_is_an_error_before_an
     adapted: LocalBackend, tmp_path: Path
 ) -> None:
     sync, unable = make_sync("in_process", tmp_path), Taker(takes_adapters=False)
-    publish(sync, 2, adapted, Taker())
+    publish(sync, 2, adapted, Taker(takes_adapters=True))
     with pytest.raises(RunFailedError, match=r"takes no adapters.*weight_sync\.adapters: false"):
         publish(sync, 3, adapted, unable)
     assert unable.began == []
@@ -224,7 +183,7 @@ def test_ranks_send_their_adapter_without_a_weight_below_it_coming_to_the_contro
     run = backend_run(spurline_tiny_model, on(2, lora={"rank": 3, "alpha": 8.0}, probe=False), ("fsdp_backend",))
     with opened(run) as (backend, layout):
         for transport in ("shared_memory", "collective"):
-            sync, taker = make_sync(transport, tmp_path), Taker()
+            sync, taker = make_sync(transport, tmp_path), Taker(takes_adapters=True)
             for version in (1, 2):
                 backend.update(*minibatch("packed", layout, version))
                 expected = adapter_of(backend)

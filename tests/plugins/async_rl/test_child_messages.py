@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_members import ENDS, Tokenizer, Trainer, next_token, reference
@@ -79,17 +80,20 @@ class ScriptedEngine:
         self._holds: set[str] = set()
 
     async def generate(self, request: GenerationRequest, on_tokens: Callable[[Written], None]) -> None:
-        context = list(request.prompt_ids)
+        context, told = list(request.prompt_ids), 0
         for left in reversed(range(request.sampling.max_new_tokens)):
             await asyncio.sleep(0)
             while self._holds:
                 await asyncio.sleep(0)
             assert self.version >= 0, "generates with weights that nobody published"
             token = next_token(context)
+            # Those of all tokens before it: of each its index.
+            experts = np.arange(told, len(context), dtype=np.int16).reshape(-1, 1, 1)
+            told = len(context)
             self._world.versions[request.name, len(context)].append(self.version)
             context.append(token)
             reason = "stop" if token == ENDS else None if left else "length"
-            on_tokens(Written([token], [-float(token)], [-float(token)], [self.version], reason))
+            on_tokens(Written([token], [-float(token)], [-float(token)], [self.version], reason, experts))
             number, self._world.written = self._world.written, self._world.written + 1
             if number in self._world.deaths:
                 self._member.die()
@@ -167,3 +171,5 @@ def test_messages_bring_what_was_written_with_its_version_whichever_engine_dies_
         # The last engine that wrote a token did so because the token of an earlier one was lost.
         written = [world.versions[request.name, 2 + index][-1] for index in range(len(tokens))]
         assert result.versions.tolist() == written
+        assert result.routed_experts is not None
+        assert result.routed_experts[:, 0, 0].tolist() == [*range(1 + len(tokens)), -1]

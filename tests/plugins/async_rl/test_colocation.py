@@ -23,7 +23,7 @@ from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling
 
-COMMANDS = ("sleep", "wake_weights", "wake_cache", "begin_update", "load_bucket", "finish_update", "start", "generate")
+COMMANDS = ("sleep", "wake", "begin_update", "load_bucket", "finish_update", "start", "generate")
 PATIENCE_S = 30.0
 
 

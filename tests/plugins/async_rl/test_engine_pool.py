@@ -19,7 +19,7 @@ from virtual_loop import run_virtually
 
 from spurline.errors import ModelError, RunFailedError
 from spurline_async_rl.engines import member as member_module
-from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, from_plain
+from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, Wake, from_plain
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, PooledEngine
 from spurline_async_rl.engines.pool import EnginePool
@@ -217,7 +217,7 @@ def test_an_engine_that_fails_or_hangs_in_an_update_is_replaced_and_the_update_g
 
 def test_a_command_survives_the_way_to_another_process() -> None:
     bucket = WeightBucket("disk", (TensorPlace("a", "float32", (2, 3), 64),), {"path": "/x"})
-    for command in (Pause(), Resume(), BeginUpdate(3), LoadBucket(bucket), FinishUpdate(4)):
+    for command in (Pause(), Resume(), BeginUpdate(3), LoadBucket(bucket), FinishUpdate(4), Wake("cache")):
         assert from_plain(json.loads(json.dumps(command.to_plain()))) == command
 
 
@@ -226,7 +226,7 @@ def test_an_update_that_no_engine_survives_is_an_error_with_the_reasons() -> Non
 
     async def body(pool: EnginePool, trainer: Trainer) -> None:
         world.fail_at["load_bucket"] = lambda member: True
-        with pytest.raises(RunFailedError, match=r"No engine takes.*engine 0.*load weights.*RuntimeError.*engine 1"):
+        with pytest.raises(RunFailedError, match=r"No engine takes.*engine 0.*load bucket.*RuntimeError.*engine 1"):
             await trainer.publish(version=1)
 
     use(lambda: world.pool(2), body)

@@ -8,7 +8,6 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from spurline_async_rl.engines.child.packing import add_progress, pack_progress
 
 from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
@@ -78,17 +77,3 @@ def test_vllm_is_asked_for_experts_where_they_are_replayed() -> None:
         EngineSpec(VllmEngineConfig(), ModelConfig(path="some/model"), notes_experts=notes) for notes in (True, False)
     ]
     assert [arguments(spec).get("enable_return_routed_experts") for spec in specs] == [True, None]
-
-
-@given(st.integers(0, 5), st.integers(1, 3), st.integers(1, 4))
-def test_choices_survive_a_message(tokens: int, layers: int, top_k: int) -> None:
-    experts = np.random.default_rng(0).integers(-1, 300, (tokens, layers, top_k)).astype(np.int16)
-    written, told = Progress(), Progress()
-    written.experts.add(0, experts)
-    add_progress(told, pack_progress(written))
-    found = told.experts.since(0)
-    assert (found is None) == (tokens == 0)
-    if found is None:
-        return
-    assert found.dtype == np.int16
-    assert np.array_equal(found, experts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_async_rl.timeline.records import (
-    GROUP_STATES,
-    SPAN_KINDS,
     GroupSpan,
+    GroupState,
     Span,
+    SpanKind,
     StepRecord,
     Taken,
     Timeline,
-    decode_record,
     encode_record,
     read_timeline,
     trained_steps,
@@ -116,7 +115,7 @@ def test_a_last_line_cut_by_a_kill_is_left_out_and_any_other_is_named(tmp_path: 
     path.write_bytes(whole + whole[:40])
     assert len(read_timeline(path)) == 1
     path.write_bytes(whole + b'{"step": 2}\n')
-    with pytest.raises(RunDirectoryError, match=r"timeline\.jsonl:2: not a line of a timeline \(KeyError: 'until'\)"):
+    with pytest.raises(RunDirectoryError, match=r"timeline\.jsonl:2: not a line of a timeline .*until"):
         read_timeline(path)
     assert read_timeline(tmp_path / "none.jsonl") == []
 
@@ -150,20 +149,22 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path
 
 
 GROUPS = st.builds(
-    GroupSpan, COUNTS, MILLISECONDS, MILLISECONDS, COUNTS, st.sampled_from(GROUP_STATES), COUNTS, COUNTS, COUNTS
+    GroupSpan, COUNTS, MILLISECONDS, MILLISECONDS, COUNTS, st.sampled_from(get_args(GroupState)), COUNTS, COUNTS, COUNTS
 )
 RECORDS = st.builds(
     StepRecord,
     COUNTS,
     MILLISECONDS,
     st.lists(GROUPS, max_size=5).map(tuple),
-    st.lists(st.builds(Span, st.sampled_from(SPAN_KINDS), MILLISECONDS, MILLISECONDS), max_size=5).map(tuple),
+    st.lists(st.builds(Span, st.sampled_from(get_args(SpanKind)), MILLISECONDS, MILLISECONDS), max_size=5).map(tuple),
     st.lists(st.builds(Taken, COUNTS, MILLISECONDS, st.lists(COUNTS).map(tuple)), max_size=3).map(tuple),
 )
 
 
 @given(RECORDS)
-def test_what_is_written_is_what_is_read(record: StepRecord) -> None:
+def test_what_is_written_is_what_is_read(tmp_path_factory: pytest.TempPathFactory, record: StepRecord) -> None:
     line = encode_record(record)
     assert line.count(b"\n") == 1
-    assert decode_record(json.loads(line)) == record
+    path = tmp_path_factory.mktemp("run") / "timeline.jsonl"
+    path.write_bytes(line)
+    assert read_timeline(path) == [record]

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-import weight_takers
 from torch import Tensor
-from weight_takers import Weights, weights
+from weight_takers import Taker, Weights, weights
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.host import PluginHost
@@ -43,35 +42,24 @@ from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 
 
-class Taker(weight_takers.Taker):
-    """It also takes tensors of this process. hang_in: a part of the update that never ends."""
+class Hanging(Taker):
+    """A part of its updates never ends."""
 
-    transports: Sequence[str] = ("shared_memory", "in_process")
-
-    def __init__(self, hang_in: str = "") -> None:
+    def __init__(self, part: str) -> None:
         super().__init__()
-        self.version = -1
-        self._hang_in = hang_in
+        self._part = part
 
     async def begin_update(self, version: int) -> None:
         await self._maybe_hang("begin_update")
-        await super().begin_update(version)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
         await self._maybe_hang("load_bucket")
-        if bucket.where:
-            await super().load_bucket(bucket)
-            return
-        self.buckets.append(bucket)
-        names = [place.name for place in bucket.places]
-        self.taken |= {name: tensor.clone() for name, tensor in zip(names, bucket.tensors, strict=True)}
 
     async def finish_update(self, version: int) -> None:
         await self._maybe_hang("finish_update")
-        self.version = version
 
-    async def _maybe_hang(self, where: str) -> None:
-        if where == self._hang_in:
+    async def _maybe_hang(self, part: str) -> None:
+        if part == self._part:
             await asyncio.Event().wait()
 
 
@@ -142,7 +130,7 @@ def test_a_publish_that_takes_too_long_says_what_it_waited_for(part: str) -> Non
     waited_for = {"begin_update": "begin an update", "load_bucket": "load bucket 1", "finish_update": "finish"}[part]
     try:
         with pytest.raises(RunFailedError, match=rf"version 3.*0.2 s.*the engine to {waited_for}.*timeout_s"):
-            publish(sync, Weights(weights()), [Taker(), Taker(hang_in=part)])
+            publish(sync, Weights(weights()), [Taker(), Hanging(part)])
     finally:
         sync.close()
 

@@ -13,38 +13,41 @@ from typing import Any, ClassVar
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
-UPDATE = "update"
-"""The hold in which an engine gets new weights; afterwards it may generate."""
-SLEEP = "sleep"
-"""The hold in which the trainer has the memory of an engine's device."""
+PAUSE, UPDATE, SLEEP = "pause", "update", "sleep"
+"""Holds, which keep an engine from generating: a pause; an update of its weights; the time in which the trainer has the
+memory of its device."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Base of all commands; `str` describes them in messages.
+    """Base of all commands.
 
     Attributes:
         name: The method of `RolloutEngine` or `TakesWeights` that does it, with the command's fields as arguments.
-        hold: Keeps an engine from generating, from the command that begins it to the one that ends it.
-        limit: The setting of PoolConfig with the seconds that the command may take.
-        words: The description, a format of the command's fields.
-        begins: Whether the command begins its hold.
-        ends: Whether it ends its hold.
+        hold: The hold that the command belongs to.
+        begins: Whether the command begins its hold, for which the engine stops between two tokens.
     """
 
     name: ClassVar[str]
     hold: ClassVar[str]
-    limit: ClassVar[str]
-    words: ClassVar[str]
     begins: ClassVar[bool] = False
-    ends: ClassVar[bool] = False
+
+    @property
+    def ends(self) -> bool:
+        """Whether the command ends its hold. The engine goes on unless another one holds it."""
+        return self.name in ("resume", "finish_update")
+
+    @property
+    def limit(self) -> str:
+        """The setting of PoolConfig with the seconds that the command may take."""
+        return "update_timeout_s" if self.hold == UPDATE else "pause_timeout_s"
 
     def __str__(self) -> str:
-        return self.words.format_map(vars(self))
+        return self.name.replace("_", " ")
 
     async def apply(self, engine: Any) -> None:
         """Call the engine's method."""
-        await getattr(engine, self.name)(*vars(self).values())
+        await getattr(engine, self.name)(**vars(self))
 
     def to_plain(self) -> dict[str, Any]:
         """Return the command as JSON can hold it."""
@@ -56,88 +59,63 @@ class Command:
 
 @dataclass(frozen=True)
 class Pause(Command):
-    """Stop between two tokens. When it is done, every token generated so far is in its Progress."""
+    """Stop. When it is done, every token generated so far is in its Progress."""
 
-    name, hold, limit, words = "pause", "pause", "pause_timeout_s", "pause"
-    begins = True
+    name, hold, begins = "pause", PAUSE, True
 
 
 @dataclass(frozen=True)
 class Resume(Command):
-    """Go on, unless something else holds the engine."""
-
-    name, hold, limit, words = "resume", "pause", "pause_timeout_s", "go on"
-    ends = True
+    name, hold = "resume", PAUSE
 
 
 @dataclass(frozen=True)
 class BeginUpdate(Command):
-    """Stop between two tokens for new weights; requests in flight wait."""
+    """Expect whole weights; requests in flight wait."""
 
     version: int
-    name, hold, limit, words = "begin_update", UPDATE, "update_timeout_s", "begin the update to version {version}"
-    begins = True
+    name, hold, begins = "begin_update", UPDATE, True
 
 
 @dataclass(frozen=True)
 class BeginAdapterUpdate(Command):
-    """Stop for the tensors of an adapter alone; see `TakesWeights.begin_adapter_update`."""
+    """Expect the tensors of an adapter alone; see `TakesWeights.begin_adapter_update`."""
 
     version: int
     adapter: Mapping[str, Any]
-    name, hold, limit = "begin_adapter_update", UPDATE, "update_timeout_s"
-    words = "begin the update of its adapter to version {version}"
-    begins = True
+    name, hold, begins = "begin_adapter_update", UPDATE, True
 
 
 @dataclass(frozen=True)
 class LoadBucket(Command):
-    """Take these weights over."""
-
     bucket: WeightBucket
-    name, hold, limit, words = "load_bucket", UPDATE, "update_timeout_s", "load weights"
+    name, hold = "load_bucket", UPDATE
 
 
 @dataclass(frozen=True)
 class FinishUpdate(Command):
-    """Go on with the new weights, unless something else holds the engine."""
-
     version: int
-    name, hold, limit, words = "finish_update", UPDATE, "update_timeout_s", "finish the update to version {version}"
-    ends = True
+    name, hold = "finish_update", UPDATE
 
 
 @dataclass(frozen=True)
 class Sleep(Command):
-    """Stop between two tokens and free the memory of the device; see `MaySleep`, also for the two that follow."""
+    """Free the memory of the device; see `MaySleep`, also for `Wake`."""
 
     keep_weights: bool
-    name, hold, limit, words = "sleep", SLEEP, "pause_timeout_s", "sleep"
-    begins = True
-
-    async def apply(self, engine: Any) -> None:
-        await engine.sleep(keep_weights=self.keep_weights)
+    name, hold, begins = "sleep", SLEEP, True
 
 
 @dataclass(frozen=True)
-class WakeWeights(Command):
-    """Take the memory of the weights again. An update may follow before the cache is woken."""
+class Wake(Command):
+    """Take a part of the memory again: that of the weights, which an update may follow, then that of the cache."""
 
-    name, hold, limit, words = "wake_weights", SLEEP, "pause_timeout_s", "take the memory of its weights again"
+    part: EngineMemory
+    name, hold = "wake", SLEEP
 
-    async def apply(self, engine: Any) -> None:
-        await engine.wake("weights")
-
-
-@dataclass(frozen=True)
-class WakeCache(Command):
-    """Take the memory of keys and values again, and go on, unless something else holds the engine."""
-
-    name, hold, limit, words = "wake_cache", SLEEP, "pause_timeout_s", "take the memory of its cache again"
-    ends = True
-
-    async def apply(self, engine: Any) -> None:
-        await engine.wake("cache")
+    @property
+    def ends(self) -> bool:
+        return self.part == "cache"
 
 
 _KINDS: dict[str, type[Command]] = {kind.name: kind for kind in Command.__subclasses__()}
@@ -145,11 +123,9 @@ _KINDS: dict[str, type[Command]] = {kind.name: kind for kind in Command.__subcla
 
 def from_plain(plain: Mapping[str, Any]) -> Command:
     """Return the command that `to_plain` wrote."""
-    values = {
-        key: WeightBucket.from_plain(value) if key == "bucket" else value
-        for key, value in plain.items()
-        if key != "name"
-    }
+    values = {key: value for key, value in plain.items() if key != "name"}
+    if "bucket" in values:
+        values["bucket"] = WeightBucket.from_plain(values["bucket"])
     return _KINDS[plain["name"]](**values)
 
 
@@ -170,7 +146,7 @@ class ControlledEngine(TakesWeights):
         await self.control(Sleep(keep_weights))
 
     async def wake(self, part: EngineMemory) -> None:
-        await self.control(WakeWeights() if part == "weights" else WakeCache())
+        await self.control(Wake(part))
 
     async def begin_update(self, version: int) -> None:
         await self.control(BeginUpdate(version))

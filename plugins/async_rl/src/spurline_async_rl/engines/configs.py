@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
-from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AnyHttpUrl, Field, TypeAdapter, ValidationError
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -118,12 +118,9 @@ class PoolConfig(RolloutEngineConfig):
 
 
 def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        # Raised for a port that is no number, and for an IPv6 address without brackets.
-        return False
+    with suppress(ValidationError):
+        return bool(TypeAdapter(AnyHttpUrl).validate_python(url))
+    return False
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
@@ -212,19 +209,8 @@ class ChildProcessEngineConfig(PoolConfig):
         ]
 
 
-_OF_SERVERS = frozenset(
-    {
-        "name",
-        "mode",
-        "urls",
-        "api_key_env",
-        "engines",
-        "kv_cache",
-        "max_restarts",
-        *(f"{name}_timeout_s" for name in ("start", "generate", "pause", "update", "close")),
-    }
-)
-"""Settings that apply to servers; other settings are those of engines that are started here."""
+_OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
+"""Settings that apply to servers, beside the time limits. Others are settings of engines that are started here."""
 CPU_KV_CACHE_GB = 4.0
 """Value of `kv_cache_gb: null` on a CPU, which has no share of a GPU's memory to take."""
 
@@ -316,18 +302,16 @@ class VllmEngineConfig(PoolConfig):
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         if self.mode == "server":
             return [f"engine {self.name}: {len(self.urls)} servers that run already, with memory of their own"]
-        cache = f", on CPUs {CPU_KV_CACHE_GB:g} GiB of keys and values (kv_cache_gb)"
-        if self.kv_cache_gb is not None:
-            cache = f", {self.kv_cache_gb:g} GiB of keys and values each"
-        share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
         where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
-        takes = f"{self.engines} of {self.tensor_parallel_size} GPU each, which takes {share}{cache}"
+        share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
+        takes, cache_gb = f"of {self.tensor_parallel_size} GPU each, which takes {share}", self.kv_cache_gb
         if self.placement != "ray" and not num_gpus():
-            # Of a cluster only its machines know.
-            room = CPU_KV_CACHE_GB if self.kv_cache_gb is None else self.kv_cache_gb
-            takes = f"{self.engines}, without a GPU here, of {room:g} GiB of keys and values each (kv_cache_gb)"
+            takes, cache_gb = "without a GPU here", cache_gb or CPU_KV_CACHE_GB
+        cache = "" if cache_gb is None else f", {cache_gb:g} GiB of keys and values each (kv_cache_gb)"
         decoded = min(responses, self.max_num_seqs * self.engines)
-        return [f"engine {self.name}{where}: {takes}; up to {decoded:,} responses decoded together"]
+        return [
+            f"engine {self.name}{where}: {self.engines} {takes}{cache}; up to {decoded:,} responses decoded together"
+        ]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.mode == "server":
@@ -374,7 +358,8 @@ class VllmEngineConfig(PoolConfig):
             )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
-        for name in sorted(self.model_fields_set - _OF_SERVERS):
+        given = {name for name in self.model_fields_set if not name.endswith("_timeout_s")}
+        for name in sorted(given.difference(_OF_SERVERS)):
             yield Problem(name, "is a setting of the server in mode: server. Give it on the server's command line.")
         if self.kv_cache == "keep":
             yield Problem("kv_cache", "is keep, but servers compute keys and values again. Remove it.")

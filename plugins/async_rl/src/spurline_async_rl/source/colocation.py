@@ -15,7 +15,7 @@ started again when engines have the memory, never while the trainer has it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -24,8 +24,7 @@ from spurline.protocols.backend import Backend, YieldsDevice
 from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.publishing import Publisher
-from spurline_async_rl.source.watchdog import tell
-from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
+from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 
 Owner = Literal["trainer", "engines", "nobody"]
@@ -76,13 +75,13 @@ class Colocation:
         with self._passing("trainer", "engines", "giving it to the engines"):
             # The optimizers' state goes first, to make room for the weights of both sides and a bucket.
             self._backend.yield_device(keep_weights=True)
-            self._wake("weights")
+            self._run(self._engine.wake("weights"), "Giving the engines the memory of their weights")
             if self.engines_have != version:
                 report = self._publisher.publish(version, cast("Backend", self._backend))
                 self.engines_have = version
             # Needed also where weights stay: only now is the memory free in which they were gathered.
             self._backend.yield_device(keep_weights=not self._offloads_trainer)
-            self._wake("cache")
+            self._run(self._engine.wake("cache"), "Giving the engines the memory of their cache")
         return report
 
     def take_back(self, *, keep_weights: bool) -> None:
@@ -130,12 +129,8 @@ class Colocation:
         self.owner = to
         self._seconds["time/to_trainer" if to == "trainer" else "time/to_engines"] += time.perf_counter() - began
 
-    def _wake(self, part: EngineMemory) -> None:
-        self._run(self._engine.wake(part), f"Giving the engines the memory of their {part}")
-
     def _run(self, work: Coroutine[Any, Any, None], what: str) -> None:
         # Engines fall asleep only after a start that is under way.
         limit = self._engine.longest_start_s + GRACE_S
-        still: Callable[[float], None] = lambda passed_s: tell(f"{what} has taken {passed_s:.0f} s so far.")  # noqa: E731
         with ends_the_run(what):
-            self._loop.run(work, limit, what, every_s=self._watchdog_s, still=still)
+            self._loop.run(work, limit, what, every_s=self._watchdog_s)

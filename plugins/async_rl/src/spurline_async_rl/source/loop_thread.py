@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from spurline.errors import RunFailedError, SpurlineError
 
 T = TypeVar("T")
@@ -43,6 +45,11 @@ def ends_the_run(what: str) -> Generator[None]:
         ) from error
 
 
+def tell(text: str) -> None:
+    """Print what holds a run up."""
+    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+
+
 async def _calling(function: Callable[..., T], *arguments: Any) -> T:
     return function(*arguments)
 
@@ -62,9 +69,9 @@ class LoopThread:
         what: str,
         *,
         every_s: float | None = None,
-        still: Callable[[float], None] | None = None,
+        waits_for: Callable[[], str] | None = None,
     ) -> T:
-        """Return the coroutine's result. Every `every_s` seconds `still` is called with the seconds passed.
+        """Return the coroutine's result. Every `every_s` seconds the user is told that it still goes on.
 
         Raises:
             RunFailedError: If it takes longer than `timeout_s`; it is cancelled then.
@@ -83,8 +90,8 @@ class LoopThread:
                     if passed >= timeout_s:
                         place = self.position()
                         raise RunFailedError(f"{what} did not end within {timeout_s:g} s.\n{place}") from None
-                    if still is not None:
-                        still(passed)
+                    reason = "" if waits_for is None else f"; it waits for {waits_for()}"
+                    tell(f"{what} has taken {passed:.0f} s so far{reason}.")
         finally:
             # After an error or Ctrl-C nobody waits for the work, and it must not go on.
             future.cancel()

@@ -14,7 +14,6 @@ from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
-from spurline_async_rl.source.watchdog import tell
 from spurline_async_rl.timeline.records import Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
 from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
@@ -22,7 +21,7 @@ from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSync
 
 
 class Publisher:
-    """Publishes to the engines of one run. Raises as `check_publishing` does.
+    """Publishes to the engines of one run. Raises as `choose_sync` does.
 
     `notify` is called on the loop when an engine was started again and awaits weights.
     """
@@ -37,18 +36,18 @@ class Publisher:
         timeline: Timeline,
         notify: Callable[[], None],
     ) -> None:
-        self._engine = _as_taking(engine, config)
+        chosen = choose_sync(config.weight_sync, engine, registry, weights_on_gpu(run))
+        assert isinstance(engine, TakesWeights)
+        self._engine = engine
         self._name = config.engine.name
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
-        chosen = choose_sync(config.weight_sync, self._engine, registry, weights_on_gpu(run))
         self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
         self._engine.on_awaiting_weights = notify
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        """Engines that were started again and generate nothing before they get weights."""
         return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
@@ -70,15 +69,8 @@ class Publisher:
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
         with ends_the_run(what):
-            report = self._loop.run(
-                publishing,
-                self._sync.timeout_s + GRACE_S,
-                what,
-                every_s=self._watchdog_s,
-                still=lambda passed_s: tell(
-                    f"{what} has taken {passed_s:.0f} s so far; it waits for {self._sync.waits_for}."
-                ),
-            )
+            limit_s, waits_for = self._sync.timeout_s + GRACE_S, lambda: self._sync.waits_for
+            report = self._loop.run(publishing, limit_s, what, every_s=self._watchdog_s, waits_for=waits_for)
         self._timeline.ended("publish")
         return report
 
@@ -87,31 +79,22 @@ class Publisher:
         self._sync.close()
 
 
-def check_publishing(engine: RolloutEngine, config: AsyncRolloutsConfig, run: RunConfig, registry: Registry) -> None:
-    """Raise ConfigError for an engine that takes no weights, or not in the configured way."""
-    choose_sync(config.weight_sync, _as_taking(engine, config), registry, weights_on_gpu(run))
-
-
-def _as_taking(engine: RolloutEngine, config: AsyncRolloutsConfig) -> TakesWeights:
-    if not isinstance(engine, TakesWeights):
-        raise ConfigError.at(
-            "source.engine.name",
-            f"is {config.engine.name}, whose weights cannot be replaced while it generates. Choose an engine that "
-            "takes weights, such as child_process or vllm.",
-        )
-    return engine
-
-
 def choose_sync(
-    given: WeightSyncConfig | None, engine: TakesWeights, registry: Registry, on_gpu: bool
+    given: WeightSyncConfig | None, engine: RolloutEngine, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
     """Return the config's own `weight_sync`, or the engine's first transport that can be used here.
 
     `on_gpu` says whether the weights are on GPUs.
 
     Raises:
-        ConfigError: If the transport and the engine do not fit.
+        ConfigError: If the engine takes no weights, or does not fit the transport.
     """
+    if not isinstance(engine, TakesWeights):
+        raise ConfigError.at(
+            "source.engine.name",
+            "chooses an engine whose weights cannot be replaced while it generates. Choose another one, such as "
+            "child_process or vllm.",
+        )
     reads = listing(engine.transports)
     if given is not None:
         if given.transport not in engine.transports:

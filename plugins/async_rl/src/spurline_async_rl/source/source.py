@@ -27,11 +27,12 @@ from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
 from spurline_async_rl.source.producer import Producer
-from spurline_async_rl.source.publishing import Publisher, check_publishing
+from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
 from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
-from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, held_out_report, stall_report
+from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
+from spurline_async_rl.weights.buckets import weights_on_gpu
 from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
@@ -97,7 +98,7 @@ class AsyncRolloutSource(PromptSource):
     def check_engine(self, engine: RolloutEngine) -> None:
         """Raise ConfigError if weights cannot be brought to it."""
         config = cast("AsyncRolloutsConfig", self._settings)
-        check_publishing(engine, config, self._context.config, self._context.host.registry)
+        choose_sync(config.weight_sync, engine, self._context.host.registry, weights_on_gpu(self._context.config))
 
     def start(self, step: int, backend: Backend) -> None:
         """Bring the weights to the engines and begin to generate. Raises ConfigError if they cannot be brought."""
@@ -215,7 +216,8 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("evaluate")
         evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out))
         evaluating.add_done_callback(lambda _: self._changed.set())
-        watchdog = self._watchdog(partial(held_out_report, self._observed))
+        head = "The evaluation waits for held-out attempts; no request was answered for {:.0f} s."
+        watchdog = self._watchdog(lambda waited_s: "\n  ".join([head.format(waited_s), *self._observed.describe()]))
         try:
             while not evaluating.done():
                 self._changed.clear()

@@ -12,11 +12,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from rich.console import Console
-
 from spurline.errors import RunFailedError
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.source.loop_thread import LoopThread, tell
 from spurline_async_rl.source.producer import Producer
 from spurline_rl.protocols.rollout_engine import (
     GenerationRequest,
@@ -59,7 +57,7 @@ class ObservedEngine:
         """Return a line for each request, the oldest first: its name, its age and its engine."""
         now, asked = time.monotonic(), list(self._asked.values())
         lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
-        return [*lines, *_more(len(asked), "requests")]
+        return [*lines, *([f"and {len(asked) - _SHOWN} requests more"] if len(asked) > _SHOWN else [])]
 
     def _holder(self, name: str) -> str:
         holder = self._engine.holder_of(name) if isinstance(self._engine, TakesWeights) else "the engine"
@@ -77,22 +75,12 @@ def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s
         f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
         f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version}).",
         *(f"group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]),
-        *_more(len(groups), "groups"),
+        *([f"and {len(groups) - _SHOWN} groups more"] if len(groups) > _SHOWN else []),
         *requests,
     ]
     if groups and not requests:
         lines.append("no request is with an engine: the environments or rewards of these groups have not returned")
     return "\n  ".join(lines)
-
-
-def held_out_report(engine: ObservedEngine, waited_s: float) -> str:
-    """Return why the loop still waits for an evaluation."""
-    head = f"The evaluation waits for held-out attempts; no request was answered for {waited_s:.0f} s."
-    return "\n  ".join([head, *engine.describe()])
-
-
-def _more(count: int, what: str) -> list[str]:
-    return [f"and {count - _SHOWN} {what} more"] if count > _SHOWN else []
 
 
 class Watchdog:
@@ -152,8 +140,3 @@ class Watchdog:
             "slow code into spurline_rl.concurrency.in_thread.\n"
             f"{self._loop.position()}"
         )
-
-
-def tell(text: str) -> None:
-    """Print what holds a run up."""
-    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)

@@ -16,7 +16,6 @@ from pydantic import Field
 
 from spurline.trackers.readout import clock
 from spurline_async_rl.timeline.records import (
-    SPAN_KINDS,
     TIMELINE_FILE,
     GroupSpan,
     Span,
@@ -119,12 +118,13 @@ class StalenessPanel(Panel):
 
 def _caption(records: Sequence[StepRecord], window: Window) -> str:
     spans = [span for record in records if window.first <= record.step <= window.last for span in record.spans]
-    seconds = {kind: sum(span.seconds for span in spans if span.kind == kind) for kind in SPAN_KINDS}
     length = window.ended - window.began
     text = f"Steps {window.first:,} to {window.last:,}"
     if length > 0:
-        text += f". The loop waited for batches in {seconds['wait'] / length:.1%} of the time"
-        text += f" and published weights in {seconds['publish'] / length:.1%}"
+        waited, published = (
+            sum(span.seconds for span in spans if span.kind == kind) / length for kind in ("wait", "publish")
+        )
+        text += f". The loop waited for batches in {waited:.1%} of the time and published weights in {published:.1%}"
     lanes = 1 + max((lane for lane, _ in lanes_of(records, window)), default=0)
     return text + (f". {_MAX_LANES} of {lanes:,} lanes are drawn." if lanes > _MAX_LANES else ".")
 
@@ -134,9 +134,9 @@ def _tokens_by_staleness(record: RunRecord) -> dict[int, float]:
     tokens: dict[int, float] = {}
     for metrics in record.metrics:
         for name, count in metrics.items():
-            age = name.removeprefix(_TOKENS)
-            if age != name and age.isdecimal():
-                tokens[int(age)] = tokens.get(int(age), 0.0) + float(count)
+            if name.startswith(_TOKENS):
+                age = int(name.removeprefix(_TOKENS))
+                tokens[age] = tokens.get(age, 0.0) + float(count)
     return dict(sorted(tokens.items()))
 
 

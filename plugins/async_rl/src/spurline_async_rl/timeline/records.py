@@ -7,14 +7,16 @@ kept line.
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from spurline.errors import RunDirectoryError
 from spurline.files import own_file, write_failure, write_text
@@ -25,8 +27,6 @@ TIMELINE_FILE = "timeline.jsonl"
 
 GroupState = Literal["buffered", "filtered", "quarantined", "skipped"]
 SpanKind = Literal["wait", "train", "publish", "evaluate"]
-GROUP_STATES: tuple[GroupState, ...] = get_args(GroupState)
-SPAN_KINDS: tuple[SpanKind, ...] = get_args(SpanKind)
 STATE_NAMES: Mapping[State, GroupState] = {
     State.BUFFERED: "buffered",
     State.FILTERED: "filtered",
@@ -36,8 +36,7 @@ STATE_NAMES: Mapping[State, GroupState] = {
 """Names in the file for the states in which a group ends."""
 
 
-@dataclass(frozen=True)
-class GroupSpan:
+class GroupSpan(NamedTuple):
     """One group from its admission, with weights of `version`, to its last token or reward.
 
     `tokens` are those of all its attempts. `oldest` and `newest` are the versions of the weights from which its tokens
@@ -58,8 +57,7 @@ class GroupSpan:
         return self.ended - self.began
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """A time in which the loop waited for a batch, trained, evaluated or published weights."""
 
     kind: SpanKind
@@ -71,8 +69,7 @@ class Span:
         return self.ended - self.began
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """The groups that became the batch of a 1-based step."""
 
     step: int
@@ -91,29 +88,13 @@ class StepRecord:
     taken: tuple[Taken, ...] = ()
 
 
+_LINE = TypeAdapter(StepRecord)
+"""A line of the file: an object, with a list of values for each group, span and batch."""
+
+
 def encode_record(record: StepRecord) -> bytes:
-    """Return the record as one compact line with its newline; times are rounded to the millisecond."""
-    line = {field.name: _rounded(value) for field, value in zip(fields(record), astuple(record), strict=True)}
-    return (json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n").encode()
-
-
-def decode_record(line: Mapping[str, Any]) -> StepRecord:
-    """Read a line of `encode_record`.
-
-    Raises:
-        ValueError: If the line is another one; likewise TypeError and KeyError.
-    """
-    record = StepRecord(
-        step=int(line["step"]),
-        until=float(line["until"]),
-        groups=tuple(GroupSpan(*fields) for fields in line["groups"]),
-        spans=tuple(Span(*fields) for fields in line["spans"]),
-        taken=tuple(Taken(step, at, tuple(draws)) for step, at, draws in line["taken"]),
-    )
-    used = {group.state for group in record.groups} | {span.kind for span in record.spans}
-    if unknown := used - {*GROUP_STATES, *SPAN_KINDS}:
-        raise ValueError(f"unknown: {', '.join(sorted(map(str, unknown)))}")
-    return record
+    """Return the record as one compact line with its newline."""
+    return _LINE.dump_json(record) + b"\n"
 
 
 def read_timeline(path: Path) -> list[StepRecord]:
@@ -125,10 +106,11 @@ def read_timeline(path: Path) -> list[StepRecord]:
     records: list[StepRecord] = []
     for number, line in enumerate(read_json_lines(path), start=1):
         try:
-            records.append(decode_record(line))
-        except (KeyError, TypeError, ValueError) as error:
+            records.append(_LINE.validate_python(line))
+        except ValidationError as error:
+            first = error.errors()[0]
             raise RunDirectoryError(
-                f"{path}:{number}: not a line of a timeline ({type(error).__name__}: {error}). Another version or "
+                f"{path}:{number}: not a line of a timeline ({first['loc']}: {first['msg']}). Another version or "
                 "program wrote it; remove the file to do without it."
             ) from error
     return records
@@ -212,19 +194,15 @@ class Timeline:
             self._groups, self._spans, self._taken = [], [], []
         line = encode_record(record)
         try:
-            handle = own_file(str(self._path), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC)
-            try:
-                # One call: a kill in the middle of it tears this line at most.
-                written = os.write(handle, line)
-            finally:
-                os.close(handle)
-            if written != len(line):
-                raise OSError(f"only {written} of {len(line)} bytes fitted")
+            with open(self._path, "ab", buffering=0, opener=own_file) as file:
+                # There is one call, so that a kill tears this line at most.
+                if file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             raise write_failure(self._path, error) from error
 
     def _now(self) -> float:
-        return self._clock() - self._zero
+        return round(self._clock() - self._zero, 3)
 
 
 def _kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
@@ -236,16 +214,10 @@ def _kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
     kept, until = b"", 0.0
     for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
         try:
-            record = decode_record(json.loads(raw))
-        except (KeyError, TypeError, ValueError):
+            record = _LINE.validate_json(raw)
+        except ValidationError:
             break
         if record.step > last_step or not raw.endswith(b"\n"):
             break
         kept, until = kept + raw, record.until
     return kept, until
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, float):
-        return round(value, 3)
-    return [_rounded(item) for item in value] if isinstance(value, tuple) else value

@@ -18,7 +18,6 @@ from concurrent.futures import TimeoutError as StillRunningError
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -123,7 +122,6 @@ class BroadcastMaker:
         # Unique also among makers for the same meeting.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
         self._group: ExchangeGroup | None = None
-        self._work: SimpleQueue[tuple[Future[None], Tensor] | None] | None = None
         self._sent: Future[None] | None = None
         self._sent_at = 0.0
         self._buffer: Tensor | None = None
@@ -153,9 +151,8 @@ class BroadcastMaker:
 
     def close(self) -> None:
         self.taken()
-        if self._work is not None:
-            self._work.put(None)
-            self._work = None
+        if self._group is not None:
+            self._group.leave()
 
     def _failure(self) -> str | None:
         """Wait for the end of the last send, within a time limit. Return its failure, if it failed."""
@@ -170,34 +167,23 @@ class BroadcastMaker:
 
     def _send(self, buffer: Tensor) -> Future[None]:
         """Send the buffer on a thread that the interpreter does not wait for."""
-        if self._work is None:
-            self._work = SimpleQueue()
-            device = buffer.device if buffer.is_cuda else None
-            threading.Thread(
-                target=self._serve, args=(self._work, device), daemon=True, name="spurline-broadcast"
-            ).start()
         done: Future[None] = Future()
         self._sent_at = time.monotonic()
-        self._work.put((done, buffer))
+        name = "spurline-broadcast"
+        threading.Thread(target=self._broadcast, args=(done, buffer), daemon=True, name=name).start()
         return done
 
-    def _serve(self, work: SimpleQueue[tuple[Future[None], Tensor] | None], device: torch.device | None) -> None:
-        if device is not None:
-            torch.cuda.set_device(device)
-        while (order := work.get()) is not None:
-            done, buffer = order
-            try:
-                self._group = self._group or ExchangeGroup(self._meeting, 0)
-                self._group.broadcast(buffer)
-            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-                # Without its frames, which hold the buffer.
-                done.set_exception(error.with_traceback(None))
-            else:
-                done.set_result(None)
-            # The next one may need the memory.
-            del order, done, buffer
-        if self._group is not None:
-            self._group.leave()
+    def _broadcast(self, done: Future[None], buffer: Tensor) -> None:
+        if buffer.is_cuda:
+            torch.cuda.set_device(buffer.device)
+        try:
+            self._group = self._group or ExchangeGroup(self._meeting, 0)
+            self._group.broadcast(buffer)
+        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+            # Without its frames, which hold the buffer.
+            done.set_exception(error.with_traceback(None))
+        else:
+            done.set_result(None)
 
 
 class BroadcastReader:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable
 from functools import partial
 from typing import Any, TypeVar
 
 from spurline.errors import DataError, RunFailedError
-from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, WakeCache, WakeWeights
+from spurline_async_rl.engines.commands import UPDATE, Command, Sleep, Wake
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.adapters import adapter_request
@@ -26,7 +26,7 @@ from spurline_async_rl.engines.vllm.launch import (
     worker_call,
 )
 from spurline_rl.concurrency import in_thread
-from spurline_rl.protocols.rollout_engine import Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _Result = TypeVar("_Result")
 
@@ -64,14 +64,7 @@ class AsyncEngine:
         self._listen()
 
     async def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        salt: str,
-        *,
-        each_step: bool = False,
+        self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
         """Yield the response as it comes, in parts of `chunk_tokens`, or fewer after a second and before a command.
 
@@ -81,9 +74,9 @@ class AsyncEngine:
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        asked = {"prompt_token_ids": list(prompt), "cache_salt": salt}
+        asked = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         adapter = None if self._spec.adapter is None else adapter_request()
-        outputs = self._llm.generate(asked, _sampling_params(sampling, seed), request_id, lora_request=adapter)
+        outputs = self._llm.generate(asked, _sampling_params(request), request_id, lora_request=adapter)
         stream = self._streams.open(request_id, each_step=each_step)
         try:
             async with contextlib.aclosing(outputs):
@@ -114,17 +107,15 @@ class AsyncEngine:
         if isinstance(command, Sleep):
             # Level 1 moves the weights to the host's memory, level 2 forgets them. Requests in flight are kept.
             await self._do(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), str(command))
-        elif isinstance(command, WakeWeights):
-            await self._do(self._llm.wake_up(["weights"]), str(command))
-        elif isinstance(command, WakeCache):
-            await self._do(self._llm.wake_up(["kv_cache"]), str(command))
+        elif isinstance(command, Wake):
+            await self._do(self._llm.wake_up(["kv_cache" if command.part == "cache" else "weights"]), str(command))
         if call := worker_call(command):
             check_complete(await self._call(*call))
         if command.ends:
             self._holds.discard(command.hold)
             if not self._holds:
                 await self._answer_of(self._llm.resume_generation())
-            elif isinstance(command, WakeCache):
+            elif isinstance(command, Wake):
                 # With all of its memory the engine has gone on by itself.
                 await self._stand_still(clear_cache=False)
 
@@ -207,17 +198,18 @@ class AsyncEngine:
                 task.cancel()
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
+def _sampling_params(request: GenerationRequest) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    sampling = request.sampling
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
+        seed=request.seed,
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,

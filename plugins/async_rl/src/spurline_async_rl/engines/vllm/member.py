@@ -134,16 +134,9 @@ class VllmMember:
         if response.ended is not None:
             return response.ended
         await self._gate.wait()
-        rest = response.rest()
-        # Prompts computed with older weights must not be shared.
-        deltas = engine.generate(
-            next(self._request_ids),
-            rest.prompt_ids,
-            rest.sampling,
-            rest.seed,
-            salt=str(self._version),
-            each_step=bool(request.sampling.stop),
-        )
+        # The salt keeps apart prompts that were computed with other weights.
+        number, salt, each_step = next(self._request_ids), str(self._version), bool(request.sampling.stop)
+        deltas = engine.generate(number, response.rest(), salt, each_step=each_step)
         async with contextlib.aclosing(deltas):
             try:
                 async for delta in deltas:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from functools import partial
 from multiprocessing import resource_tracker
@@ -32,7 +32,7 @@ from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
 from spurline_ranks.logs import write_into
 from spurline_ranks.ray_cluster import RayCluster
 from spurline_rl.concurrency import in_thread
-from spurline_rl.protocols.rollout_engine import Sampling
+from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1
 """Seconds for which tokens wait for those of other requests: a message costs the controller half a millisecond."""
@@ -151,10 +151,8 @@ class EngineActor:
             events, self._events = self._events, []
             yield events
 
-    async def submit(
-        self, request_id: str, prompt: list[int], sampling: Sampling, seed: int, salt: str, each_step: bool
-    ) -> None:
-        deltas = self._engine.generate(request_id, prompt, sampling, seed, salt, each_step=each_step)
+    async def submit(self, request_id: str, request: GenerationRequest, salt: str, each_step: bool) -> None:
+        deltas = self._engine.generate(request_id, request, salt, each_step=each_step)
         self._tasks[request_id] = asyncio.create_task(self._generate(request_id, deltas))
 
     async def abort(self, request_id: str) -> None:
@@ -224,21 +222,12 @@ class RayEngine:
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
     async def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        seed: int,
-        salt: str,
-        *,
-        each_step: bool = False,
+        self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
         # Not awaited: tokens may overtake the answer, and a waiter would take them for those of later weights.
-        submitting = asyncio.ensure_future(
-            self._ask("submit", request_id, list(prompt), sampling, seed, salt, each_step)
-        )
+        submitting = asyncio.ensure_future(self._ask("submit", request_id, request, salt, each_step))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
             while not ended:
