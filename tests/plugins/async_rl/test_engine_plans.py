@@ -40,7 +40,7 @@ def test_vllm_takes_its_share_of_its_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     assert "2 of 4 GPU each" in line
     assert "40% of each of its GPUs (gpu_memory_utilization);" in line
     [line] = VllmEngineConfig(kv_cache_gb=2.5, placement="ray").describe(run, 128, 1024)
-    assert "GPUs (gpu_memory_utilization), 2.5 GiB of keys and values each;" in line
+    assert "GPUs (gpu_memory_utilization), 2.5 GiB of keys and values each" in line
     assert line.startswith("engine vllm on the Ray cluster: 1 of 1 GPU each")
     assert config.context_tokens == 4096
     assert VllmEngineConfig().context_tokens is None

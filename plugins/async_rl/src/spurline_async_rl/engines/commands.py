@@ -34,12 +34,12 @@ class Command:
 
     @property
     def ends(self) -> bool:
-        """Whether the command ends its hold. The engine goes on unless another one holds it."""
+        """Return whether the command ends its hold. The engine goes on unless another one holds it."""
         return self.name in ("resume", "finish_update")
 
     @property
     def limit(self) -> str:
-        """The setting of PoolConfig with the seconds that the command may take."""
+        """Return the setting of PoolConfig with the seconds that the command may take."""
         return "update_timeout_s" if self.hold == UPDATE else "pause_timeout_s"
 
     def __str__(self) -> str:
