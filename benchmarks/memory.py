@@ -97,7 +97,6 @@ def backend(**settings: Any) -> dict[str, Any]:
 
 LORA = {"rank": 16}
 MASTERS = {"precision": "bf16", "weights": "bf16_masters"}
-STOCHASTIC = {"precision": "bf16", "weights": "bf16_stochastic"}
 EIGHT_BITS = {"optimizer": {"name": "adamw_8bit"}}
 MANY = {"num_hidden_layers": 8, "vocab_size": 32768}
 """A shape whose logits weigh."""
@@ -115,7 +114,7 @@ ESTIMATES: dict[str, Case] = {
         backend(lora=LORA, precision="bf16", activation_checkpointing=True), stored="bfloat16", tokens=1024
     ),
     "bf16 with masters": Case(backend(**MASTERS), tokens=1024),
-    "bf16 with stochastic rounding, 8-bit moments": Case(backend(**STOCHASTIC) | EIGHT_BITS, tokens=1024),
+    "bf16 with masters, 8-bit moments": Case(backend(**MASTERS) | EIGHT_BITS, tokens=1024),
     "LoRA over nf4": Case(backend(lora=LORA | {"base_dtype": "nf4"}), stored="bfloat16", tokens=1024),
     "two micro-batches": Case(backend(rows_per_microbatch=4), tokens=1024),
     "frozen half": Case({"model": {"freeze": ["*embed_tokens*", "re:layers\\.[0-5]\\."]}}, tokens=1024),
@@ -128,10 +127,9 @@ SLOPES: dict[str, tuple[Case, float]] = {
     "LoRA over fp32": (Case(backend(lora={"rank": 1})), 4.0),
     "LoRA over bf16": (Case(backend(lora={"rank": 1}), stored="bfloat16"), 2.0),
     "bf16 with masters": (Case(backend(**MASTERS)), 16.0),
-    "bf16 with stochastic rounding, 8-bit moments": (Case(backend(**STOCHASTIC) | EIGHT_BITS), 6.1),
+    "bf16 with masters, 8-bit moments": (Case(backend(**MASTERS) | EIGHT_BITS), 10.1),
     "LoRA over rounded weights": (Case(backend(lora={"rank": 1, "base_dtype": "bf16"})), 2.0),
     "bf16 with masters, optimizer on the host": (Case(backend(**MASTERS, offload_optimizer=True)), 16.0),
-    "bf16 with stochastic rounding": (Case(backend(**STOCHASTIC)), 12.0),
     # The peak is that of loading: a layer is quantized from what its files hold.
     "LoRA over nf4, loading": (Case(backend(lora={"rank": 1, "base_dtype": "nf4"}), stored="bfloat16"), 2.0),
 }

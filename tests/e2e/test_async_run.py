@@ -50,11 +50,11 @@ def test_zero_staleness_equals_the_synchronous_run_bit_for_bit_over_two_epochs(
     assert {line["staleness/max"] for line in lines} == {0.0}
 
 
-def test_zero_staleness_equals_the_synchronous_run_with_weights_that_are_rounded_at_random(
+def test_zero_staleness_equals_the_synchronous_run_with_weights_in_half_precision(
     async_config: Config,
 ) -> None:
     async_config |= {"steps": 2, "report": {"enabled": False}}
-    async_config["backend"] |= {"precision": "bf16", "weights": "bf16_stochastic"}
+    async_config["backend"] |= {"precision": "bf16", "weights": "bf16_masters"}
     async_config["source"]["engine"]["precision"] = "bf16"
     assert_equals_synchronous(async_config)
 

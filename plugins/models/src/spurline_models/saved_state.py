@@ -75,7 +75,7 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
         if saved[name] != description:
             raise CheckpointError(
                 f"{where}: {name} is {saved[name]} in the checkpoint, but {description} in this run. Resume with the "
-                "model, backend.lora, backend.precision and backend.weights the checkpoint was made with."
+                "model, backend.lora and backend.precision the checkpoint was made with."
             )
 
 

@@ -1,4 +1,4 @@
-"""Weights in half precision, with masters or rounded at random, and an optimizer on the host."""
+"""Weights in half precision with masters, and an optimizer on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from held_weights import OBJECTIVE, round_files, train, write_fp32_files
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import CheckpointError
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
@@ -23,10 +22,8 @@ from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, Muo
 
 HALF = {"precision": "bf16"}
 MASTERS = {**HALF, "weights": "bf16_masters"}
-STOCHASTIC = {**HALF, "weights": "bf16_stochastic"}
 ON_HOST = {"offload_optimizer": True}
-MODES = [MASTERS, STOCHASTIC, ON_HOST, {**MASTERS, **ON_HOST}, {**STOCHASTIC, **ON_HOST}]
-NARROW = [MASTERS, STOCHASTIC]
+MODES = [MASTERS, ON_HOST, {**MASTERS, **ON_HOST}]
 BATCH = lay_out(make_samples([9, 12, 20, 3]))
 
 
@@ -90,17 +87,14 @@ def test_masters_begin_with_the_values_of_the_files_and_the_model_with_the_neare
     assert {"model.embed_tokens.weight", "lm_head.weight"} < narrow_names(masters)
 
 
-@modes(*NARROW)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(
-    tmp_path: Path, mode: dict[str, Any], tied: bool
-) -> None:
+def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(tmp_path: Path, tied: bool) -> None:
     model = write_model_folder(tmp_path / "model", tie_word_embeddings=tied)
     samples = make_samples([9, 12, 20, 3, 7, 15])
-    whole = local_backend(model, **mode, activation_checkpointing=True)
+    whole = local_backend(model, **MASTERS, activation_checkpointing=True)
     wanted = dict(whole.gradients(lay_out(samples, [[0, 1, 2, 3, 4, 5]]), OBJECTIVE))
     for settings in ({}, {"rows_per_microbatch": 1}):
-        for name, gradient in local_backend(model, **mode, **settings).gradients(lay_out(samples), OBJECTIVE):
+        for name, gradient in local_backend(model, **MASTERS, **settings).gradients(lay_out(samples), OBJECTIVE):
             assert gradient.dtype == torch.float32
             difference = torch.linalg.vector_norm(gradient - wanted[name])
             assert difference <= 0.01 * torch.linalg.vector_norm(wanted[name]), name
@@ -113,7 +107,6 @@ def test_gradients_do_not_depend_on_the_layout_or_the_cutting_beyond_rounding(
         ({"lora": LoraConfig(rank=2)}, AdamWConfig),
         ({"precision": "fp64"}, AdamWConfig),
         (MASTERS, AdamWConfig),
-        (STOCHASTIC, AdamWConfig),
     ],
 )
 def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
@@ -132,7 +125,7 @@ def test_an_optimizer_on_the_host_learns_the_same_bit_for_bit(
 
 @pytest.mark.parametrize(
     ("mode", "optimizer"),
-    [*((mode, AdamWConfig) for mode in MODES), (STOCHASTIC, AdamW8BitConfig), ({**MASTERS, **ON_HOST}, MuonConfig)],
+    [*((mode, AdamWConfig) for mode in MODES), (MASTERS, AdamW8BitConfig), ({**MASTERS, **ON_HOST}, MuonConfig)],
 )
 def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
     files: Path, tmp_path: Path, mode: dict[str, Any], optimizer: Callable[..., AdamWConfig]
@@ -156,22 +149,17 @@ def test_a_run_goes_on_bit_for_bit_and_is_exported_from_its_checkpoint(
     assert same(read, {name: value.float() for name, value in weights.items()})
 
 
-def test_a_checkpoint_of_masters_is_that_of_wide_weights_and_one_without_is_refused(
-    half_files: Path, tmp_path: Path
-) -> None:
-    masters, wide, stochastic = (opened(half_files, **mode) for mode in (MASTERS, HALF, STOCHASTIC))
+def test_a_checkpoint_of_masters_is_that_of_wide_weights(half_files: Path, tmp_path: Path) -> None:
+    masters, wide = (opened(half_files, **mode) for mode in (MASTERS, HALF))
     train(masters, range(1))
     masters.save(tmp_path / "saved")
     assert narrow_names(masters) == set(json.loads((tmp_path / "saved/state.json").read_text())["narrow_weights"])
     wide.load(tmp_path / "saved")
     assert same(wide.trained_parameters(), masters.trained_parameters())
-    with pytest.raises(CheckpointError, match=r"float32 in the checkpoint, but .*bfloat16.*backend\.weights"):
-        stochastic.load(tmp_path / "saved")
 
 
-@modes(*NARROW)
-def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path, mode: dict[str, Any]) -> None:
-    backend = opened(files, **mode)
+def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path) -> None:
+    backend = opened(files, **MASTERS)
     before = backend.logprobs(BATCH)
     train(backend, range(2))
     assert torch.equal(backend.logprobs(BATCH, "reference"), before)
@@ -181,11 +169,8 @@ def test_the_reference_is_what_the_policy_computed_with_at_first(files: Path, mo
     assert {name for name, dtype in held.items() if dtype == torch.bfloat16} == narrow_names(backend)
 
 
-@modes(*NARROW)
-def test_training_goes_on_after_the_device_was_given_away(
-    half_files: Path, tmp_path: Path, mode: dict[str, Any]
-) -> None:
-    giving, plain = (opened(half_files, **mode) for _ in range(2))
+def test_training_goes_on_after_the_device_was_given_away(half_files: Path, tmp_path: Path) -> None:
+    giving, plain = (opened(half_files, **MASTERS) for _ in range(2))
     for step in range(3):
         assert train(giving, range(step, step + 1)) == train(plain, range(step, step + 1))
         giving.yield_device(keep_weights=False)
@@ -194,7 +179,7 @@ def test_training_goes_on_after_the_device_was_given_away(
         if step == 1:
             giving.save(tmp_path / "saved")
         giving.take_device()
-    resumed = opened(half_files, **mode)
+    resumed = opened(half_files, **MASTERS)
     resumed.load(tmp_path / "saved")
     assert train(resumed, range(2, 3))
     assert same(resumed.trained_parameters(), plain.trained_parameters())
@@ -202,9 +187,7 @@ def test_training_goes_on_after_the_device_was_given_away(
 
 @modes(*MODES)
 def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> None:
-    optimizer = AdamW8BitConfig(learning_rate=1e-2) if mode is STOCHASTIC else AdamWConfig()
-    if mode is STOCHASTIC:
-        pytest.importorskip("bitsandbytes")
+    optimizer = AdamWConfig()
     backend = opened(half_files, **mode, run={"optimizer": optimizer})
     train(backend, range(1))
     run = run_config(half_files, model=ModelConfig(path=str(half_files)), optimizer=optimizer)

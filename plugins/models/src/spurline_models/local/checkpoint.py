@@ -159,7 +159,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
     return SavedTensors(
         folder,
-        {name: value.float() if name in narrow else value for name, value in layout_of(path).items()},
+        layout_of(path),
         read,
         facts["frozen_weights"],
         torch.float64 if config.precision == "fp64" else torch.float32,

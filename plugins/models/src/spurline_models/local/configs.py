@@ -47,9 +47,9 @@ class LocalBackendConfig(ModelBackendConfig):
     """`auto` takes the GPU when there is one."""
     precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
     """`bf16` computes under autocast, and keeps weights as `weights` says; `fp64` is for numerical tests."""
-    weights: Annotated[Literal["fp32", "bf16_masters", "bf16_stochastic"], OnResume.BY_NAME] = "fp32"
+    weights: Annotated[Literal["fp32", "bf16_masters"], OnResume.BY_NAME] = "fp32"
     """How trained weights are held with `precision: bf16`. `bf16_masters`: matrices in bf16, with fp32 copies that the
-    optimizer steps on. `bf16_stochastic`: matrices in bf16 alone, which each step rounds up or down at random."""
+    optimizer steps on."""
     offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep the optimizer's state, and fp32 copies of weights, in the memory of the host, and step there."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -102,13 +102,8 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def narrow_weights(self) -> bool:
-        """True if matrices are held in half precision while they are trained."""
+        """True if matrices are held in half precision while they are trained, beside fp32 masters."""
         return self.weights != "fp32"
-
-    @property
-    def keeps_masters(self) -> bool:
-        """True if narrow weights have fp32 copies that last."""
-        return self.weights == "bf16_masters"
 
     @property
     def facts(self) -> BackendFacts:
@@ -182,8 +177,8 @@ class LocalBackendConfig(ModelBackendConfig):
         return notes
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        holds_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
-        if holds_narrow and not self.narrow_weights:
+        may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
+        if may_be_narrow and not self.narrow_weights:
             yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
@@ -196,8 +191,6 @@ class LocalBackendConfig(ModelBackendConfig):
             yield {"lora.base_dtype": "nf4"}
         if not self.offload_optimizer and self.planned_device == "cuda":
             yield {"offload_optimizer": True}
-        if holds_narrow and self.weights != "bf16_stochastic":
-            yield {"weights": "bf16_stochastic"}
 
     def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         if self.rows_per_microbatch is not None:

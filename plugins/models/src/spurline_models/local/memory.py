@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from spurline.config.run_config import RunConfig
-from spurline.protocols.optimizer import OptimizerConfig, num_values
+from spurline.protocols.optimizer import num_values
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.memory import COMPUTED_BYTES, Shapes, model_shapes
@@ -34,7 +33,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
 
     weights, rounded = _held_weights(config, run, shapes)
     # An optimizer on the host steps on copies of wide weights too.
-    masters = ((narrow if config.keeps_masters else 0) + (trained - narrow if config.offload_optimizer else 0)) * wide
+    masters = (trained if config.offload_optimizer else narrow) * wide
     kept = {"weights": weights}
     host = 0
     if config.offload_optimizer and config.planned_device == "cuda":
@@ -49,7 +48,8 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
         # The critic is as large as the policy; its gradients are dropped before the policy has any.
         kept["critic"] = weights + masters + (critic.state_bytes(shapes.trained, wide) if optimizers else 0)
     if run.checkpoint.is_async:
-        copy = _checkpoint_copy(config, shapes, narrow, [run.optimizer, *([] if critic is None else [critic])])
+        models = [run.optimizer, *([] if critic is None else [critic])]
+        copy = sum(trained * wide + one.state_bytes(shapes.trained, wide) for one in models)
         if config.planned_device == "cpu":
             kept["checkpoint copy"] = copy
         else:
@@ -99,14 +99,3 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
         rounded //= len(shapes.blocks)
     # Matrices in a dtype narrower than that of computation are widened one at a time.
     return held, (rounded + largest) * computed
-
-
-def _checkpoint_copy(
-    config: LocalBackendConfig, shapes: Shapes, narrow: int, optimizers: Sequence[OptimizerConfig]
-) -> int:
-    """Return the bytes of the copy that `checkpoint.async` writes, for the models that these optimizers train."""
-    wide = _WEIGHT_BYTES[config.precision]
-    # Masters are saved instead of the rounded weights.
-    half = 0 if config.keeps_masters else narrow
-    weights = (num_values(shapes.trained) - half) * wide + half * _HALF_BYTES
-    return sum(weights + one.state_bytes(shapes.trained, wide) for one in optimizers)

@@ -103,7 +103,7 @@ class TrainedModel:
             # The factor by which torch clips.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
-            self._masters.step(self.optimization.optimizer.step, gradients, factor, self.updates + 1)
+            self._masters.step(self.optimization.optimizer.step, gradients, factor)
         self.updates += 1
         return rates
 

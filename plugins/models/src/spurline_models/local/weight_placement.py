@@ -1,7 +1,7 @@
 """Load the models of a run and place their weights as the settings of the local backend ask.
 
-Matrices may be in half precision, with fp32 masters or without; weights under adapters may be rounded or quantized; the
-optimizer may step in host memory. The reference is placed as the policy was before training.
+Matrices may be in half precision, with fp32 masters. Weights under adapters may be rounded or quantized. The optimizer
+may step in host memory. The reference is placed as the policy was before training.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spurline_models.streams.stream_model import StreamModel
 from spurline_models.weights import check_initial_weights, weights_digest
 
 Masters = dict[str, Tensor]
-"""The fp32 values of trained weights that a model holds in bf16, by name; empty where they are not kept."""
+"""The fp32 values of trained weights that a model holds in bf16, by name."""
 
 
 class WeightPlacement:
@@ -53,9 +53,9 @@ class WeightPlacement:
             self._profile,
             self._run.seed,
             partial(self._make_trainable, masters=masters),
-            held_dtypes=None if self._config.keeps_masters else self._held_dtypes(),
+            held_dtypes=None if self._config.narrow_weights else self._held_dtypes(),
             # Weights are quantized on the host, and masters may stay there.
-            on_host=self._config.keeps_masters or (lora is not None and lora.is_quantized),
+            on_host=self._config.narrow_weights or (lora is not None and lora.is_quantized),
         )
         return causal, masters
 
@@ -86,10 +86,9 @@ class WeightPlacement:
         stepped = MasterParameters(
             parameters,
             self._profile,
-            masters=masters if config.keeps_masters else None,
+            masters,
             on_host=config.offload_optimizer,
             apart=optimization.config.steps_apart,
-            seed=self._run.seed,
         )
         return TrainedModel(model, parameters, stepped, optimization(stepped.parameters), self._profile.weight_dtype)
 
@@ -109,7 +108,7 @@ class WeightPlacement:
         freeze_parameters(causal, self._run.model.freeze)
         wide, lora = self._profile.weight_dtype, self._config.lora
         if self._config.narrow_weights:
-            narrow_trained_weights(causal, torch.bfloat16, wide, masters if self._config.keeps_masters else None)
+            masters.update(narrow_trained_weights(causal, torch.bfloat16, wide))
         if lora is None:
             return
         from spurline_models.adapters.lora import add_adapters

@@ -9,7 +9,7 @@ Weights may be frozen or trained. The gradient of a narrow weight has the narrow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +60,16 @@ def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtyp
     _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
 
 
-def narrow_trained_weights(
-    causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype, masters: MutableMapping[str, Tensor] | None = None
-) -> None:
+def narrow_trained_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> dict[str, Tensor]:
     """Convert all weights, frozen or trained, to this dtype where possible, one at a time.
 
-    Args:
-        causal: The model.
-        dtype: The narrow dtype.
-        wide: The dtype of hidden states.
-        masters: Receives the wide values of trained weights by name. If it is None, these are dropped.
+    `wide` is the dtype of hidden states. Returns the wide values of trained weights by name.
     """
     modules = [module for _, module in narrowable_modules(causal)]
-    if masters is not None:
-        trained = {id(module.weight) for module in modules if module.weight.requires_grad}
-        masters.update((name, value.data) for name, value in causal.named_parameters() if id(value) in trained)
+    trained = {id(module.weight) for module in modules if module.weight.requires_grad}
+    masters = {name: value.data for name, value in causal.named_parameters() if id(value) in trained}
     _narrow(modules, dtype, wide)
+    return masters
 
 
 def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
