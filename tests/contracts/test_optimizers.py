@@ -20,9 +20,8 @@ from spurline_models.optimizers.configs import (
     SgdConfig,
     WsdConfig,
 )
-from spurline_models.optimizers.muon import Muon
 from spurline_models.optimizers.schedules import Constant, Cosine, Linear, WarmupStableDecay
-from spurline_models.optimizers.torch_optimizers import make_adamw, make_adamw_8bit, make_sgd
+from spurline_models.optimizers.torch_optimizers import Muon, make_adamw, make_adamw_8bit, make_sgd
 from spurline_models.testing import OptimizerContract, ScheduleContract
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -118,7 +118,7 @@ FAMILIES = (
     Family("glm4"),
     Family("glm4_moe", settings=_SHARED_EXPERTS, has="experts"),
     Family("gemma"),
-    Family("gemma2", "plain_rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits, windows"),
+    Family("gemma2", "rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits, windows"),
     Family("gemma3_text", settings=_WINDOW | {"query_pre_attn_scalar": 8}, has="sliding windows"),
     Family("phi3"),
     Family("olmo2"),
@@ -197,7 +197,7 @@ FAMILIES = (
         has="latent attention, experts",
         replays=False,
     ),
-    Family("vaultgemma", "plain_rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits"),
+    Family("vaultgemma", "rows", _WINDOW | {"query_pre_attn_scalar": 8}, "softcaps of scores and logits"),
     Family(
         "gemma3n_text",
         settings=_PER_LAYER
@@ -269,8 +269,8 @@ FAMILIES = (
         {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4},
         has="state spaces without attention (mamba_ssm, causal_conv1d)",
     ),
-    Family("deepseek_v32", "plain_rows", _EXPERTS | _LATENT | _INDEXER, has="attention to chosen keys, experts"),
-    Family("glm_moe_dsa", "plain_rows", _EXPERTS | _LATENT | _INDEXER, "attention to chosen keys, experts"),
+    Family("deepseek_v32", "rows", _EXPERTS | _LATENT | _INDEXER, has="attention to chosen keys, experts"),
+    Family("glm_moe_dsa", "rows", _EXPERTS | _LATENT | _INDEXER, "attention to chosen keys, experts"),
     Family("cohere", has="a scale of logits"),
     Family("cohere2_moe", settings=_EXPERTS | _WINDOW, has="a scale of logits, windows, experts"),
     Family("exaone_moe", settings=_SHARED_EXPERTS | _WINDOW, has="windows, experts"),
@@ -315,9 +315,9 @@ FAMILIES = (
         {"text_config": _SHAPE | _DELTA, "vision_config": _SIGHT | {"depth": 1}},
         "as qwen3_5_text; the text alone of a model that also sees images",
     ),
-    Family("nemotron", "plain_rows", has="attention that is told nothing of segments"),
+    Family("nemotron", "rows", has="attention that is told nothing of segments"),
     Family("bloom", "rows", {"n_layer": 2, "n_head": 4}, has="attention that cannot be replaced"),
-    Family("stablelm", "plain_rows", has="attention that is told nothing of segments"),
+    Family("stablelm", "rows", has="attention that is told nothing of segments"),
 )
 
 
@@ -333,9 +333,7 @@ def tiny_model(family: Family) -> PreTrainedModel:
     return model
 
 
-READ_AS: dict[str, str] = dict(
-    zip(get_args(Reading), ("packed", "a row each", "a row each, with attention of its own"), strict=True)
-)
+READ_AS: dict[Reading, str] = {"stream": "packed", "rows": "a row each"}
 
 
 def table() -> str:

@@ -16,9 +16,8 @@ from spurline.errors import ModelError
 from spurline_models.architecture import build_without_memory
 from spurline_models.device_profile import device_profile
 from spurline_models.probe import check_exactness
-from spurline_models.streams.row_passes import RowPass, idle_pass, row_passes
-from spurline_models.streams.stream_model import StreamModel
-from spurline_models.streams.token_stream import SegmentPlan, token_stream
+from spurline_models.streams.stream_model import RowPass, StreamModel, idle_pass, row_passes
+from spurline_models.streams.token_stream import SegmentPlan, plan_segments, token_stream
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 # Shorter and longer than the windows and chunks of 5, equal lengths, and one token alone.
@@ -79,6 +78,19 @@ def test_rows_of_one_pass_and_of_many_and_idle_ones_give_the_same(monkeypatch: p
     monkeypatch.setattr(model, "_row_passes", many)
     assert_gradients_close(as_a_batch(model), wanted, 1e-5, cancels_below=1e-3)
     assert passes == [7]
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1] * 4000 + [*range(2, 60)], [3] * 200 + [1000], [*range(100, 1000, 14)], [7], [2, 300]]
+)
+def test_large_passes_have_at_most_as_much_padding_as_tokens(lengths: list[int]) -> None:
+    plan = plan_segments(np.array(lengths), 0, Tensor.contiguous)
+    passes = row_passes(plan, 8192, Tensor.contiguous)
+    assert [one.tokens.start for one in passes] == [0, *(one.tokens.stop for one in passes[:-1])]
+    assert passes[-1].tokens.stop == sum(lengths)
+    for one in passes:
+        slots = one.bucket.count * one.bucket.length
+        assert slots <= 8192 or slots <= 2 * one.bucket.tokens
 
 
 def test_the_page_has_the_table_of_these_families() -> None:

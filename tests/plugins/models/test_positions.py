@@ -10,7 +10,7 @@ from backend_batches import local_backend, write_model_folder
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PretrainedConfig
 
 from spurline.config.run_config import ModelConfig
-from spurline_models.streams.positions import position_limit
+from spurline_models.lengths import position_limit
 
 
 def llama(positions: int, **rope: Any) -> PretrainedConfig:

@@ -78,8 +78,8 @@ def test_a_model_whose_attention_is_not_told_of_its_window_keeps_its_own(
     monkeypatch.setattr(modeling_mistral.MistralAttention, "forward", without_window)
     # Longer than the probe's sequences, so that no number differs.
     backend = local_backend(folder(tmp_path, model_type="mistral", sliding_window=64), probe=True)
-    assert backend._model.reading == "plain_rows"
-    assert backend.facts()["reads"] == "a row for each sequence, with attention of its own"
+    assert backend._model.reading == "rows"
+    assert backend.facts()["reads"] == "a row for each sequence"
 
 
 def test_a_window_in_the_config_of_a_model_without_windows_costs_nothing(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.freezing import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.row_passes import RowPass, idle_pass
-from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.stream_model import RowPass, StreamModel, idle_pass
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.streams.value_model import ValueHead, ValueModel, put_value_head
 from spurline_models.weights import check_initial_weights
@@ -290,8 +289,8 @@ def check_sharded(
         give_back(model.causal)
     if model.sharing is not None and model.reading != "stream":
         raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) mixes tokens outside of attention, so ranks cannot "
-            "share a sequence. Set backend.context: 1."
+            f"model.path: {path} ({type(model.causal).__name__}) reads a row for each sequence, so ranks "
+            "cannot share one. Set backend.context: 1."
         )
 
 

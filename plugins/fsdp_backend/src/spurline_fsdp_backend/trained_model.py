@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from spurline_fsdp_backend.sharded_model import model_tensors, weights_digest
-from spurline_models.optimizers.optimization import MakeOptimization
+from spurline_models.optimizers.optimization import OptimizationRecipe
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
 from spurline_ranks.worker import StepTotals, clip_factor
@@ -24,7 +24,7 @@ from spurline_ranks.worker import StepTotals, clip_factor
 class ShardedTrainedModel:
     """A model with the optimizer of its parameters that require gradients. Making one is a collective."""
 
-    def __init__(self, model: StreamModel, make_optimization: MakeOptimization) -> None:
+    def __init__(self, model: StreamModel, recipe: OptimizationRecipe) -> None:
         self.model = model
         self.parameters: Mapping[str, Parameter] = {
             name: value for name, value in model.causal.named_parameters() if value.requires_grad
@@ -34,7 +34,7 @@ class ShardedTrainedModel:
         self.frozen_weights = weights_digest(model.causal, frozen=True)
         """The digest of the frozen weights, which checkpoints do not hold."""
         self.updates = 0
-        self.optimization = make_optimization(self.parameters)
+        self.optimization = recipe(self.parameters)
 
     def totals(self, loss: float) -> StepTotals:
         """Join norm and loss of all ranks; see `StepTotals.of`. A collective."""

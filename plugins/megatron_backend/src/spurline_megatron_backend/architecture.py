@@ -14,7 +14,7 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from spurline.errors import ModelError, listing
-from spurline_models.streams.positions import rope_type
+from spurline_models.lengths import rope_type
 
 
 @dataclass(frozen=True)

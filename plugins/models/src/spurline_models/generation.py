@@ -16,8 +16,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline.protocols.backend import GenerationModel
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.loading import LengthLimit
-from spurline_models.streams.positions import position_limit
+from spurline_models.lengths import LengthLimit, position_limit
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode, library_attention, other_attention
 from spurline_text.tokenizer import load_tokenizer
 

@@ -1,18 +1,102 @@
-"""Compare the lengths of the data with the positions of the model, before any weight is loaded.
+"""Compare the length of the data with the positions of the model, before any weight is loaded.
 
 If a model has a table of positions, a longer sequence ends the run with an error of torch. If it has rotary positions,
-it trains on positions that it has never seen, without any error. The check uses the longest sequence of the data.
+they can be computed for any length, but the model has only been trained up to a limit, which rope scaling moves. Some
+kinds of rope scaling also change the frequencies of all samples if one is long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PretrainedConfig
 
 from spurline.config.loading import LoadedConfig
-from spurline.errors import ConfigError, Problem
+from spurline.errors import ConfigError, DataError, Problem
 from spurline.protocols.dataset import KnowsLongest, Longest
 from spurline_models.architecture import load_model_config
-from spurline_models.streams.positions import PositionLimit, position_limit
+
+_COUNTS_FROM_ORIGINAL = ("yarn", "llama3", "longrope", "linear", "dynamic")
+"""Types of rope scaling whose `factor` multiplies the length before scaling."""
+
+
+@dataclass(frozen=True)
+class PositionLimit:
+    """The tokens of one sequence, whether longer ones can be computed at all, and the origin of the limit."""
+
+    tokens: int
+    extends: bool
+    origin: str
+
+
+def position_limit(config: PretrainedConfig) -> PositionLimit | None:
+    """Return the limit of a model with this config; None if its positions have no end, such as ALiBi's."""
+    text = config.get_text_config()
+    positions = getattr(text, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0 or getattr(text, "alibi", False):
+        return None
+    scaled = [_scaled(settings, positions) for settings in _rope_settings(text)]
+    if not scaled:
+        return PositionLimit(positions, extends=False, origin="max_position_embeddings")
+    return min(scaled, key=lambda limit: limit.tokens)
+
+
+def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
+    # Configs differ in whether `max_position_embeddings` counts the scaling already; the larger reading holds.
+    name, factor = rope_type(settings), settings.get("factor")
+    tokens = positions
+    if name in _COUNTS_FROM_ORIGINAL and isinstance(factor, (int, float)):
+        original = settings.get("original_max_position_embeddings") or positions
+        tokens = max(positions, int(original * factor))
+    origin = "max_position_embeddings" if tokens == positions else f"rope scaling '{name}' with factor {factor:g}"
+    return PositionLimit(tokens, extends=True, origin=origin)
+
+
+@dataclass(frozen=True)
+class LengthLimit:
+    """The tokens per sample up to which a sample's rotary frequencies do not depend on other samples."""
+
+    tokens: int
+    rope_type: str
+
+    def check(self, longest: int) -> None:
+        """Raise DataError if a batch's longest sample has more tokens."""
+        if longest > self.tokens:
+            raise DataError(
+                f"A sample has {longest} tokens, but rotary frequencies of type '{self.rope_type}' switch beyond "
+                f"{self.tokens} for all samples of a micro-batch. Shorten it to {self.tokens} tokens."
+            )
+
+
+def length_limit(config: PretrainedConfig) -> LengthLimit | None:
+    """Return the limit of rotary settings whose frequencies transformers chooses by the largest position, if any."""
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    limits: list[LengthLimit] = []
+    for settings in _rope_settings(text):
+        name = rope_type(settings)
+        if name == "longrope":
+            own = getattr(text, "original_max_position_embeddings", None)
+            # Without a known limit every length may switch.
+            limits.append(
+                LengthLimit(int(settings.get("original_max_position_embeddings") or own or longest or 0), name)
+            )
+        elif "dynamic" in name:
+            limits.append(LengthLimit(int(longest or 0), name))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
+def _rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary settings of the whole model, or of each type of layer; none for other positions."""
+    found = getattr(config, "rope_parameters", None)
+    if isinstance(found, Mapping):
+        yield from [value for value in found.values() if isinstance(value, Mapping)] or [found]
+
+
+def rope_type(settings: Mapping[str, Any]) -> str:
+    return str(settings.get("rope_type") or settings.get("type"))
 
 
 def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Sequence[KnowsLongest]) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,10 +24,10 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import DataError, ModelError, listing
+from spurline.errors import ModelError, listing
 from spurline_models.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.streams.positions import rope_settings, rope_type
+from spurline_models.lengths import LengthLimit, length_limit
 from spurline_models.weight_files import layout_of, safetensors_files
 from spurline_text.hub import finding
 from spurline_text.tokenizer import describe_missing
@@ -257,22 +256,6 @@ def quiet_loading() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-@dataclass(frozen=True)
-class LengthLimit:
-    """The tokens per sample up to which a sample's rotary frequencies do not depend on other samples."""
-
-    tokens: int
-    rope_type: str
-
-    def check(self, longest: int) -> None:
-        """Raise DataError if a batch's longest sample has more tokens."""
-        if longest > self.tokens:
-            raise DataError(
-                f"A sample has {longest} tokens, but rotary frequencies of type '{self.rope_type}' switch beyond "
-                f"{self.tokens} for all samples of a micro-batch. Shorten it to {self.tokens} tokens."
-            )
-
-
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
     """Return the limit that batches of this model must keep, if there is one; see `check_settings`."""
     return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
@@ -308,21 +291,3 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
             f"Set data.max_length: {limit.tokens} or less."
         )
     return limit
-
-
-def length_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the limit of rotary settings whose frequencies transformers chooses by the largest position, if any."""
-    text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None)
-    limits: list[LengthLimit] = []
-    for settings in rope_settings(text):
-        name = rope_type(settings)
-        if name == "longrope":
-            own = getattr(text, "original_max_position_embeddings", None)
-            # Without a known limit every length may switch.
-            limits.append(
-                LengthLimit(int(settings.get("original_max_position_embeddings") or own or longest or 0), name)
-            )
-        elif "dynamic" in name:
-            limits.append(LengthLimit(int(longest or 0), name))
-    return min(limits, key=lambda limit: limit.tokens, default=None)

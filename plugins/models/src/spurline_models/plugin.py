@@ -16,7 +16,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(optimizers.AdamWConfig, "spurline_models.optimizers.torch_optimizers:make_adamw", default=True)
     add(optimizers.AdamW8BitConfig, "spurline_models.optimizers.torch_optimizers:make_adamw_8bit")
     add(optimizers.SgdConfig, "spurline_models.optimizers.torch_optimizers:make_sgd")
-    add(optimizers.MuonConfig, "spurline_models.optimizers.muon:Muon")
+    add(optimizers.MuonConfig, "spurline_models.optimizers.torch_optimizers:Muon")
     add(optimizers.ConstantConfig, "spurline_models.optimizers.schedules:Constant")
     add(optimizers.LinearConfig, "spurline_models.optimizers.schedules:Linear")
     add(optimizers.CosineConfig, "spurline_models.optimizers.schedules:Cosine", default=True)

@@ -8,8 +8,8 @@ rows instead. If results differ even then, it is refused. Weights, gradients, mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, get_args
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.kernels import kernels_of
 from spurline_models.streams.segment_attention import observed_windows
-from spurline_models.streams.stream_model import Reading, StreamModel, evaluation_mode, other_attention
+from spurline_models.streams.stream_model import StreamModel, evaluation_mode, other_attention
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import TokenStream, plan_segments
 
@@ -183,21 +183,16 @@ class _Probe:
             yield
 
     def choose_reading(self) -> None:
-        """Let the model read in the first way that agrees with each sequence alone; else in the last way."""
+        """Let the model read a stream if that agrees with each sequence alone, and rows otherwise."""
         config = self._model.causal.config.get_text_config()
-        readings = get_args(Reading)
-        if any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
-            readings = readings[1:]
-        for reading in readings:
-            try:
-                self._model.read_as(reading)
-                with self._computing_exactly():
-                    packed, windows = self._packed_hidden()
-                    if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
-                        return
-            except (SpurlineError, *_PROBE_ERRORS):
-                # Some models raise an error because their kernels cannot keep segments apart.
-                continue
+        if not any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
+            # Some models raise an error because their kernels cannot keep segments apart.
+            with suppress(SpurlineError, *_PROBE_ERRORS), self._computing_exactly():
+                self._model.read_as("stream")
+                packed, windows = self._packed_hidden()
+                if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
+                    return
+        self._model.read_as("rows")
 
     def first_difference(self) -> str | None:
         with self._computing_exactly():
@@ -220,12 +215,9 @@ class _Probe:
 
     def _packed_hidden(self) -> tuple[Tensor, list[int | None]]:
         """Return hidden states [T, H] of all sequences as one stream, and the window of each attention call."""
-        send = self._profile.send
-        positions = torch.cat([torch.arange(length) for length in _LENGTHS])
-        plan = plan_segments(np.array(_LENGTHS, dtype=np.int64), self._profile.slots_per_attention_call, send)
+        stream = probe_stream(self._sequences, self._profile)
         with observed_windows() as windows:
-            tokens = send(torch.cat(self._sequences)).unsqueeze(0)
-            return self._model.hidden(tokens, send(positions).unsqueeze(0), plan), windows
+            return self._model.hidden(stream.input_ids, stream.position_ids, stream.plan), windows
 
     def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
         """Return logprobs of each sequence as training computes them, less those of the full logits."""
@@ -280,7 +272,7 @@ class _Probe:
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
         """Check that attention gets its windows as an argument; the probe's sequences are too short to show them."""
-        if self._model.reading == "plain_rows":
+        if self._model.reading == "rows":
             return None
         config = self._model.causal.config.get_text_config()
         kinds = getattr(config, "layer_types", None)

@@ -23,9 +23,9 @@ from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import quantity
 from spurline.update.update import MADE_IN_UPDATE
 from spurline_models.architecture import load_model_config
+from spurline_models.lengths import position_limit
 from spurline_models.loading import check_weights_fit
 from spurline_models.memory import count_parameters
-from spurline_models.streams.positions import position_limit
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses
 from spurline_models.weight_files import check_weight_files

@@ -19,8 +19,7 @@ from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.memory import model_shapes
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
-from spurline_models.optimizers.muon import Muon
-from spurline_models.optimizers.torch_optimizers import make_adamw, make_sgd
+from spurline_models.optimizers.torch_optimizers import Muon, make_adamw, make_sgd
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 SHAPES = {"embed_tokens.weight": (50, 8), "up_proj.weight": (24, 8), "down_proj.weight": (8, 24), "norm.weight": (8,)}

@@ -24,8 +24,8 @@ from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.export import exported_weights, generation_config
 from spurline_models.generation import stop_tokens
+from spurline_models.lengths import position_limit
 from spurline_models.loading import load_model
-from spurline_models.streams.positions import position_limit
 from spurline_text.tokenizer import load_tokenizer
 
 

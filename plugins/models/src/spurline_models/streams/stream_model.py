@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -28,19 +29,13 @@ from spurline_models.experts.router_replay import ExpertRouting, check_experts
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
 from spurline_models.placement.activation_offloading import ActivationOffloading
-from spurline_models.streams.row_passes import RowPass, row_passes
-from spurline_models.streams.segment_attention import ATTENTION_NAME
+from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
-from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
 
-Reading = Literal["stream", "rows", "plain_rows"]
-"""How a decoder reads a stream: as it is; as rows of one segment each, if it mixes tokens outside of attention; or as
-such rows with attention of its own, if its attention cannot be replaced."""
-
-_READ_AS: dict[Reading, str] = {
-    "rows": "a row for each sequence",
-    "plain_rows": "a row for each sequence, with attention of its own",
-}
+Reading = Literal["stream", "rows"]
+"""How a decoder reads a stream: as it is; or as padded rows of one segment each, with attention of its own, if it mixes
+tokens outside of attention (linear attention, state spaces, convolutions) or its attention cannot be replaced."""
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 """Names of config fields by which models ask for randomness in training, except those of other heads."""
@@ -97,14 +92,13 @@ class StreamModel:
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     def read_as(self, reading: Reading) -> None:
-        """Set how the decoder reads. Raises ModelError if `stream` or `rows` cannot replace the model's attention."""
-        own = library_attention(self.causal)
-        self.causal.set_attn_implementation(own if reading == "plain_rows" else ATTENTION_NAME)
+        """Set how the decoder reads."""
+        self.causal.set_attn_implementation(ATTENTION_NAME if reading == "stream" else library_attention(self.causal))
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Describe slow ways to read, fused `kernels`, and what is drawn at random."""
-        facts = {"reads": _READ_AS[self.reading]} if self.reading in _READ_AS else {}
+        """Describe the slow way to read, fused `kernels`, and what is drawn at random."""
+        facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         fused = kernels_of(self.causal)
         if fused:
             facts["kernels"] = fused
@@ -145,15 +139,15 @@ class StreamModel:
         """Return the last hidden states [T, H] of a stream [1, T]; arguments as in `TokenStream`."""
         if routed_experts is not None:
             check_experts(routed_experts, self.routing.num_layers, self.routing.top_k)
-        if self.reading != "stream":
+        if self.reading == "rows":
             return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
         return self._decoder_output(
             input_ids,
             position_ids,
-            plan,
             routed_experts,
             slice(num_fill, None),
             slice(num_fill, None),
+            segment_plan=plan,
             # Packed models with other layers than attention ask for these names.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
@@ -166,8 +160,8 @@ class StreamModel:
     ) -> Tensor:
         if plan.exchange is not None:
             raise ModelError(
-                f"{type(self.causal).__name__} mixes tokens outside of attention, so a sequence cannot be shared among "
-                "ranks. Set backend.context: 1."
+                f"{type(self.causal).__name__} reads a row for each sequence, so ranks cannot share a sequence. Set "
+                "backend.context: 1."
             )
         device = input_ids.device
         parts: list[Tensor] = []
@@ -179,7 +173,6 @@ class StreamModel:
             hidden = self._decoder_output(
                 row_pass.rows(input_ids),
                 row_pass.positions(position_ids),
-                row_pass.plan,
                 experts,
                 slice(fill, None) if isinstance(real, slice) else real[fill:],
                 slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
@@ -194,7 +187,6 @@ class StreamModel:
         self,
         input_ids: Tensor,
         position_ids: Tensor,
-        plan: SegmentPlan,
         routed_experts: Tensor | None,
         counted: slice | Tensor,
         stream_tokens: slice,
@@ -207,8 +199,6 @@ class StreamModel:
             options[ROUTED_EXPERTS] = routed_experts
         if self._takes_positions:
             options["position_ids"] = position_ids
-        if self.reading != "plain_rows":
-            options["segment_plan"] = plan
         with nullcontext() if self._offloading is None else self._offloading.of_pass():
             return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
@@ -250,3 +240,56 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
             yield
     finally:
         causal.train(was_training)
+
+
+@dataclass(frozen=True)
+class RowPass:
+    """Segments of a stream that the decoder reads in one pass, as rows that are padded on the right.
+
+    Causal layers do not see later positions, so each segment gets the results that it would get alone. `tokens` is
+    where the segments lie in the stream.
+    """
+
+    tokens: slice
+    bucket: Bucket
+
+    @property
+    def is_real(self) -> Tensor | slice:
+        """Return which slots of the flattened rows hold tokens, not padding."""
+        return slice(None) if self.bucket.slots is None else self.bucket.slots
+
+    def rows(self, values: Tensor, padding: int = 0) -> Tensor:
+        """Lay [T, ...] of the stream out as [rows, length, ...], without gradient."""
+        part = values[self.tokens]
+        bucket = self.bucket
+        if bucket.slots is not None:
+            padded = part.new_full((bucket.count * bucket.length, *part.shape[1:]), padding)
+            part = padded.index_copy_(0, bucket.slots, part)
+        return part.unflatten(0, (bucket.count, bucket.length))
+
+    def positions(self, values: Tensor) -> Tensor:
+        """Lay positions [T] out as [rows, length]. They count on in the padding, since a jump would begin a segment."""
+        return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
+
+    def stream(self, rows: Tensor) -> Tensor:
+        """Bring [rows, length, ...] to [tokens, ...] in the order of the stream."""
+        flat = rows.flatten(0, 1)
+        return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
+
+
+def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
+    """Return the passes over a stream, in order. A large pass has at most as much padding as tokens.
+
+    `slots_per_pass` is how many padding slots cost as much as a pass.
+    """
+    passes: list[RowPass] = []
+    start = 0
+    for bucket in cut_buckets(plan.lengths, slots_per_pass, send, most_padding=1.0):
+        passes.append(RowPass(slice(start, start + bucket.tokens), bucket))
+        start += bucket.tokens
+    return passes
+
+
+def idle_pass(after: int, send: Send) -> RowPass:
+    """Return a pass over one row of two padding tokens, for a stream of `after` tokens."""
+    return RowPass(slice(after, after), Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64))))

@@ -15,8 +15,8 @@ from spurline.errors import DataError, UserError, listing
 from spurline.protocols.dataset import DatasetConfig
 from spurline.run.build import build_data
 from spurline_models.architecture import load_model_config
+from spurline_models.lengths import position_limit
 from spurline_models.memory import count_parameters
-from spurline_models.streams.positions import position_limit
 from spurline_text.prompts import read_examples, read_question
 from spurline_text.rows.formats import FormatName, detect_format
 from spurline_text.rows.rows import BadRowError, RowView
