@@ -27,7 +27,7 @@ from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserEr
 from spurline.progress import silent
 from spurline_models import export, saved_weights
 from spurline_models.adapters.adapter_weights import write_adapter_files
-from spurline_models.answering.target import open_model, open_run
+from spurline_models.answering.answers import open_model, open_run
 from spurline_models.export import export_run
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model

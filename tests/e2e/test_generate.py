@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_children import WarmRuns
 
 from spurline.terminal import printable
-from spurline_models.answering import command
+from spurline_models.answering import answers as answering
 
 
 @pytest.fixture
@@ -153,9 +153,9 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
 ) -> None:
     lines: Iterator[str] = iter(["say 3", "say 4", "/reset", "say 3"])
     asked: list[list[str]] = []
-    original = command.Prompts.of_messages
+    original = answering.Prompts.of_messages
 
-    def noted(prompts: command.Prompts, messages: Any, tools: Any = None) -> list[int]:
+    def noted(prompts: answering.Prompts, messages: Any, tools: Any = None) -> list[int]:
         asked.append([message["content"] for message in messages])
         return original(prompts, messages, tools)
 
@@ -169,7 +169,7 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr("sys.stdin", terminal)
     monkeypatch.setattr("builtins.input", written)
-    monkeypatch.setattr(command.Prompts, "of_messages", noted)
+    monkeypatch.setattr(answering.Prompts, "of_messages", noted)
     code, out, err = spurline("generate", spurline_tiny_model, "--max-new-tokens", "3")
     assert code == 0, err
     assert [len(messages) for messages in asked] == [1, 3, 1]
@@ -211,7 +211,7 @@ def test_a_mistyped_place_is_told_before_anything_is_loaded(
     monkeypatch.setattr("sys.stdin", None)
     code, _, err = spurline("generate", spurline_tiny_model)
     assert (code, "there is no standard input" in err) == (2, True)
-    monkeypatch.setattr(command, "opened", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(answering, "opened", lambda *_: pytest.fail("loaded"))
     code, _, err = spurline("generate", "any", "--file", tmp_path / "nope.jsonl")
     assert (code, "nope.jsonl: no such file" in err) == (2, True), err
 
@@ -219,11 +219,11 @@ def test_a_mistyped_place_is_told_before_anything_is_loaded(
 def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
     spurline: Spurline, spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x9b31mBjørn", 1, "stop")])
+    monkeypatch.setattr(answering, "answer", lambda *_: [answering.Answer("\x9b31mBjørn", 1, "stop")])
     _, out, _ = spurline("generate", spurline_tiny_model, "Åse", "--json")
     assert out.startswith('{"prompt": "Åse", "response": "\\u009b31mBjørn", ')
     assert answers(out)[0]["response"] == "\x9b31mBjørn"
-    monkeypatch.setattr(command, "answer", lambda *_: [command.Answer("\x1b[31mred", 1, "stop")])
+    monkeypatch.setattr(answering, "answer", lambda *_: [answering.Answer("\x1b[31mred", 1, "stop")])
     _, out, _ = spurline("generate", spurline_tiny_model, "say 3")
     assert out == "\\x1b[31mred\n"
 
@@ -251,10 +251,10 @@ def test_a_bad_row_is_named_before_anything_is_answered(
 
 
 def test_an_answer_ends_with_a_stop_text(spurline_tiny_model: Path) -> None:
-    target = command.open_model(str(spurline_tiny_model), lambda _: None)
-    prompt = command.Prompts(target, None, raw=True).of_text("say 3")
-    [free] = command.answer(target, prompt, command.Sampling(max_new_tokens=6))
+    target = answering.open_model(str(spurline_tiny_model), lambda _: None)
+    prompt = answering.Prompts(target, None, raw=True).of_text("say 3")
+    [free] = answering.answer(target, prompt, answering.Sampling(max_new_tokens=6))
     assert (free.finish_reason, free.tokens) == ("length", 6)
-    sampling = command.Sampling(max_new_tokens=6, stop=("nowhere", free.text[0]))
-    [ended] = command.answer(target, prompt, sampling)
+    sampling = answering.Sampling(max_new_tokens=6, stop=("nowhere", free.text[0]))
+    [ended] = answering.answer(target, prompt, sampling)
     assert (ended.finish_reason, ended.tokens) == ("stop", 1)

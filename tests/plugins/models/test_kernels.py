@@ -28,7 +28,7 @@ TYPES = ["qwen3", "llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text",
 
 
 class Fused:
-    """Stands for Liger: replaces classes and functions of transformers' file, and functions of a given model.
+    """Stands for Liger: replaces classes of transformers' file, and functions of a given model.
 
     factor: what its norms multiply by; 1.0 computes the same. calls: names of what was computed by it.
     """
@@ -36,7 +36,6 @@ class Fused:
     def __init__(self) -> None:
         self.factor = 1.0
         self.calls: set[str] = set()
-        self.own_rotary = modeling_qwen3.apply_rotary_pos_emb
         self.own_mlp = modeling_qwen3.Qwen3MLP.forward
 
     def apply(self, model: Any, **_: Any) -> None:
@@ -50,16 +49,11 @@ class Fused:
             scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return self.weight * x * scale * fused.factor
 
-        def rotary(*arguments: Any, **options: Any) -> Any:
-            fused.calls.add("rotary")
-            return fused.own_rotary(*arguments, **options)
-
         def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
             fused.calls.add("mlp")
             return fused.own_mlp(self, x)
 
         modeling_qwen3.Qwen3RMSNorm = FusedNorm  # type: ignore[misc,assignment]
-        modeling_qwen3.apply_rotary_pos_emb = rotary
         for module in model.modules():
             if type(module).__name__ == "Qwen3RMSNorm":
                 vars(module)["forward"] = MethodType(norm, module)
@@ -99,8 +93,8 @@ def test_kernels_compute_one_model_and_no_other_of_its_class(fused: Fused, model
     assert fused.calls == set()
     for name, gradient in with_kernels.gradients(batch, OBJECTIVE):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    assert fused.calls == {"norm", "rotary", "mlp"}
-    assert with_kernels.facts()["kernels"] == "gated activations, norms, rotary positions"
+    assert fused.calls == {"norm", "mlp"}
+    assert with_kernels.facts()["kernels"] == "gated activations, norms"
     assert "kernels" not in plain.facts()
 
 
@@ -112,7 +106,7 @@ def test_a_model_computes_by_its_own_code_again_for_as_long_as_it_is_asked_to(fu
         backend.logprobs(batch)
     assert fused.calls == set()
     backend.logprobs(batch)
-    assert fused.calls == {"norm", "rotary", "mlp"}
+    assert fused.calls == {"norm", "mlp"}
 
 
 def test_the_probe_refuses_kernels_that_compute_something_else(fused: Fused, model: Path) -> None:
@@ -148,6 +142,6 @@ def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
     done = subprocess.run([sys.executable, SUPPORT, *types], capture_output=True, text=True, check=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(
-        types, "gated activations, norms, rotary positions"
+        types, "gated activations, norms"
     )
     assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

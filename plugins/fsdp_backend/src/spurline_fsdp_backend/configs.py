@@ -54,7 +54,7 @@ class FsdpBackendConfig(RankBackendConfig):
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` takes them on GPUs where Liger-Kernel
+    """Fused norms and gated activations by Liger-Kernel: `auto` takes them on GPUs where Liger-Kernel
     is installed and knows the model, `none` leaves them to PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds in the same way on any

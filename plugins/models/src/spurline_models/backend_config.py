@@ -139,8 +139,8 @@ class ModelBackendConfig(BackendConfig):
         replace: bool,
         adapter: bool = False,
     ) -> Path:
-        function = "export_adapter" if adapter else "export_hf"
-        return _part(f"export:{function}", "export of a model")(backend, loaded, tokenizer, path, replace=replace)
+        export = _part("export:export_model", "export of a model")
+        return export(backend, loaded, tokenizer, path, replace=replace, adapter=adapter)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
         """Estimate a step of so many tokens in rows of this length, on the fullest device; None if nothing is known."""

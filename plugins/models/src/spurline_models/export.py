@@ -31,31 +31,33 @@ if TYPE_CHECKING:
 
 _MAX_FILE_BYTES = 5 * 10**9
 
-_WriteWeights = Callable[[Path, torch.dtype, int], None]
 
-
-def export_hf(
-    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
+def export_model(
+    backend: Backend,
+    loaded: LoadedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    *,
+    replace: bool = False,
+    adapter: bool = False,
 ) -> Path:
     """Write the backend's current weights, the model's config and the tokenizer into `out`.
 
-    Weights get the dtype that the model's config names. `out` must be new or empty, unless `replace` is set.
-    """
-    if not replace:
-        check_free(out)
-    return _write_folder(backend.write_weights, loaded, tokenizer, out)
-
-
-def export_adapter(
-    backend: Backend, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path, *, replace: bool = False
-) -> Path:
-    """Write the backend's current adapter, its settings and the tokenizer into `out`, as `export_hf` does.
+    Args:
+        backend: The backend.
+        loaded: The config of the run. Weights get the dtype that the model's config names.
+        tokenizer: The tokenizer of the run.
+        out: The folder to write.
+        replace: Whether `out` may have content, which is then replaced.
+        adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:
-        UserError: If the run has no adapter that can be used elsewhere.
+        UserError: If `out` has content, or the run has no adapter that can be used elsewhere.
     """
     if not replace:
         check_free(out)
+    if not adapter:
+        return _write_model(backend.write_weights, loaded.config.model, tokenizer, out)
     check_adapter(loaded.config)
     settings = backend.adapter_settings() if isinstance(backend, TrainsAdapters) else None
     if not isinstance(backend, TrainsAdapters) or settings is None:
@@ -63,7 +65,7 @@ def export_adapter(
             f"Backend '{loaded.config.backend.name}' cannot tell its adapters from the weights under them. Export the "
             "whole model, in which they are merged."
         )
-    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), loaded.config, tokenizer, out)
+    return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), tokenizer, out)
 
 
 def check_adapter(config: RunConfig) -> None:
@@ -75,10 +77,7 @@ def check_adapter(config: RunConfig) -> None:
         raise UserError(f"The adapter of this run belongs to random weights (model.init: random). {whole}")
 
 
-def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
-    lora = adapters_of(config)
-    assert lora is not None
-
+def _write_adapter(adapter: AdapterStream, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
     def fill(folder: Path) -> None:
         write_adapter_files(folder, adapter)
         tokenizer.save_pretrained(folder)
@@ -86,17 +85,20 @@ def _write_adapter(adapter: AdapterStream, config: RunConfig, tokenizer: PreTrai
     return _write_beside(out, "adapter", fill)
 
 
-def _write_folder(
-    write_weights: _WriteWeights, loaded: LoadedConfig, tokenizer: PreTrainedTokenizerBase, out: Path
+def _write_model(
+    write_weights: Callable[[Path, torch.dtype, int], None],
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
 ) -> Path:
-    config, dtype = _config_and_dtype(loaded.config.model)
+    config, dtype = _config_and_dtype(model)
 
     def fill(folder: Path) -> None:
         write_weights(folder, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         try:
-            generation_config(loaded.config.model, tokenizer).save_pretrained(folder)
+            generation_config(model, tokenizer).save_pretrained(folder)
         except ValueError:
             # transformers loads some settings that it refuses to save. Then save the tokens that end a turn only.
             plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
@@ -153,11 +155,7 @@ def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
-    """Return a checkpoint's weights on the host, as `export_run` writes them: merged, in the dtype of the files.
-
-    Raises:
-        CheckpointError: If the checkpoint is damaged, or another run's.
-    """
+    """Return a checkpoint's weights on the host, as `export_run` writes them: merged, in the dtype of the files."""
     _, dtype = _config_and_dtype(loaded.config.model)
     with ExitStack() as stack:
         reader = loaded.config.backend.facts.checkpoint_reader
@@ -179,7 +177,7 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
         loaded: The config of the run.
         out: The folder to write, which must be new or empty.
         checkpoint: A folder, or `best` or `latest` (the default) of the run.
-        adapter: Whether to write only the adapter, as `export_adapter` does.
+        adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged.
@@ -193,15 +191,14 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     reader = config.backend.facts.adapter_reader if adapter else config.backend.facts.checkpoint_reader
     if reader is None:
         with ExitStack() as stack:
-            export = export_adapter if adapter else export_hf
-            return export(_backend_of(loaded, found, stack), loaded, tokenizer, out)
+            return export_model(_backend_of(loaded, found, stack), loaded, tokenizer, out, adapter=adapter)
     if adapter:
-        return _write_adapter(_read(reader, config, found), config, tokenizer, out)
+        return _write_adapter(_read(reader, config, found), tokenizer, out)
 
     def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
         write_weight_files(folder, _read(reader, config, found), dtype, max_file_bytes)
 
-    return _write_folder(write_weights, loaded, tokenizer, out)
+    return _write_model(write_weights, config.model, tokenizer, out)
 
 
 def _backend_of(loaded: LoadedConfig, found: Checkpoint, stack: ExitStack) -> Backend:

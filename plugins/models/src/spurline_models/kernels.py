@@ -1,17 +1,17 @@
-"""Let Liger-Kernel (arXiv:2410.10989) compute a model's norms, rotary positions and gated activations.
+"""Let Liger-Kernel (arXiv:2410.10989) compute a model's norms and gated activations.
 
 Liger replaces them by type of model, in the classes of transformers, for the whole process. Here the same functions are
-given to the modules of one model, and the classes stay as they are. Liger's fused linear cross-entropy is not used: it
-rounds the weight of each token, computes no entropy, and waits for the device.
+given to the modules of one model, and the classes stay as they are. Liger's rotary positions are not used, since they
+replace a function of the whole process. Its fused linear cross-entropy is not used either: it rounds the weight of each
+token, computes no entropy, and waits for the device.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
-from types import FunctionType
 from typing import Any, Literal
 
 from torch import nn
@@ -27,7 +27,7 @@ KERNELS = "kernels"
 """The name of these functions for `other_forwards`."""
 
 _MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
-_NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", "Attention": "rotary positions"}
+_NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
 
 
 def use_kernels(causal: PreTrainedModel) -> None:
@@ -36,8 +36,10 @@ def use_kernels(causal: PreTrainedModel) -> None:
 
     before = {id(module): dict(vars(module)) for module in causal.modules()}
     try:
-        with _undone(causal) as replaced:
-            monkey_patch._apply_liger_kernel_to_instance(causal, cross_entropy=False, fused_linear_cross_entropy=False)
+        with _undone(causal):
+            monkey_patch._apply_liger_kernel_to_instance(
+                causal, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
+            )
     except (TypeError, AttributeError, ImportError, AssertionError, NotImplementedError, ValueError) as error:
         raise ModelError(
             f"backend.kernels: Liger's kernels do not fit {type(causal).__name__} of the installed transformers "
@@ -48,10 +50,8 @@ def use_kernels(causal: PreTrainedModel) -> None:
         # Stored experts keep their code, which other modules divide and replay.
         if given is None or own.get("forward") is not None or _stores_experts(module):
             _restore(module, own)
-            continue
-        give_forward(module, given.__func__, KERNELS)
-    for module in causal.modules():
-        _replace_functions(module, replaced)
+        else:
+            give_forward(module, given.__func__, KERNELS)
 
 
 def kernels_of(causal: nn.Module) -> str:
@@ -94,32 +94,20 @@ def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None
 
 
 @contextmanager
-def _undone(causal: PreTrainedModel) -> Iterator[dict[int, dict[str, Callable[..., Any]]]]:
-    """Restore the modules (files) of transformers that define this model when the context ends.
-
-    Yields what was replaced in them: functions by id of the namespace and name.
-    """
+def _undone(causal: PreTrainedModel) -> Iterator[None]:
+    """Restore the modules (files) of transformers that define this model when the context ends."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]
     methods = {owner: vars(owner).get("forward") for owner in owners if issubclass(owner, nn.Module)}
     before = [dict(space) for space in namespaces]
-    replaced: dict[int, dict[str, Callable[..., Any]]] = {}
     try:
-        yield replaced
+        yield
     finally:
         for space, old in zip(namespaces, before, strict=True):
-            changed = {name for name, value in space.items() if value is not old.get(name)}
-            replaced[id(space)] = {
-                name: space[name]
-                for name in changed
-                if isinstance(space[name], FunctionType) and isinstance(old.get(name), FunctionType)
-            }
-            for name in changed:
-                if name in old:
-                    space[name] = old[name]
-                else:
-                    del space[name]
+            for name in space.keys() - old.keys():
+                del space[name]
+            space.update(old)
         for owner, forward in methods.items():
             if forward is not None and vars(owner).get("forward") is not forward:
                 owner.forward = forward
@@ -135,23 +123,3 @@ def _restore(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 def _stores_experts(module: nn.Module) -> bool:
     """Return whether a module stores the experts of a layer as one tensor: nothing else has three dimensions."""
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
-def _replace_functions(module: nn.Module, replaced: Mapping[int, Mapping[str, Callable[..., Any]]]) -> None:
-    """Let the module's forward call these functions in the place of others of the same names in its own file."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or "forward" in vars(module):
-        return
-    functions = replaced.get(id(forward.__globals__), {})
-    used = {name: function for name, function in functions.items() if name in forward.__code__.co_names}
-    if used:
-        copy = FunctionType(
-            forward.__code__,
-            # Only this function sees the replaced names.
-            {**forward.__globals__, **used},
-            forward.__name__,
-            forward.__defaults__,
-            forward.__closure__,
-        )
-        copy.__kwdefaults__ = forward.__kwdefaults__
-        give_forward(module, copy, KERNELS)

@@ -1,4 +1,4 @@
-"""The command `spurline generate`. torch is imported inside it; `command` does the work."""
+"""The command `spurline generate`. torch is imported inside it; `answers` does the work."""
 
 from __future__ import annotations
 
@@ -50,23 +50,23 @@ def generate(
     start = StartLines(quiet=as_json)
     start("loading PyTorch and transformers")
     with importing():
-        from spurline_models.answering import command
+        from spurline_models.answering import answers
 
     # Bad rows are found before the weights are loaded, which takes long.
-    rows = None if file is None else command.prompt_rows(file, columns)
-    found = command.opened(target, load_run, checkpoint, start)
+    rows = None if file is None else answers.prompt_rows(file, columns)
+    found = answers.opened(target, load_run, checkpoint, start)
     sampling = replace(found.sampling, **chosen)
-    asked = command.Prompts(found, system, raw=raw)
+    asked = answers.Prompts(found, system, raw=raw)
     typer.echo(printable(f"{found.words}: {sampling.words()}"), err=True)
     if not prompts and rows is None and is_person_asking():
         if as_json or raw or count > 1:
             raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
-        command.talk(found, asked, sampling, seed)
+        answers.talk(found, asked, sampling, seed)
         return
-    texts = [command.text_of_input() if text == "-" else text for text in prompts or ()]
+    texts = [answers.text_of_input() if text == "-" else text for text in prompts or ()]
     if not texts and rows is None:
-        texts = [command.text_of_input()]
+        texts = [answers.text_of_input()]
     every = [(text, asked.of_text(text)) for text in texts]
     if rows is not None:
         every += asked.of_rows(rows)
-    command.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)
+    answers.answer_all(found, every, sampling, count=count, seed=seed, as_json=as_json)

@@ -64,7 +64,7 @@ class LocalBackendConfig(ModelBackendConfig):
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Fused norms, rotary positions and gated activations by Liger-Kernel: `auto` where it is installed and knows the
+    """Fused norms and gated activations by Liger-Kernel: `auto` where it is installed and knows the
     model, on a GPU; `none` leaves them to PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
