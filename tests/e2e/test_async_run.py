@@ -50,9 +50,7 @@ def test_zero_staleness_equals_the_synchronous_run_bit_for_bit_over_two_epochs(
     assert {line["staleness/max"] for line in lines} == {0.0}
 
 
-def test_zero_staleness_equals_the_synchronous_run_with_weights_in_half_precision(
-    async_config: Config,
-) -> None:
+def test_zero_staleness_equals_the_synchronous_run_with_weights_in_half_precision(async_config: Config) -> None:
     async_config |= {"steps": 2, "report": {"enabled": False}}
     async_config["backend"] |= {"precision": "bf16", "weights": "bf16_masters"}
     async_config["source"]["engine"]["precision"] = "bf16"

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.protocols.loss import Objective
-from spurline_models.experts.expert_loads import ExpertLoads, load_metrics
+from spurline_models.experts.router_replay import ExpertLoads, load_metrics
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_rl.testing.backend_cases import assert_gradients_close

@@ -141,7 +141,5 @@ def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
     types = TYPES
     done = subprocess.run([sys.executable, SUPPORT, *types], capture_output=True, text=True, check=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(
-        types, "gated activations, norms"
-    )
+    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(types, "gated activations, norms")
     assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,10 +43,6 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], sc
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
         seen = (distance >= 0) & (distance < (scores.window or length))
-        if scores.chunk is not None:
-            seen &= torch.tensor(
-                [[i // scores.chunk == j // scores.chunk for j in range(length)] for i in range(length)]
-            )
         weights = q @ k.transpose(-1, -2) * 0.3
         shares = weights.masked_fill(~seen, -torch.inf).exp()
         sinks = 0.0 if scores.sinks is None else scores.sinks.exp().view(1, -1, 1, 1)
@@ -64,21 +59,16 @@ SINKS = torch.tensor([-1.0, 0.5, 2.0, 0.0], dtype=torch.float64)
     lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
     key_heads=st.sampled_from([1, 2, 4]),
     window=st.sampled_from([None, 1, 2, 5, 19, 64]),
-    chunk=st.sampled_from([None, None, 1, 3, 20]),
     has_sinks=st.booleans(),
     slots_per_call=st.sampled_from([NEVER_PAD, 16, 64, ALWAYS_PAD]),
 )
 def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
-    lengths: list[int], key_heads: int, window: int | None, chunk: int | None, has_sinks: bool, slots_per_call: int
+    lengths: list[int], key_heads: int, window: int | None, has_sinks: bool, slots_per_call: int
 ) -> None:
     inputs = projections(sum(lengths), key_heads)
     sinks = SINKS.clone().requires_grad_() if has_sinks else None
-    layer = nn.Module()
-    if chunk is not None:
-        layer.config = SimpleNamespace(layer_types=["chunked_attention"], attention_chunk_size=chunk)
-        layer.layer_idx = 0
     output, _ = segment_attention(
-        layer,
+        nn.Module(),
         *inputs,
         None,
         scaling=0.3,
@@ -86,7 +76,7 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
         s_aux=sinks,
         segment_plan=plan(lengths, slots_per_call),
     )
-    expected = one_by_one(*inputs, lengths, Scores(0.3, sinks, window, chunk))
+    expected = one_by_one(*inputs, lengths, Scores(0.3, sinks, window))
     torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
     direction = torch.randn_like(expected)
     taken = [*inputs, *([] if sinks is None else [sinks])]
@@ -97,9 +87,7 @@ def test_packed_attention_equals_each_segment_alone_in_values_and_gradients(
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [Scores(window=8), Scores(chunk=8), Scores(window=8, sinks=SINKS)],
-    ids=["window", "chunk", "window and sinks"],
+    "scores", [Scores(window=8), Scores(window=8, sinks=SINKS)], ids=["window", "window and sinks"]
 )
 def test_nothing_that_grows_with_the_square_of_a_segment_is_kept_for_the_backward_pass(
     scores: Scores, monkeypatch: pytest.MonkeyPatch

@@ -37,9 +37,8 @@ from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.freezing import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import RowPass, StreamModel, idle_pass
+from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
-from spurline_models.streams.value_model import ValueHead, ValueModel, put_value_head
 from spurline_models.weights import check_initial_weights
 from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import held_box, held_values

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model, quiet_loading, read_into
-from spurline_models.streams.value_model import ValueHead
+from spurline_models.streams.stream_model import ValueHead
 from spurline_models.weight_files import safetensors_files
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
+from spurline_models.streams.stream_model import ValueHead
 from spurline_models.streams.token_stream import TokenStream
-from spurline_models.streams.value_model import ValueHead
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 

@@ -34,8 +34,7 @@ from spurline_megatron_backend.weight_gathering import ExactWeights, WeightsOfRa
 from spurline_models.accumulate import StepSums, SumsPart
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.dealing import RankShare, Rows
-from spurline_models.experts.expert_loads import ExpertLoads
-from spurline_models.experts.router_replay import no_routers
+from spurline_models.experts.router_replay import ExpertLoads, no_routers
 from spurline_models.optimizers.optimization import OptimizationRecipe, critic_optimization, policy_optimization
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_models.weights import NamedWeights, check_initial_weights

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from spurline_megatron_backend.core_attention import StreamParams
 from spurline_megatron_backend.gpt import HiddenGPT
-from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.experts.router_replay import ExpertLoads
 
 
 class RouterChoice:

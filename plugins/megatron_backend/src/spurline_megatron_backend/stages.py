@@ -26,7 +26,7 @@ from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, HeldParameters
 from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
-from spurline_models.experts.expert_loads import ExpertLoads
+from spurline_models.experts.router_replay import ExpertLoads
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 

@@ -17,8 +17,8 @@ from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import Objective
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.experts.expert_loads import ExpertLoads, Loads
 from spurline_models.experts.router_balance import BalanceLoss
+from spurline_models.experts.router_replay import ExpertLoads, Loads
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -158,17 +158,9 @@ class ModelBackendConfig(BackendConfig):
         return ()
 
 
-@runtime_checkable
-class HasAdapters(Protocol):
-    """A backend's settings with a section for adapters."""
-
-    @property
-    def adapters(self) -> LoraConfig | None: ...
-
-
 def adapters_of(run: RunConfig) -> LoraConfig | None:
     """Return the adapters that this run trains instead of all weights, if its backend trains any."""
-    return run.backend.adapters if isinstance(run.backend, HasAdapters) else None
+    return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
 
 
 def _part(name: str, what: str) -> Any:

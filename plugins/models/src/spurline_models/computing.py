@@ -21,11 +21,10 @@ from spurline.errors import ConfigError
 from spurline_models.architecture import num_experts
 from spurline_models.configs import Fp8, Kernels
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.kernels import KERNELS, chooses_liger, use_kernels
-from spurline_models.other_forwards import giving_back, note_own_forward
+from spurline_models.kernels import KERNELS, chooses_liger, giving_back, note_own_forward, use_kernels
 
 _FP8 = "fp8"
-"""The name of these functions for `other_forwards`."""
+"""The giver of these functions, for `note_own_forward`."""
 _RECIPE = "rowwise_with_gw_hp"
 _MULTIPLE = 16
 """Both sides of a matrix must be divisible by this."""

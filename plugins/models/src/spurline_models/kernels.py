@@ -9,9 +9,10 @@ token, computes no entropy, and waits for the device.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
+from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
@@ -21,13 +22,16 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing
 from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import runs_triton
-from spurline_models.other_forwards import changed_by, give_forward
 
 KERNELS = "kernels"
-"""The name of these functions for `other_forwards`."""
+"""The giver of these functions, for `give_forward`."""
 
 _MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
+
+
+_OWN = "_spurline_own_forward"
+"""Attribute of a module with another forward: who gave it, and the module's own."""
 
 
 def use_kernels(causal: PreTrainedModel) -> None:
@@ -123,3 +127,36 @@ def _restore(module: nn.Module, attributes: Mapping[str, Any]) -> None:
 def _stores_experts(module: nn.Module) -> bool:
     """Return whether a module stores the experts of a layer as one tensor: nothing else has three dimensions."""
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+
+
+def give_forward(module: nn.Module, forward: Callable[..., Any], by: str) -> None:
+    """Let the module compute by this function. `by` is the giver's name, for `giving_back`."""
+    note_own_forward(module, type(module).forward, by)
+    vars(module)["forward"] = MethodType(forward, module)
+
+
+def note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
+    """Note the own forward function of a module whose class computes otherwise."""
+    vars(module)[_OWN] = (by, own)
+
+
+def changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
+    """Return the modules that were given a forward function by `by`."""
+    return [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == by]
+
+
+@contextmanager
+def giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
+    """Let modules that were given a function by one of `by` compute by their own in the context."""
+    changed = [module for one in by for module in changed_by(causal, one)]
+    given = [vars(module).get("forward") for module in changed]
+    for module in changed:
+        vars(module)["forward"] = MethodType(vars(module)[_OWN][1], module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(changed, given, strict=True):
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward

@@ -286,7 +286,7 @@ class _Probe:
         return (
             f"has {len(kinds)} layers ({', '.join(sorted(set(kinds)))}; {sum(limited)} with a window), but "
             f"{len(windows)} of them use the packed attention, {told} with a window. Choose a model whose attention "
-            "is full, sliding-window or chunked."
+            "is full or has sliding windows."
         )
 
     def _has_window(self, config: PretrainedConfig) -> bool:

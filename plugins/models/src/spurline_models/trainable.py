@@ -17,8 +17,7 @@ from spurline_models.experts.routers import find_routers
 from spurline_models.freezing import freeze_parameters
 from spurline_models.loading import check_settings, quiet_loading
 from spurline_models.optimizers.groups import check_groups
-from spurline_models.streams.stream_model import StreamModel
-from spurline_models.streams.value_model import put_value_head
+from spurline_models.streams.stream_model import StreamModel, put_value_head
 
 
 def check_trainable(run: RunConfig) -> None:

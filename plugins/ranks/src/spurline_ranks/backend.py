@@ -24,8 +24,7 @@ from spurline.protocols.loss import ENTROPY, Objective
 from spurline_models.accumulate import SumsPart, describe_failure
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import Dealing, deal
-from spurline_models.experts.expert_loads import load_metrics
-from spurline_models.experts.router_replay import check_replayed
+from spurline_models.experts.router_replay import check_replayed, load_metrics
 from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
 from spurline_models.streams.token_stream import check_columns, check_tokens

@@ -29,9 +29,8 @@ from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import device_profile, seed_generators
-from spurline_models.experts.expert_loads import load_metrics
 from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
-from spurline_models.experts.router_replay import check_replayed
+from spurline_models.experts.router_replay import check_replayed, load_metrics
 from spurline_models.generation import generate_greedily, generation_model, stop_tokens
 from spurline_models.loading import check_config
 from spurline_models.local.checkpoint import HostCopies, TrainingState, read_training_state
@@ -42,9 +41,8 @@ from spurline_models.optimizers.optimization import critic_optimization, policy_
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import StreamModel
+from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
-from spurline_models.streams.value_model import ValueModel, put_value_head
 from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
 

@@ -84,11 +84,7 @@ class WeightPlacement:
             model.compile()
         parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}
         stepped = MasterParameters(
-            parameters,
-            self._profile,
-            masters,
-            on_host=config.offload_optimizer,
-            apart=optimization.config.steps_apart,
+            parameters, self._profile, masters, on_host=config.offload_optimizer, apart=optimization.config.steps_apart
         )
         return TrainedModel(model, parameters, stepped, optimization(stepped.parameters), self._profile.weight_dtype)
 

@@ -1,15 +1,17 @@
 """Keep a decoder's activations for the backward pass in the memory of the host, instead of on the device.
 
-Hooks copy each tensor that autograd saves to the host, in parallel with the computation. When the backward pass reaches
-a layer, the tensors of the layer before it are copied back, as in torchtune's `OffloadActivations`.
+Hooks copy each tensor that autograd saves to pinned memory, and back when the backward pass needs it. All copies are
+ordered like the computation, on its own stream, so that memory of the device is free as soon as it has been copied.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -18,14 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import DeviceProfile
 
 SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
-_LAYERS_KEPT = 2
-"""Layers whose tensors the device still has when the forward pass comes to the next: their copies may be under way."""
+_FETCHED_AT_ONCE = 4
+"""Copies that stay on the device in the backward pass, since several operations of a layer save the same tensor."""
 
 
 class ActivationOffloading:
@@ -34,28 +35,16 @@ class ActivationOffloading:
     def __init__(self, causal: PreTrainedModel, profile: DeviceProfile) -> None:
         self._causal = causal
         self._device = profile.device
-        self._stream = torch.cuda.Stream(profile.device) if profile.device.type == "cuda" else None
-        self._pass: _Pass | None = None
-        for layer in decoder_layers(causal):
-            layer.register_forward_pre_hook(self._begin_layer)
 
     @contextmanager
     def of_pass(self) -> Iterator[None]:
-        """Offload the tensors that one forward pass of the decoder saves in the context. Layers must run in order."""
+        """Offload the tensors that one forward pass of the decoder saves in the context."""
         if not torch.is_grad_enabled():
             yield
             return
-        self._pass = _Pass(self._device, self._stream, self._is_worth_it())
-        try:
-            with saved_tensors_hooks(self._pass.pack, self._pass.unpack):
-                yield
-        finally:
-            # Layers may run again in the backward pass, to recompute activations. They begin no new layer then.
-            self._pass = None
-
-    def _begin_layer(self, *_: Any) -> None:
-        if self._pass is not None:
-            self._pass.begin_layer()
+        one = _Pass(self._device, self._is_worth_it())
+        with saved_tensors_hooks(one.pack, one.unpack):
+            yield
 
     def _is_worth_it(self) -> Callable[[Tensor], bool]:
         parameters = [*self._causal.parameters(), *self._causal.buffers()]
@@ -79,22 +68,19 @@ class ActivationOffloading:
         return is_worth_it
 
 
-@dataclass
 class _Moved:
-    """Memory that saved tensors share, as uint8 [size] on the host, and also on the device while a layer needs it."""
+    """Memory that saved tensors share, as uint8 [size] on the host, and for a while also on the device."""
 
-    layer: int
-    """The first layer that saved a tensor in this memory."""
-    host: Tensor
-    device: Tensor | None = None
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self.device: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor that autograd saved in a layer, with its dtype and layout as in `Tensor.as_strided`."""
+    """A tensor that autograd saved, with its dtype and layout as in `Tensor.as_strided`."""
 
     moved: _Moved
-    layer: int
     dtype: torch.dtype
     offset: int
     size: torch.Size
@@ -102,110 +88,52 @@ class _Saved:
 
 
 class _Pass:
-    """The saved tensors of one forward pass of a decoder, by layer."""
+    """The saved tensors of one forward pass of a decoder."""
 
-    def __init__(
-        self, device: torch.device, stream: torch.cuda.Stream | None, is_worth_it: Callable[[Tensor], bool]
-    ) -> None:
-        self._device, self._stream, self._is_worth_it = device, stream, is_worth_it
-        self.layers: list[list[_Moved]] = [[]]
-        self._ends: list[torch.cuda.Event | None] = []
-        """The end of the copies of each layer that the forward pass has left."""
-        self._nearest: int | None = None
-        """The layer that the backward pass has reached."""
-        self._known: dict[int, tuple[StorageWeakRef, int, _Moved]] = {}
+    def __init__(self, device: torch.device, is_worth_it: Callable[[Tensor], bool]) -> None:
+        self._device, self._is_worth_it = device, is_worth_it
+        self._known: dict[int, tuple[StorageWeakRef, int, ref[_Moved]]] = {}
         """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
-
-    def begin_layer(self) -> None:
-        """Begin a layer of the forward pass, and free the device of an earlier one whose copies have had their time."""
-        self._ends.append(None if self._stream is None else cast("torch.cuda.Event", self._stream.record_event()))
-        self.layers.append([])
-        left = len(self.layers) - 1 - _LAYERS_KEPT
-        if left >= 0:
-            self._leave(left, self._ends[left])
+        self._fetched: deque[_Moved] = deque()
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:
         if not self._is_worth_it(tensor):
             return tensor
-        moved, layer = self._moved(tensor), len(self.layers) - 1
-        self.layers[layer].append(moved)
-        return _Saved(moved, layer, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        moved = self._moved(tensor)
+        return _Saved(moved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: _Saved | Tensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if self._nearest is None or saved.layer < self._nearest:
-            self._go_back_to(saved.layer)
-        if saved.moved.device is None:
-            self._fetch([saved.moved])
-            self._wait()
-        device = saved.moved.device
-        assert device is not None
-        whole = torch.empty(0, dtype=saved.dtype, device=device.device)
-        return whole.set_(device.untyped_storage(), saved.offset, saved.size, saved.stride)
+        moved = saved.moved
+        if moved.device is None:
+            if len(self._fetched) == _FETCHED_AT_ONCE:
+                self._fetched.popleft().device = None
+            moved.device = self._to_device(moved.host)
+            self._fetched.append(moved)
+        whole = torch.empty(0, dtype=saved.dtype, device=self._device)
+        return whole.set_(moved.device.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def _moved(self, tensor: Tensor) -> _Moved:
         storage = tensor.untyped_storage()
         known = self._known.get(_key(storage))
         if known is not None:
-            reference, version, moved = known
-            if not reference.expired() and version == tensor._version:
-                return moved
+            reference, version, place = known
+            found = place()
+            if found is not None and not reference.expired() and version == tensor._version:
+                return found
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         values.set_(storage, 0, (storage.nbytes(),), (1,))
-        moved = _Moved(len(self.layers) - 1, self._to_host(values), values)
-        self._known[_key(storage)] = StorageWeakRef(storage), tensor._version, moved
+        moved = _Moved(self._to_host(values))
+        self._known[_key(storage)] = StorageWeakRef(storage), tensor._version, ref(moved)
         return moved
 
-    def _go_back_to(self, layer: int) -> None:
-        """Bring the tensors of this layer to the device, and begin to bring those of the layer before it."""
-        self._nearest = layer
-        self._wait()
-        while len(self.layers) - 1 > layer:
-            self._leave(len(self.layers) - 1)
-            self.layers.pop()
-        self._fetch(self.layers[layer])
-        self._wait()
-        if layer > 0:
-            self._fetch(self.layers[layer - 1])
-
-    def _leave(self, number: int, end: torch.cuda.Event | None = None) -> None:
-        """Free the memory on the device that this layer saved first; computations wait for `end` before they reuse it.
-
-        With `record_stream` the memory would be reused only when the device has come that far, and the host, which runs
-        ahead of it, would take new memory for every layer.
-        """
-        if end is not None:
-            torch.cuda.current_stream(self._device).wait_event(end)
-        for moved in self.layers[number]:
-            if moved.layer == number:
-                moved.device = None
-
-    def _fetch(self, wanted: list[_Moved]) -> None:
-        for moved in wanted:
-            if moved.device is None:
-                moved.device = self._to_device(moved.host)
-
     def _to_host(self, values: Tensor) -> Tensor:
-        host = torch.empty(values.shape, dtype=torch.uint8, pin_memory=self._stream is not None)
-        return self._copied(values, host)
+        host = torch.empty(values.shape, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return host.copy_(values, non_blocking=True)
 
     def _to_device(self, host: Tensor) -> Tensor:
-        return self._copied(host, torch.empty(host.shape, dtype=torch.uint8, device=self._device))
-
-    def _copied(self, source: Tensor, target: Tensor) -> Tensor:
-        """Copy in parallel with the computation, after everything that was computed so far."""
-        if self._stream is None:
-            return target.copy_(source)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-        return target
-
-    def _wait(self) -> None:
-        """Let the computation wait for all copies so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return torch.empty(host.shape, dtype=torch.uint8, device=self._device).copy_(host, non_blocking=True)
 
 
 def _key(storage: UntypedStorage) -> int:

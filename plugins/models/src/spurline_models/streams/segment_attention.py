@@ -75,9 +75,9 @@ def segment_attention(
     """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
-    scores = Scores(scaling, sinks=s_aux, window=sliding_window, chunk=chunk_of(module))
+    scores = Scores(scaling, sinks=s_aux, window=sliding_window)
     for windows in _observers:
-        windows.append(scores.reach)
+        windows.append(sliding_window)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary embeddings promote query and key to fp32; convert before anything is copied, as SDPA itself would.
         dtype = torch.get_autocast_dtype(query.device.type)
@@ -97,32 +97,15 @@ class Scores:
         scaling: None for 1 / sqrt(D).
         sinks: [H], a score per head that takes part in the softmax and has no value (gpt-oss).
         window: The number of tokens that a query sees, itself counted; None for all before it.
-        chunk: A query sees only tokens of its own chunk of so many positions of the segment (Llama 4).
     """
 
     scaling: float | None = None
     sinks: Tensor | None = None
     window: int | None = None
-    chunk: int | None = None
-
-    @property
-    def reach(self) -> int | None:
-        """The window or the chunk; None if a query sees all tokens before it."""
-        return self.window if self.chunk is None else self.chunk
 
     def for_lengths_up_to(self, length: int) -> Scores:
-        """Return the same without limits that segments of this length do not reach."""
-        window = None if self.window is not None and self.window >= length else self.window
-        chunk = None if self.chunk is not None and self.chunk >= length else self.chunk
-        return replace(self, window=window, chunk=chunk)
-
-
-def chunk_of(module: nn.Module) -> int | None:
-    """Return the chunk that limits the layer of this attention; models tell their masks only."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
-    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+        """Return the same without a window that segments of this length do not reach."""
+        return replace(self, window=None) if self.window is not None and self.window >= length else self
 
 
 def attend_segments(
@@ -185,7 +168,6 @@ def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Score
     return (
         varlen_attn is not None
         and scores.sinks is None
-        and scores.chunk is None
         and query.is_cuda
         and query.dtype in _HALF_PRECISION
         and _is_ampere_or_newer(query.device)
@@ -235,17 +217,13 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Attend causally within rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
 
-    Longer rows are cut into windows or chunks, so that neither time nor memory grow with their square.
+    Longer rows are cut into blocks of the window's size, so that neither time nor memory grow with their square.
     """
-    length = query.shape[2]
-    if scores.chunk is not None:
-        size, scores = scores.chunk, replace(scores, chunk=None).for_lengths_up_to(scores.chunk)
-        query, key, value = (_blocks(_filled(part, size), size) for part in (query, key, value))
-        return _rows(_attend_rows(query, key, value, scores, dropout), length, size)
     if scores.window is None:
         return _attend_visible(query, key, value, None, scores, dropout)
-    size, scores = scores.window, replace(scores, window=None)
-    query, key, value = (_filled(part, size) for part in (query, key, value))
+    length, size = query.shape[2], scores.window
+    # Filled with zeros up to a multiple of the window.
+    query, key, value = (F.pad(part, (0, 0, 0, -length % size)) for part in (query, key, value))
     # The first block sees itself alone; the queries of each later block see keys of their block and the one before.
     first = _attend_visible(query[:, :, :size], key[:, :, :size], value[:, :, :size], None, scores, dropout)
     query = _blocks(query[:, :, size:], size)
@@ -254,22 +232,13 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, drop
     )
     visible = torch.ones(size, 2 * size, dtype=torch.bool, device=query.device).tril_(size).triu_(1)
     others = _attend_visible(query, key, value, visible, scores, dropout)
-    return torch.cat([first, _rows(others, length - size, size)], dim=2)
-
-
-def _filled(rows: Tensor, size: int) -> Tensor:
-    """Fill [B, H, T, D] with zeros up to a multiple of `size` tokens."""
-    return F.pad(rows, (0, 0, 0, -rows.shape[2] % size))
+    others = others.unflatten(0, (first.shape[0], -1))
+    return torch.cat([first, others.transpose(1, 2).flatten(2, 3)], dim=2)[:, :, :length]
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
     """Cut [B, H, blocks * size, D] into [B * blocks, H, size, D]."""
     return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
-
-
-def _rows(blocks: Tensor, length: int, size: int) -> Tensor:
-    """Join [B * blocks, H, size, D] to [B, H, length, D], without the padding of the last block."""
-    return blocks.unflatten(0, (-1, -(-length // size))).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def _attend_visible(

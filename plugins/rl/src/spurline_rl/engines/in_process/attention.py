@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from spurline.errors import ModelError
-from spurline_models.streams.segment_attention import chunk_of, segment_attention
+from spurline_models.streams.segment_attention import segment_attention
 from spurline_models.streams.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
@@ -195,8 +195,8 @@ class TokenPass:
         **options: Any,
     ) -> Tensor:
         asked = [name for name in _NOT_CACHED if options.get(name) is not None]
-        if asked or chunk_of(module) is not None:
-            raise ModelError(f"{type(module).__name__} uses {', '.join(asked) or 'chunks'}, which the cache does not.")
+        if asked:
+            raise ModelError(f"{type(module).__name__} uses {', '.join(asked)}, which the cache does not.")
         rows, heads = query.shape[:2]
         count = self.lengths.shape[0]
         keys, values = self.cache.append(
