@@ -14,7 +14,6 @@ from spurline.errors import Problem
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.collator import ParallelLayout
 from spurline_models.configs import (
-    OFFLOADS_NOTHING,
     Fp8,
     Kernels,
     LoraConfig,
@@ -128,7 +127,4 @@ class FsdpBackendConfig(RankBackendConfig):
         super().check_model(run)
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes: list[str] = []
-        if self.offload_activations and self.on == "cpu":
-            notes.append(OFFLOADS_NOTHING)
-        return notes if self.lora is None else [*notes, *adapter_notes(run.model, self.lora)]
+        return [] if self.lora is None else adapter_notes(run.model, self.lora)

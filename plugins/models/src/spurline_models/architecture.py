@@ -1,4 +1,4 @@
-"""Read the architecture of a model, with the run's overrides, and build a model of it without memory."""
+"""Read the architecture of a model, with the run's overrides, and build the model without memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOADING_ERRORS = (
     AssertionError,
     StrictDataclassError,
 )
-"""Errors of transformers for folders, names and architectures that it cannot use."""
+"""Errors that transformers raises for folders, names and architectures that it cannot use."""
 
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -67,7 +67,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # `org/name` here would load a kernel, which is a program, from the hub. Runs choose their own kernels.
+        # With a name such as `org/name` here, transformers would load a program from the hub.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
@@ -92,7 +92,7 @@ def build_without_memory(
 
 
 def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers, which are the modules that transformers never splits between devices."""
+    """Return the decoder's layers, the modules that transformers never splits between devices."""
     names = set(causal._no_split_modules or ())
     decoder = causal.get_decoder()
     found = [module for module in decoder.modules() if type(module).__name__ in names]
@@ -112,7 +112,7 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Return how many tokens the model knows, which may be more than the tokenizer has."""
+    """Return how many tokens the model knows, which may be more than its tokenizer knows."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     # Some embeddings have further rows that belong to prompts, not to tokens (CPM-Ant).

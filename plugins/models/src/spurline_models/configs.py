@@ -19,11 +19,6 @@ Kernels = Literal["auto", "liger", "none"]
 Fp8 = bool | Literal["emulated"]
 
 
-OFFLOADS_NOTHING = (
-    "offload_activations saves nothing on the CPU, whose memory is that of the host: activations are copied and kept."
-)
-
-
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline-models[lora]`."""
 
@@ -39,26 +34,26 @@ class LoraConfig(Section):
     rslora: bool = False
     """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
-    """Dtype of the frozen weights. `auto`: that of their files, which changes no value; `bf16` rounds weights
-    of fp32 files, and takes half the memory; `fp32` avoids widening them in fp32 runs; `nf4` quantizes
-    linear layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and
-    needs `pip install spurline-models[qlora]`."""
+    """Dtype of the frozen weights. `auto` takes the dtype of their files, which changes no value. `bf16` rounds the
+    weights of fp32 files, and takes half the memory. `fp32` avoids widening them in fp32 runs. `nf4` quantizes linear
+    layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and needs `pip
+    install spurline-models[qlora]`."""
 
     @property
     def is_quantized(self) -> bool:
-        """True if weights under the adapters have values that no dtype of engines can hold."""
+        """True if the weights under the adapters are quantized, to values that no dtype of an engine can hold."""
         return self.base_dtype == "nf4"
 
     @property
     def merged_because(self) -> str | None:
-        """The reason why engines can only be sent merged weights, as a clause; None if they can take the adapter."""
+        """The reason why engines need merged weights, as a clause; None if they can take the adapter."""
         if self.is_quantized:
             return "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
         return None
 
 
 def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Say which modules of this model get adapters, and which ones `all-linear` leaves out. Raises UserError."""
+    """Describe the adapters of this model, as `adapters.lora.notes` does. Raises UserError."""
     return resolve("spurline_models.adapters.lora:notes", "the modules that carry adapters")(model, lora)
 
 
@@ -81,7 +76,7 @@ def check_peft(lora: LoraConfig) -> None:
 def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> None:
     """Raise ConfigError if Liger's kernels are asked for and cannot be used. device: `cpu` or `cuda`."""
     if kernels == "liger":
-        # By name, as factories are: the types of models are known to transformers, which a config must not import.
+        # A config must not import transformers, which knows the types of models.
         resolve("spurline_models.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
 
 
@@ -90,19 +85,17 @@ def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None)
     if not fp8:
         return
     if lora is not None:
-        yield Problem("fp8", "together with lora is not supported: little is computed with adapters. Remove one.")
+        yield Problem("fp8", "together with lora is not supported. Remove one.")
     if fp8 == "emulated":
         if precision == "fp64":
             yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
         return
     if device == "cpu":
         yield Problem(
-            "fp8",
-            "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which rounds alike and "
-            "is slow.",
+            "fp8", "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which is slow."
         )
     if precision != "bf16":
-        yield Problem("fp8", f"needs precision: bf16 for all that it leaves alone, and precision is {precision}.")
+        yield Problem("fp8", f"needs precision: bf16, and precision is {precision}.")
 
 
 def check_torchao(fp8: Fp8) -> None:

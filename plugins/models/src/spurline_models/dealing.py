@@ -40,7 +40,7 @@ class RankShare:
     num_sequences: int
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the share as numpy arrays, for a pipe: pickling tensors takes twice as long."""
+        """Return the share as numpy arrays, which are pickled twice as fast as tensors."""
         lengths = self.batch.segments["length"]
         return {
             "tokens": {name: column.numpy() for name, column in self.batch.tokens.items()},
@@ -54,7 +54,7 @@ class RankShare:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> RankShare:
-        """Make the share that `to_wire` took apart."""
+        """Make a share from the result of `to_wire`."""
         batch = TrainingBatch(
             tokens={name: torch.from_numpy(column) for name, column in wire["tokens"].items()},
             segments={"length": Ragged(wire["lengths"], wire["offsets"])},
@@ -76,13 +76,8 @@ class Dealing:
         return self.costs.shape[1]
 
     @property
-    def idle_slots(self) -> int:
-        """Micro-batches in which a rank has no rows, over all ranks."""
-        return sum(len(rows) == 0 for share in self.shares for rows in share.microbatches)
-
-    @property
     def time_over_ideal(self) -> float:
-        """Estimated time of the step over the time with all ranks always busy; ranks meet in every micro-batch."""
+        """Estimated time of the step, divided by its time if all ranks were always busy."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 

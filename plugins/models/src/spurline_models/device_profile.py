@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# These are measured: how many padding slots cost as much as one more attention call, or one more pass of a decoder.
+# Measured: how many padding slots cost as much as one more attention call, or one more pass of a decoder.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
@@ -59,7 +59,7 @@ class DeviceProfile:
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Return keywords for torch's `checkpoint`. It restores autocast by itself, but KeepDouble needs them."""
+        """Return keywords for torch's `checkpoint`, which restores autocast by itself, but not KeepDouble."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
@@ -139,10 +139,10 @@ def runs_triton(device: str) -> bool:
 
 
 class KeepDouble(TorchFunctionMode):
-    """Replaces every conversion to float32 by one to float64, in forward passes and recomputation of `precision: fp64`.
+    """A mode for `precision: fp64` in which every conversion to float32 is one to float64.
 
-    Hugging Face models convert to float32 in norms, softmax and rotary tables. In tests with float64, a difference of
-    1e-16 may cross a float32 rounding boundary there, and become a much larger one.
+    Hugging Face models convert to float32 in norms, softmax and rotary tables. There a difference of 1e-16 may cross a
+    rounding boundary, and become a much larger one.
     """
 
     def __torch_function__(

@@ -42,7 +42,7 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
-        # Models that mix tokens outside of attention would read padding, so their batches have none.
+        # Models that read rows may mix tokens outside of attention and read padding, so their batches have none.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -50,7 +50,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # By default transformers keeps decoding on all ranks in step. Here each rank has its own prompts.
+            # By default transformers decodes on all ranks in step. Here each rank has its own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),
@@ -65,7 +65,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield the numbers of prompts to generate together. Their lengths are similar, or equal if `pads` is false."""
+    """Yield groups of prompts, by number, of similar length, or of equal length if `pads` is false."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -81,7 +81,7 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     """Give the model attention that supports left padding and a cache, and drop the sampling defaults of its files.
 
-    `dynamic` rotary embeddings remember the longest sequence seen. The state from before is restored afterwards.
+    The state of rotary embeddings is restored afterwards, since `dynamic` ones remember the longest sequence.
     """
     own_defaults = causal.generation_config
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]
@@ -93,7 +93,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     finally:
         causal.generation_config = own_defaults
         for module, (attributes, buffers) in zip(rotary, before, strict=True):
-            # Clearing also removes attributes that generation added.
+            # This also removes attributes that generation added.
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
@@ -117,7 +117,7 @@ def generation_model(
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
-    """Return the end-of-sequence ids of the model, and that of its tokenizer, which ends the turns of chat models."""
+    """Return the end-of-sequence ids of the model and of its tokenizer, which ends the turns of chat models."""
     found = model_stop_tokens(causal)
     try:
         eos = load_tokenizer(model).eos_token_id

@@ -1,7 +1,7 @@
 """Load the causal language model that a run trains, and refuse one that cannot be trained exactly.
 
-Each weight goes directly from its file to its device and dtype, so there are never two copies of the model. Some models
-are refused by their config: if they have a further loss that would be left out, or frequencies that change by sample.
+Each weight goes directly from its file to its device and dtype, so there are never two copies of the model. Models with
+a further loss that would be left out are refused, and so are models with frequencies that change by sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Returns the dtypes of those parameters, by name, whose dtype differs from the profile's."""
+"""Returns dtypes by the names of the parameters that do not have the profile's dtype."""
 
 
 def load_model(
@@ -56,7 +56,7 @@ def load_model(
         model: The model to load.
         profile: The device and dtype of its weights.
         seed: The seed that random weights (`init: random`) depend on.
-        change: Changes the model after weights have their dtypes. Random weights are still on the host at that time.
+        change: Changes the model when weights have their dtypes. Random weights are still on the host then.
         held_dtypes: Gives dtypes that weights are rounded to, through fp32, while they are read.
         on_host: Whether weights are read to the host, and go to the device after `change`.
         weights: Weights on the host, by their names in files, that replace those of the files.
@@ -76,7 +76,7 @@ def load_model(
                 device = torch.device("cpu") if on_host else profile.device
                 causal = _with_weights(model, config, device, held_dtypes, weights)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
-        # Raises another error if the architecture cannot be built at all.
+        # This raises a better error if the architecture cannot be built at all.
         build_without_memory(config, model)
         raise ModelError(_loading_failed(model, error)) from error
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
@@ -109,7 +109,6 @@ def _with_weights(
     held_dtypes: HeldDtypes | None,
     weights: Mapping[str, Tensor] | None,
 ) -> PreTrainedModel:
-    # No pickle is opened, not even one from the hub.
     files = safetensors_files(model) if weights is None else []
     if not files and weights is None:
         raise ModelError(
@@ -148,7 +147,7 @@ def read_into(
         Names of parameters that lack values or do not fit, and the way in which weights were loaded.
     """
     loading = LoadStateDictConfig(
-        # Weights of other shapes are asked for too, so that they can be named.
+        # So that weights of other shapes can be named.
         ignore_mismatched_sizes=True,
         dtype=torch.float32,
         weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
@@ -156,17 +155,17 @@ def read_into(
     )
     found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # A storage that cannot be resized is mapped from a file, which may change. A DTensor has no setter.
+        # A storage that cannot be resized is mapped from a file, which may change. DTensors have no setter of `data`.
         if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading
 
 
 def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Make parameters of weights that files hold in another form, such as experts one by one.
+    """Make parameters from weights that files hold in another form, such as experts one by one.
 
     Args:
-        causal: A model on device `meta`, which has no values afterwards either.
+        causal: A model on device `meta`, where it is afterwards too.
         weights: Tensors, or slices of files, by their names in files.
         dtype: The dtype of the parameters.
 
@@ -194,7 +193,7 @@ def check_weights_fit(model: ModelConfig) -> None:
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # Unexpected weights are a warning when the model is loaded.
+    # Loading the model will warn of unexpected weights.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
 
@@ -244,7 +243,7 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide the progress bars and tables of transformers, which would break the terminal tracker's output."""
+    """Hide the progress bars and tables of transformers, which would break the output on the terminal."""
     enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

@@ -20,7 +20,7 @@ _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `spurline doctor`: a subject, what was found, and a fix, which is empty if none is needed."""
+    """A line of `spurline doctor`: a subject, what was found, and a fix, which is empty if none is needed."""
 
     what: str
     value: str
@@ -66,7 +66,7 @@ def this_machine() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return a sentence to show instead of a process's stack, which says why there is no stack."""
+    """Return a sentence that says why the stack of a process cannot be shown."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":

@@ -1,6 +1,6 @@
-"""Estimate the memory of training for `spurline plan`, from a model's shapes and without loading its weights.
+"""Estimate the memory of training for `spurline plan`, without loading weights.
 
-The size of the weights is exact; it comes from the model on the meta device. Activations follow a rule of thumb: a
+The size of the weights is exact: it comes from the model on the meta device. Activations follow a rule of thumb: a
 decoder layer keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
 """
 
@@ -29,10 +29,10 @@ _KEPT_OF_OUTPUTS = 2.5
 """Number of values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Number of hidden-sized tensors among these values that have the precision of the residual stream."""
+"""Number of tensors of the hidden size, among these values, that have the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
-"""Layers whose activations stay on the device while those of others are offloaded."""
+"""Layers whose activations are on the device while all others are offloaded."""
 
 ShapeByName = Mapping[str, tuple[int, ...]]
 
@@ -87,7 +87,7 @@ class Shapes:
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """Return the shapes of `model.path`, with the adapters of `lora`. Raises ModelError."""
-    # The content of the model's config file is part of the cache key, since the file may change.
+    # The cache key contains the model's config, since its file may change.
     architecture = load_model_config(model).to_json_string(use_diff=False)
     return _model_shapes(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 
@@ -131,7 +131,7 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 
 
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
-    """Return the number of outputs of a token's experts, if the experts of a layer are stored as one tensor."""
+    """Return how many values a token's experts compute, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
     # The factor accounts for the inputs, which are copied for each expert.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4

@@ -1,4 +1,4 @@
-"""Tell which modules of a model cannot carry an adapter, and why, without weights and without PEFT."""
+"""Say which modules of a model cannot carry an adapter, and why. Needs neither weights nor PEFT."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _READ_PAST: Mapping[str, frozenset[str]] = {
     ),
     "jamba": frozenset({"dt_proj"}),
 }
-"""Linear layers of state spaces, by model type, whose weights the mixer or its fast kernel reads itself: an adapter on
-them would silently not train."""
+"""Linear layers of state spaces by model type. The mixer or its fast kernel reads their weights itself, so an adapter
+would silently not train."""
 
 
 def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
-    """Return why linear modules cannot carry an adapter, as clauses by name."""
+    """Return the linear modules that cannot carry an adapter by name, each with the reason as a clause."""
     found: dict[str, str] = {}
     read_past = _READ_PAST.get(causal.config.get_text_config().model_type, frozenset())
     for name, module in causal.named_modules():
@@ -36,6 +36,6 @@ def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Return whether a module of this name, other than the output layer, is meant to get an adapter."""
+    """Return whether the settings ask for an adapter on a module of this name, which is not the output layer."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

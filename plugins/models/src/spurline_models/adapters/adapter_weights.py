@@ -1,7 +1,6 @@
-"""Read a model's adapter: its settings and its tensors under the names that PEFT gives them in files.
+"""Read a model's adapter: its settings, and its tensors under the names that PEFT gives them in files.
 
-Nothing is merged, and weights under adapters never leave. Engines that take adapters get the tensors, or a folder that
-`PeftModel.from_pretrained` loads.
+Nothing is merged. Engines that take adapters get the tensors, or a folder that `PeftModel.from_pretrained` loads.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class AdapterStream:
 class AdapterWeights:
     """The tensors of an adapter under their names in PEFT's files: `GroupedWeights` of one tensor each.
 
-    The model may be on device `meta`, and the tensors may be its own or gathered ones.
+    The model may be on device `meta`.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
@@ -52,7 +51,7 @@ class AdapterWeights:
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # The adapter gets a name when its files are loaded, so the files have none.
+            # Names in files lack the name of the adapter, which it gets when the files are loaded.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter
@@ -64,16 +63,13 @@ class AdapterWeights:
 
     @property
     def layout(self) -> dict[str, Tensor]:
-        """All tensors of the adapter, on device `meta`."""
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in PEFT's files, the model's own tensor)."""
         for group in self.groups:
             yield from self.weights_of(group, self.tensors).items()
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a group, made of its sources, whose memory they share."""
         return {part.name: tensors[source].detach() for part in group.parts for source in part.sources}
 
 
@@ -85,6 +81,6 @@ def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
     except SafetensorError as error:
         # The library raises this for a full disk too.
         raise OSError(str(error)) from error
-    # Last: the folder loads only where its tensors are.
+    # The settings come last, since a folder with settings must have its tensors.
     text = json.dumps(dict(adapter.settings), indent=2, sort_keys=True)
     (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")

@@ -96,7 +96,7 @@ def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
     """Yield (parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
 
     A value depends on the seed and the parameter's name only, so ranks that hold parts of a parameter agree. The
-    distributions are the same as in peft, so an adapter changes nothing at first.
+    distributions are those of peft, so an adapter changes nothing at first.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
@@ -116,7 +116,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
     """Yield (layer name, the parameter's name in its layer, parameter) of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # Layers may be nested. Each yields its own parameters.
+            # Layers may lie in each other. Each yields its own parameters.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 
@@ -144,7 +144,7 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return base weight plus adapter as a new tensor, in the higher precision of both. The layer is unchanged.
+    """Return the sum of a base weight and its adapter as a new tensor, in the higher precision of both.
 
     Args:
         layer: The layer that carries the adapter.
@@ -159,7 +159,7 @@ def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor
 
 
 class _Delta(nn.Module):
-    """peft's product of an adapter's matrices, as a module for `functional_call`."""
+    """A module for `functional_call` that gives peft's product of an adapter's matrices."""
 
     def __init__(self, layer: BaseTunerLayer):
         super().__init__()
@@ -183,7 +183,7 @@ def adapters_off(causal: nn.Module) -> Iterator[None]:
 
 
 def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Return notes on which modules get adapters, and which ones `all-linear` leaves out. Raises UserError."""
+    """Describe which modules get adapters, and which ones `all-linear` leaves out. Raises UserError."""
     causal = build_without_memory(load_model_config(model), model)
     total = sum(parameter.numel() for parameter in causal.parameters())
     reasons: dict[str, set[str]] = {}

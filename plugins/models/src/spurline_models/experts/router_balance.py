@@ -1,7 +1,7 @@
-"""Balance a mixture of experts with a loss on how evenly routers spread the tokens of each sequence over experts.
+"""Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-It is the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20). A sequence's value depends
-on its own tokens only. Packing, micro-batches and ranks do not change it, as they would a loss over a batch.
+The loss of a sequence depends on its own tokens only. Packing, micro-batches and ranks do not change it, as they would
+change a loss over a batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline_models.streams.token_stream import TokenStream
 class BalanceLoss:
     """A term of an objective: coefficient * (sum of the sequences' values) / num_sequences.
 
-    `num_sequences` is the number of sequences with loss in the whole mini-batch, over all micro-batches and ranks.
+    `num_sequences` counts the sequences with loss in the whole mini-batch, over all micro-batches and ranks.
     """
 
     coefficient: float
@@ -54,7 +54,7 @@ class StreamBalance:
 
     The value of a sequence of T tokens, in a layer with E experts and k for each token, is the sum over experts of
     f * P. f is E / (k T) * the expert's number of tokens, without gradient. P is the mean over tokens of the expert's
-    share. The value is 1 if all experts get equally much. The mean over layers is used.
+    share. The value is 1 if all experts get equally much. The value of a sequence is the mean over layers.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -67,7 +67,7 @@ class StreamBalance:
         self._weights = has_loss.double() / lengths.square()
         self._sum: Tensor | None = None
         self.unknown = ""
-        """Class of a router whose shares cannot be computed, and which is not summed; empty if there is none."""
+        """Class of a router that is not summed, since its shares cannot be computed; empty if there is none."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
         """Add the choice of a router in a pass.

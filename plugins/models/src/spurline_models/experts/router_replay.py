@@ -77,7 +77,7 @@ def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
 
 
 class ExpertRouting:
-    """The routers of one model, whose choices can be recorded and replaced.
+    """The routers of one model, whose choices can be recorded and replaced. Raises ModelError if none are found.
 
     Attributes:
         num_layers: Number of decoder layers, including those without experts.
@@ -86,7 +86,6 @@ class ExpertRouting:
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
-        """Raise ModelError for a model whose routers cannot be found."""
         layers = decoder_layers(causal)
         self._given: dict[int, Tensor | None] = {}
         self._noted: dict[int, Tensor] | None = None
@@ -107,13 +106,13 @@ class ExpertRouting:
         self.top_k = sizes_of(next(iter(self.routers.values()))).top_k
         self.num_experts = min(sizes_of(router).num_experts for router in self.routers.values())
         for number, layer in enumerate(layers):
-            # Hooks of the layer itself do not run when its activations are recomputed; hooks of its children do.
+            # Hooks of the layer itself do not run when its activations are recomputed. Hooks of its children do.
             for child in layer.children():
                 child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
             router = self.routers.get(number)
             if router is not None:
-                # `forward` is replaced, since a hook would not see the right numbers of experts: if experts are
-                # divided over ranks, other hooks translate them.
+                # `forward` is replaced, since a hook would see other numbers of experts: if experts are divided over
+                # ranks, other hooks translate the numbers.
                 router.forward = partial(self._run, number, router, router.forward)
                 layer.register_forward_pre_hook(partial(self._enter, number))
                 layer.register_forward_hook(partial(self._leave, number))
@@ -144,7 +143,7 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # Recomputation may stop before it reaches the router, and leave its experts here.
+        # A recomputation may have stopped before the router, and left its experts here.
         self._given.pop(number, None)
 
     def _take(
@@ -159,7 +158,6 @@ class ExpertRouting:
         return args, {name: value for name, value in kwargs.items() if name != ROUTED_EXPERTS}
 
     def _run(self, number: int, router: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in place of the router's own `forward`."""
         if self._test is not None:
             self._test.try_out(router, forward, args, kwargs)
         given = self._given.pop(number, None)
@@ -185,14 +183,14 @@ class ExpertRouting:
             self._to_balance[number] = choice
 
     def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        # A recomputed layer must save the same tensors both times. This hook runs outside of the layer.
+        # The balance is added here, outside of the layer, since a recomputed layer must save the same tensors again.
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
-    """Raise DataError for a batch with experts that this model lacks; ModelError if it has none.
+    """Raise DataError for a batch with experts that this model lacks, and ModelError if the model has none.
 
     On a GPU, an index out of range would end the process.
     """

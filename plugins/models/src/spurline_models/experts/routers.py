@@ -1,8 +1,8 @@
 """Watch the routers of a mixture of experts, of any class, and replace the experts that they choose.
 
 All classes of routers choose with one call of `topk`, on scores [T, E]. That call is watched while the router's own
-code runs, and its answer may be replaced, so weights and gradients stay the router's own. `RouterTest` tries a router
-out to see whether this is true of it.
+code runs, and its result may be replaced, so weights and gradients stay the router's own. `RouterTest` tests whether a
+router works so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
     """Return routers by decoder layer, from 0: the innermost module that has `router_sizes`.
 
-    A layer with several routers, such as one with experts in its attention, is left out: engines do not tell them
-    apart.
+    A layer with several routers is left out, since engines do not tell them apart.
     """
     found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
     return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
@@ -53,7 +52,7 @@ def router_sizes(module: nn.Module) -> RouterSizes | None:
 
 def sizes_of(router: nn.Module) -> RouterSizes:
     sizes = router_sizes(router)
-    assert sizes is not None, f"{type(router).__name__} is no router"
+    assert sizes is not None, f"{type(router).__name__} is not a router"
     return sizes
 
 
@@ -63,8 +62,8 @@ class Choice:
 
     Attributes:
         experts: int64 [T, top_k].
-        scores: [T, E], differentiable, the scores that the router makes of its logits before it chooses.
-        kind: The function that makes the scores; `logits` if there is none, and empty if it is not known.
+        scores: [T, E], differentiable, by which the router chooses.
+        kind: The function that makes scores from logits; `logits` if there is none, and empty if it is not known.
     """
 
     experts: Tensor
@@ -72,12 +71,12 @@ class Choice:
     kind: Literal["softmax", "sigmoid", "logits", ""]
 
     def shares(self) -> Tensor:
-        """Return [T, E], how the router shares each token out over all experts: at least fp32, rows sum to 1.
+        """Return the shares of all experts in each token [T, E], at least fp32; rows sum to 1.
 
-        It is the softmax of the logits, or their sigmoids over their sum. With gradients, call it only outside of
-        recomputed layers, which must save the same tensors the second time.
+        A share is the softmax of the logits, or a sigmoid over the sum of sigmoids. With gradients, call it only
+        outside of recomputed layers, which must save the same tensors the second time.
         """
-        assert self.kind, "how this router shares tokens out is not known"
+        assert self.kind, "the kind of scores is not known"
         scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
         if self.kind == "logits":
             return scores.softmax(-1)
@@ -85,9 +84,9 @@ class Choice:
 
 
 class RouterWatch(TorchFunctionMode):
-    """Notes the call of `topk` that chooses experts while it is entered, and may answer it with `given`.
+    """A context that notes the call of `topk` that chooses experts, and may replace its result by `given`.
 
-    `given` is [T, top_k], with -1 for tokens whose experts the router chooses; if None, it chooses all.
+    `given` is [T, top_k], with -1 for tokens whose experts the router chooses itself.
     """
 
     def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
@@ -115,7 +114,7 @@ class RouterWatch(TorchFunctionMode):
             return None
         if self._scores is not None:
             return Choice(self._experts[0], *self._scores)
-        # Logits are returned by routers that choose by them. Anything else is a score of an unknown kind.
+        # Routers that choose by logits return them. Anything else is a score of an unknown kind.
         is_logits = any(output is self._chosen_from for output in _tensors(outputs))
         return Choice(self._experts[0], self._chosen_from, "logits" if is_logits else "")
 
@@ -123,7 +122,7 @@ class RouterWatch(TorchFunctionMode):
         return isinstance(value, Tensor) and value.dim() == 2 and value.shape[1] == self._sizes.num_experts
 
     def _is_choice(self, scores: Any, result: Any) -> bool:
-        # Some choose groups of experts first, by scores of another shape.
+        # Some routers choose groups of experts first, by scores of another shape.
         return self._is_over_experts(scores) and result[1].shape[1] == self._sizes.top_k
 
     def _choose(self, scores: Tensor, own: Any) -> Any:
@@ -143,16 +142,16 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """Tests each router when it runs: its own choice must give the same results, and other experts must get weights.
+    """A test of each router when it runs. Its own choice must give the same results, other experts must get weights.
 
-    `failed` has by a router's class what it does instead; `tried` counts routers that have run.
+    `failed` has the reason of a failure by a router's class. `tried` counts routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
     tried: int = 0
 
     def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the router a few times on the input that it is about to get. Changes nothing."""
+        """Run the router a few times on the input that it is about to get."""
         self.tried += 1
         reason = self._what_fails(router, forward, args, kwargs)
         if reason is not None:

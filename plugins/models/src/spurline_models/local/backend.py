@@ -67,9 +67,8 @@ class LocalBackend:
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
         self._probe()
-        # A model without experts is refused before anything is generated.
-        wanted = {"replays": run.source.facts.replays_experts, "balances": self._balance is not None}
-        check_routers(self._model, self._profile, run.model.path, **wanted)
+        replays, balances = run.source.facts.replays_experts, self._balance is not None
+        check_routers(self._model, self._profile, run.model.path, replays=replays, balances=balances)
         recipe = policy_optimization(run, registry, total_updates)
         self._policy = self._placement.train(self._model, recipe, masters)
         self._critic: TrainedModel | None = None
@@ -82,7 +81,7 @@ class LocalBackend:
         self._memory = DeviceMemory(self._profile)
         self._copies = HostCopies(self._profile)
         self._open_swaps = 0
-        # After loading, whose draws depend on `init`: dropout depends on the seed alone.
+        # Loading may have drawn random weights. Dropout depends on the seed alone.
         seed_generators(run.seed)
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -161,7 +160,7 @@ class LocalBackend:
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Takes the memory of the swapped parameters once more."""
+        """Swap parameters; the former values take their memory once more."""
         self._memory.check_here("given other parameters")
         with self._model_to_train(role).swapped(values):
             self._open_swaps += 1
@@ -212,14 +211,14 @@ class LocalBackend:
         puts = [read_training_state(path, self._policy)]
         if self._critic is not None:
             puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True))
-        # Nothing is changed unless all of it fits.
+        # Nothing is changed unless both fit.
         for put in puts:
             put()
 
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")
         for trained in self._trained_models():
-            # A checkpoint may be written meanwhile, with this digest, which is computed on the device.
+            # A checkpoint that is written meanwhile needs this digest, which is computed on the device.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
@@ -292,7 +291,6 @@ class LocalBackend:
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        """Give the model of this role, for forwards."""
         if role != "reference":
             yield self._model_to_train(role).model
         elif self._config.lora is not None:
@@ -338,5 +336,5 @@ def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
             used = 0
         groups[-1].extend(members)
         used += size
-    # Units may interleave; within a micro-batch the rows keep the order of the batch.
+    # The rows of units may alternate. Within a micro-batch rows keep the order of the batch.
     return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]

@@ -1,9 +1,10 @@
 """Write and read everything the local backend needs to continue bit for bit, without pickle.
 
-model.safetensors has the trainable weights or their fp32 masters, and the model's persistent buffers.
-optimizer.safetensors has the optimizer's state of each parameter. rng.safetensors has the random generators. state.json
-has the update count, digests of the frozen weights and of the weights the run started from, and the optimizer's name
-and numbers. Frozen weights are not saved.
+- model.safetensors: the trained weights or their fp32 masters, and the model's persistent buffers.
+- optimizer.safetensors: the optimizer's state of each parameter.
+- rng.safetensors: the random generators.
+- state.json: the update count, digests of the frozen weights and of the weights that the run started from, and the
+  optimizer's name and numbers. Frozen weights are not saved.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The content of a folder to be written: tensors by file and name, and the facts beside them."""
+    """The content of a folder: tensors by file and name, and the facts beside them."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
@@ -109,12 +110,12 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Copy the values to memory that training does not change; `owner` is the model's name there."""
+        """Copy the values to memory that training does not change; `owner` names the model among the copies."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
     def write(self, path: Path) -> Digests:
-        """Write into this folder, and return the digests of the files by name, when they are safe on the disk.
+        """Write into this folder, to the disk, and return the digests of the files by name.
 
         Raises:
             CheckpointWriteError: If the files cannot be written.
@@ -200,7 +201,7 @@ def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = Fa
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Return the tensors in use: trainable weights or their masters, tied ones once, and persistent buffers."""
+    """Return the trained weights or their masters, tied ones once, and the persistent buffers."""
     causal = trained.model.causal
     persistent = causal.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}

@@ -15,7 +15,6 @@ from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendFacts
 from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
 from spurline_models.configs import (
-    OFFLOADS_NOTHING,
     Fp8,
     Kernels,
     LoraConfig,
@@ -55,12 +54,11 @@ class LocalBackendConfig(ModelBackendConfig):
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Or fill each micro-batch with whole rows up to this many tokens, padding not counted."""
+    """Fill each micro-batch with whole rows up to this many tokens instead; padding is not counted."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep what the backward pass needs of the decoder's layers in the memory of the host; with
-    activation_checkpointing only the inputs of layers. For a GPU."""
+    """Keep the activations of the decoder's layers in the memory of the host until the backward pass. For a GPU."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
@@ -88,16 +86,16 @@ class LocalBackendConfig(ModelBackendConfig):
         if self.weights != "fp32" and self.precision != "bf16":
             yield Problem(
                 "weights",
-                f"is {self.weights}, which computes in half precision, and precision is {self.precision}. Set "
-                "backend.precision: bf16, or backend.weights: fp32.",
+                f"is {self.weights}, and precision is {self.precision}. Set backend.precision: bf16, or "
+                "backend.weights: fp32.",
             )
         if self.weights != "fp32" and self.fp8:
             yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
         if self.weights != "fp32" and self.lora is not None:
             yield Problem(
                 "weights",
-                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it; "
-                "backend.lora.base_dtype says how the weights under adapters are held.",
+                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it, and set "
+                "backend.lora.base_dtype for the weights under adapters.",
             )
 
     @property
@@ -144,7 +142,7 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device that it trains on with these settings, here or elsewhere."""
+        """The device that these settings train on."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -163,18 +161,11 @@ class LocalBackendConfig(ModelBackendConfig):
 
     @property
     def offloads_activations(self) -> bool:
-        """True if activations leave the device: on the CPU both memories are one."""
+        """True if activations leave the device. A CPU has no memory besides that of the host."""
         return self.offload_activations and self.planned_device == "cuda"
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        notes: list[str] = []
-        if self.offload_activations and self.planned_device == "cpu":
-            notes.append(OFFLOADS_NOTHING)
-        if self.offload_optimizer and self.planned_device == "cpu":
-            notes.append("offload_optimizer saves nothing on the CPU: the optimizer's state is in its memory anyway.")
-        if self.lora is not None:
-            notes += adapter_notes(run.model, self.lora)
-        return notes
+        return [] if self.lora is None else adapter_notes(run.model, self.lora)
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
@@ -202,7 +193,7 @@ class LocalBackendConfig(ModelBackendConfig):
                 yield {"max_tokens_per_microbatch": bound}
 
     def microbatch_tokens(self, row_length: int, tokens: int) -> int:
-        """Return the tokens of a micro-batch, in a step of so many in rows of this length."""
+        """Return the tokens of a micro-batch, for a step of `tokens` tokens in rows of this length."""
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)

@@ -14,13 +14,13 @@ from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.placement.quantized_weights import quantized_bytes
 
 _WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
-"""Bytes of a weight that is held wide; bf16 computes under autocast."""
+"""Bytes of a weight that is held wide, by precision; bf16 computes under autocast."""
 
 _HALF_BYTES = 2
 
 
 def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of an update of so many tokens, all with loss. See `ModelBackendConfig`."""
+    """Estimate the memory of an update of `tokens` tokens, all with loss. See `ModelBackendConfig`."""
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
@@ -69,13 +69,13 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     }
     if rounded:
         forward["rounded weights"] = rounded
-    # With a single micro-batch, gradients come while activations go.
+    # With a single micro-batch, activations are freed while gradients are made.
     moments = ({"gradients": gradients, **forward},) if several else (forward, {"gradients": gradients})
     return MemoryEstimate(kept, moments, host)
 
 
 def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[int, int]:
-    """Return the bytes of all weights as they are held, and of rounded or widened copies for computation."""
+    """Return the bytes of all weights as they are held, and the bytes of copies that computation rounds or widens."""
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
     narrow_bytes = _HALF_BYTES if config.narrow_weights else wide
     if config.lora is not None:

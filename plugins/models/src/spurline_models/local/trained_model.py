@@ -1,4 +1,4 @@
-"""Join a model with its optimizer; the local backend has one such pair for the policy and one for the critic."""
+"""Join a model with its optimizer. The local backend has one such pair for the policy and one for the critic."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TrainedModel:
                 value.register_post_accumulate_grad_hook(partial(self._sum_wide, name))
 
     def _sum_wide(self, name: str, parameter: Tensor) -> None:
-        """Take a micro-batch's gradient of a narrow parameter away, so that sums over micro-batches are wide."""
+        """Take the gradient of a narrow parameter away after each micro-batch, so that sums of gradients are wide."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         sums = self._sums.get(name)
@@ -59,12 +59,12 @@ class TrainedModel:
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that there are, by name, in the dtype of the parameter or wide."""
+        """Return gradients by name, in the dtype of the parameter or wide. Parameters without a gradient are left out."""
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Return (name, gradient) of each parameter, on CPU, in `weight_dtype`."""
+        """Return (name, gradient) for each parameter, on CPU, in `weight_dtype`."""
         found = self._gradients()
         return [
             (name, torch.zeros(value.shape, dtype=self._weight_dtype))
@@ -109,12 +109,12 @@ class TrainedModel:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters by name in the most precise form, such as fp32 masters; not copies."""
+        """The trained parameters by name, or their masters; not copies."""
         return self._masters.values
 
     @property
     def narrow_names(self) -> list[str]:
-        """Names of the weights in half precision, frozen ones too; none if only frozen ones are."""
+        """Names of all weights in half precision, if trained weights are among them; empty otherwise."""
         names = [name for name, value in self.model.causal.named_parameters() if self._is_narrow(value)]
         return names if any(map(self._is_narrow, self.parameters.values())) else []
 
@@ -138,7 +138,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """See `LendsParameters`. The tensors stay the same objects, which engines and compiled code hold."""
+        """Swap values, as `LendsParameters` says. Tensors stay the same objects, which engines and compiled code hold."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(

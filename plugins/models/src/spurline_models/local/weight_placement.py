@@ -60,7 +60,7 @@ class WeightPlacement:
         return causal, masters
 
     def load_reference(self, initial_weights: str) -> StreamModel:
-        """Load the weights that the run started from once more, frozen; not for runs with adapters.
+        """Load a frozen model with the weights that the run started from. Runs with adapters need none.
 
         Raises:
             CheckpointError: If their digest is not `initial_weights`.
@@ -93,7 +93,7 @@ class WeightPlacement:
         return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
 
     def _base_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the weights under adapters, or None unless it is narrower than that of computation."""
+        """Return the dtype of the weights under adapters if it is narrower than the dtype of computation."""
         if self._config.lora is None:
             return None
         dtype = base_dtype(self._config.lora, self._run.model)

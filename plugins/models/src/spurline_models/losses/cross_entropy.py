@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning: cross-entropy, and dynamic fine-tuning, which weighs it."""
+"""Losses of supervised fine-tuning: cross-entropy and dynamic fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, also if the run trains with another loss.
+"""Evaluate the mean negative log-likelihood of held-out tokens, by which runs with different losses can be compared.
 
-It makes runs with different losses comparable. The value and the metrics of the training loss are reported too.
+The value and the metrics of the training loss are reported too.
 """
 
 from __future__ import annotations
