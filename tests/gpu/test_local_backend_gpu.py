@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 
-from spurline.protocols.loss import Objective
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline_models.placement.quantized_weights import quantized_layers
 from spurline_models.streams import segment_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 40.0)
+OBJECTIVE = cross_entropy(40.0)
 SAMPLES = make_samples([33, 7, 64, 120, 1, 18, 18, 5])
 ROWS = [[3], [2, 0], [1, 5, 6, 4, 7]]
 MODELS: dict[str, dict[str, Any]] = {

@@ -18,11 +18,13 @@ from spurline.config.run_config import CriticConfig, DataConfig, ModelConfig, Ru
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
 from spurline.plugins.host import PluginHost
+from spurline.protocols.loss import Objective
 from spurline.testing.samples import check_batch
 from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
+from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig, ConstantConfig
 from spurline_ranks.cluster import ClusterConfig
 from spurline_rl.training_configs import RolloutCriticConfig
@@ -47,6 +49,10 @@ TINY_QWEN3: dict[str, Any] = {
     "eos_token_id": 3,
     "bos_token_id": 2,
 }
+
+
+def cross_entropy(normalizer: float = 9.0) -> Objective:
+    return Objective(CrossEntropy(CrossEntropyConfig()), normalizer)
 
 
 def write_model_folder(folder: Path, **changes: Any) -> Path:

@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 from safetensors.torch import load_file, save_file
 
 from spurline.config.run_config import ModelConfig
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 
 
 def write_fp32_files(folder: Path, **config: Any) -> Path:

@@ -16,12 +16,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import triton.language as tl
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from triton.runtime import interpreter
-
-from spurline.protocols.loss import Objective
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 
 
 def complete_interpreter() -> None:
@@ -44,7 +40,7 @@ def complete_interpreter() -> None:
 def compare(model_type: str, folder: Path) -> tuple[float, str]:
     """Return the largest difference of a parameter's gradients, relative to its norm. The probe compares logprobs."""
     model = write_model_folder(folder, model_type=model_type, pad_token_id=0)
-    batch, objective = lay_out(make_samples([9, 12, 5])), Objective(CrossEntropy(CrossEntropyConfig()), 40.0)
+    batch, objective = lay_out(make_samples([9, 12, 5])), cross_entropy(40.0)
     plain = excite(local_backend(model, kernels="none"))
     fused = excite(local_backend(model, kernels="liger", probe=True))
     expected = dict(plain.gradients(batch, objective))

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, run_config, write_model_folder
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.placement import activation_offloading
 from spurline_planning.fit import Load, memory_lines
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 SMALLEST = 2048
 NUM_LAYERS = 6
 

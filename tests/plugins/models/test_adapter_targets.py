@@ -7,21 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config
 from expert_models import write_expert_model
 from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError
-from spurline.protocols.loss import Objective
 from spurline_models.adapters.lora import adapted_layers
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.trainable import check_trainable
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 LEFT_OUT = {
     "llama4_text": ["router"],
     "falcon_h1": ["out_proj"],

@@ -8,18 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 from expert_models import EXPERTS, LAYERS, TOP_K, random_experts, with_experts, write_expert_model
 from hypothesis import given
 from hypothesis import strategies as st
 
 from spurline.protocols.loss import Objective
 from spurline_models.experts.router_replay import ExpertLoads, load_metrics
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 7.5)
+OBJECTIVE = cross_entropy(7.5)
 SAMPLES = make_samples([5, 9, 12, 3, 7])
 
 

@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, run_config, write_model_folder
 
-from spurline.protocols.loss import Objective
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 40.0)
+OBJECTIVE = cross_entropy(40.0)
 SAMPLES = make_samples([33, 7, 64, 120, 1, 18, 18, 5])
 ROWS = [[3], [2, 0], [1, 5, 6, 4, 7]]
 

@@ -7,20 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 from safetensors.torch import load_file
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError
-from spurline.protocols.loss import Objective
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.trainable import check_trainable
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 LOWER = ("*embed_tokens*", r"re:layers\.0\.", "lm_head.weight")
 
 

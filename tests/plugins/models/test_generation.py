@@ -8,14 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from model_families import FAMILIES, tiny_model
 
 from spurline.config.run_config import DataConfig
-from spurline.protocols.loss import Objective
 from spurline_models.generation import generate_greedily
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.streams.stream_model import StreamModel
 from spurline_text.configs import HfDatasetConfig
 
@@ -66,7 +63,7 @@ def test_generation_stops_after_the_end_of_sequence_token(tmp_path: Path) -> Non
 
 def test_generation_leaves_training_as_it_was(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", attention_dropout=0.2)
-    batch, objective = lay_out(make_samples([9, 12])), Objective(CrossEntropy(CrossEntropyConfig()), 5.0)
+    batch, objective = lay_out(make_samples([9, 12])), cross_entropy(5.0)
     expected = local_backend(folder).update(batch, objective)["loss"]
     backend = local_backend(folder)
     assert backend.generate([], max_new_tokens=3) == []
@@ -85,7 +82,7 @@ def test_generation_beyond_the_trained_length_leaves_rotary_tables_as_they_were(
     folder = write_model_folder(tmp_path / "model", max_position_embeddings=16, rope_parameters=rope, **changes)
     data = DataConfig(train=(HfDatasetConfig(path="unused.jsonl"),), max_length=16)
     # As long as allowed: transformers by itself resets the tables only for samples that are shorter.
-    batch, objective = lay_out(make_samples([9, 16])), Objective(CrossEntropy(CrossEntropyConfig()), 5.0)
+    batch, objective = lay_out(make_samples([9, 16])), cross_entropy(5.0)
     expected = local_backend(folder, run={"data": data}).update(batch, objective)["loss"]
     backend = local_backend(folder, run={"data": data})
     backend.generate(PROMPTS, max_new_tokens=40)

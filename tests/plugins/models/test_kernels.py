@@ -12,17 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from every_run import SOAK
 from transformers.models.qwen3 import modeling_qwen3
 
 from spurline.errors import ConfigError, ModelError
-from spurline.protocols.loss import Objective
 from spurline_models.computing import own_code
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 20.0)
+OBJECTIVE = cross_entropy(20.0)
 SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"
 TYPES = ["qwen3", "llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"]
 

@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.protocols.loss import Objective
 from spurline_models.adapters.lora import adapted_layers, add_adapters
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.testing.inputs import write_tiny_moe_model
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 
 
 @pytest.fixture

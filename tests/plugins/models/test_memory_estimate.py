@@ -7,19 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 from expert_models import write_expert_model
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_planning.fit import Load, memory_lines
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 100.0)
+OBJECTIVE = cross_entropy(100.0)
 WIDE = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 16}
 
 

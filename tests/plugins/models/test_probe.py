@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.config.run_config import DataConfig, ModelConfig
 from spurline.errors import DataError, ModelError
-from spurline.protocols.loss import Objective
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_text import configs as text_configs
 
 EXACT = {
@@ -49,7 +46,7 @@ def test_dropout_of_the_models_own_config_is_applied_and_said(tmp_path: Path) ->
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "pad_token_id": 0}
     backend = local_backend(folder(tmp_path, model_type="gpt2", **sizes))
     assert backend.facts()["draws"] == "resid_pdrop 0.1, embd_pdrop 0.1, attn_pdrop 0.1"
-    objective = Objective(CrossEntropy(CrossEntropyConfig()), 1.0)
+    objective = cross_entropy(1.0)
     samples = make_samples([5, 7, 9, 12])
     norms = []
     for seed, rows in ((0, None), (0, [[0, 1], [2, 3]]), (1, None)):
@@ -130,7 +127,7 @@ def test_rope_that_switches_with_the_longest_sample_is_refused(tmp_path: Path, n
 def test_a_batch_beyond_the_length_at_which_rope_switches_is_refused(tmp_path: Path) -> None:
     backend = local_backend(folder(tmp_path, **SWITCHING["dynamic"]), run=up_to(16))
     with pytest.raises(DataError, match=r"17 tokens.*'dynamic'.*16"):
-        backend.update(lay_out(make_samples([5, 17])), Objective(CrossEntropy(CrossEntropyConfig()), 1.0))
+        backend.update(lay_out(make_samples([5, 17])), cross_entropy(1.0))
 
 
 MIXTURES = {"qwen3_moe": EXACT["mixture"], "mixtral": {"model_type": "mixtral", "num_local_experts": 4}}

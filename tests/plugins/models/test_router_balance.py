@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from backend_batches import lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 from expert_models import write_expert_model
 from model_families import FAMILIES, Family, tiny_model
 from torch import Tensor
@@ -19,19 +19,16 @@ from transformers import PreTrainedModel
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import ModelError
-from spurline.protocols.loss import Objective
 from spurline_models.accumulate import accumulate_gradients
 from spurline_models.device_profile import device_profile
 from spurline_models.experts.router_balance import BalanceLoss
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.probe import check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import token_stream
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 NORMALIZER, COEFFICIENT = 7.5, 0.7
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), NORMALIZER)
+OBJECTIVE = cross_entropy(NORMALIZER)
 SAMPLES = make_samples([5, 9, 12, 3, 7, 4])
 # One without loss: whether it is computed depends on what lies beside it, so it must not count.
 SAMPLES[4] = dataclasses.replace(SAMPLES[4], weights=[0.0] * len(SAMPLES[4].weights))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from expert_models import (
     EXPERTS,
     LAYERS,
@@ -20,16 +20,13 @@ from expert_models import (
 )
 
 from spurline.errors import DataError, ModelError
-from spurline.protocols.loss import Objective
 from spurline_models.device_profile import KeepDouble
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.local.backend import LocalBackend
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_rl.losses.configs import ValueLossConfig
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 7.5)
+OBJECTIVE = cross_entropy(7.5)
 SAMPLES = make_samples([5, 9, 12, 3, 7, 2])
 CHOSEN = random_experts(SAMPLES)
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import VOCABULARY, excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import VOCABULARY, cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from torch import nn
 
-from spurline.protocols.loss import Objective
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.streams.token_logprobs import TokenLogprobs
 
 
@@ -32,7 +29,7 @@ def test_the_output_layer_never_sees_more_than_a_chunk_and_never_a_prompt(tmp_pa
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        backend.update(batch, Objective(CrossEntropy(CrossEntropyConfig()), 5.0))
+        backend.update(batch, cross_entropy(5.0))
     assert max(sizes) <= chunk_tokens
     assert biggest <= min(chunk_tokens, batch.num_loss_tokens)
     # With several chunks each is computed twice: forward, and again in the backward pass.

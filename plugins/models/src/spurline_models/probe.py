@@ -40,7 +40,7 @@ _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. Small logits, as of fresh weights, hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row themselves. The probe's sequences are too short to show it."""
+"""Config fields of models that count positions in a row. The probe's sequences are too short to show a difference."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -48,7 +48,7 @@ _ATTENTION_KINDS = {
     "sliding_attention": True,
     "chunked_attention": True,
 }
-"""Kinds of layers with attention. The value is True if it sees only some of the earlier tokens."""
+"""Kinds of layers with attention, by name: True if a token sees only some of the earlier tokens."""
 _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -85,8 +85,7 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
         model: The model.
         profile: The device and dtype of the model.
         path: The model's path, for errors.
-        in_half_precision: Whether the model's own forward pass computes in bf16, so that both sides have half
-            precision.
+        in_half_precision: Whether the model's own forward pass computes in bf16.
 
     Raises:
         ModelError: If results differ; names the difference and what to do.
@@ -110,7 +109,7 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
 
 
 def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams, without refusing it."""
+    """Choose how the model reads streams. No model is refused."""
     with evaluation_mode(model.causal):
         _Probe(model, profile, in_half_precision).choose_reading()
 
@@ -178,7 +177,7 @@ class _Probe:
 
     @contextmanager
     def _computing_exactly(self) -> Iterator[None]:
-        # fp8 is turned off, since its rounding makes small differences large.
+        # The rounding of fp8 would make small differences large.
         with self._profile.computing_exactly(), in_full_precision(self._model.causal):
             yield
 
@@ -246,8 +245,8 @@ class _Probe:
         where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
         return (
             f"gives other log-probabilities in a batch than for each sequence alone: {worst:.2g} standard deviations "
-            f"of the logits ({where}; allowed {self._tolerance:g}), packed as well as with a row for each. It has "
-            "attention that cannot be replaced, or looks at later tokens. Choose a model with plain causal attention."
+            f"of the logits ({where}; allowed {self._tolerance:g}), packed as well as with a row for each. It probably "
+            "looks at later tokens. Choose a model with causal attention."
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""Check that this backend wrote a checkpoint, and that it fits the run, before anything is loaded from it.
+"""Check that this backend wrote a checkpoint, and that it fits the run, before anything is loaded.
 
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 """
@@ -29,8 +29,8 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
     Args:
         folder: The backend's part of a checkpoint.
         backend: The name of the backend that reads.
-        layout: The `format` of the backend's facts. A text must begin with the name of the backend and a dash.
-        is_ours: Whether it is known already that this backend wrote the checkpoint.
+        layout: The `format` of the backend's facts; a text begins with the name of the backend and a dash.
+        is_ours: Whether this backend is known to have written the checkpoint.
 
     Raises:
         CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
@@ -50,8 +50,8 @@ def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = Fa
         raise _of_another_backend(folder, backend, f"'{writer}' wrote it")
     if found != layout:
         raise CheckpointError(
-            f"{path}: not a state of backend '{backend}' of this Spurline version (format {layout}). Use the one that "
-            "wrote it."
+            f"{path}: another version of Spurline wrote this state of backend '{backend}' (format {found}, and this "
+            f"version reads {layout}). Use that version."
         )
     return content
 
@@ -83,7 +83,7 @@ def check_frozen(where: Path, saved: str, frozen: str) -> None:
     """Raise CheckpointError unless frozen weights have the digest that was saved."""
     if saved != frozen:
         raise CheckpointError(
-            f"{where}: the checkpoint was trained on other frozen weights than this run's model has. Resume with the "
+            f"{where}: the run of this checkpoint had other frozen weights than this run's model has. Resume with the "
             "model.path, model.revision, model.init, backend.lora.base_dtype, backend.weights and seed the checkpoint "
             "was made with."
         )

@@ -1,7 +1,7 @@
-"""Read a trained model's weights from a checkpoint, one after the other, in a process that never holds the model.
+"""Read a trained model's weights from a checkpoint, one after the other, without holding the model.
 
-A checkpoint holds what was trained, by names in the model. Weights under adapters, and those that `model.freeze` names,
-are read from `model.path` and recognised by their digest. An adapter alone is read without the weights under it.
+A checkpoint holds the trained weights by their names in the model. Frozen weights are read from `model.path`, and
+checked by their digest. An adapter alone is read without the weights under it.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SavedTensors:
         where: The folder, for errors.
         layout: The tensors by their names in the model, on device `meta`.
         read: Gives one of them, on CPU.
-        frozen_weights: Digest of the frozen weights, which are not there.
+        frozen_weights: Digest of the frozen weights.
         frozen_dtype: Dtype of frozen weights in digests.
-        rounded_to: Dtype that frozen weights were rounded to; None if their files were not rounded.
+        rounded_to: Dtype that frozen weights were rounded to; None if they were not rounded.
         is_quantized: Whether the frozen weights of linear layers were quantized.
-        narrow: Names of the weights that were rounded to bf16 whatever `rounded_to` is.
+        narrow: Names of weights that were rounded to bf16.
     """
 
     where: Path
@@ -92,7 +92,7 @@ def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, see
     causal = _without_values(model, saved.frozen_dtype)
     add_adapters(causal, lora, seed)
     adapter = AdapterWeights(causal)
-    # The model's buffers are saved too, and do not belong to the adapter.
+    # The checkpoint also has the model's buffers.
     buffers = {name for name, _ in causal.named_buffers()}
     found = {name: describe(value) for name, value in saved.layout.items() if name not in buffers}
     check_weights(saved.where, found, {name: describe(value) for name, value in adapter.tensors.items()})
@@ -146,8 +146,7 @@ def _weights(
 class _OriginalWeights:
     """The weights of `model.path`, by their names in a model without adapters, read one layer at a time.
 
-    A context that closes the files. The weights of `init: random`, and those in no safetensors file, are loaded as a
-    whole.
+    It is a context that closes the files. Weights of `init: random` are loaded as a whole.
     """
 
     def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
@@ -190,5 +189,5 @@ class _OriginalWeights:
 
 
 def _number_of(name: str) -> str:
-    """Return the number of a weight's layer; files may have another prefix than the model."""
+    """Return the number of a weight's layer. Files may have another prefix than the model."""
     return layer_of(name).rstrip(".").rpartition(".")[2]

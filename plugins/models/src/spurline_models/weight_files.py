@@ -1,6 +1,6 @@
 """Check the weight files of a Hugging Face folder, and write new ones.
 
-The check reads headers and file lists alone, and opens no pickle. Writing takes one tensor at a time, in any order.
+The check reads headers and lists of files, and opens no pickle. Tensors are written one at a time, in any order.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def check_weight_files(model: ModelConfig) -> None:
     refuse_adapter("model.path", model.path)
     if (folder / SETTINGS_FILE).is_file():
         raise ModelError(
-            f"model.path: {folder} has an {SETTINGS_FILE}: it is an adapter. Merge it into its model, and set "
-            "model.path to that; or remove the file if the weights beside it are whole."
+            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Merge it into its model, and set "
+            "model.path to that. Or remove the file if the weights beside it are whole."
         )
     paths = _files_in(folder)
     if not paths:
@@ -100,7 +100,7 @@ def safetensors_files(model: ModelConfig) -> list[Path]:
     if not folder.is_dir():
         with finding("model.path", model.path):
             folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=[_WHOLE, _INDEX]))
-            # Repositories may hold the weights once more, under other names, which are left out.
+            # Weights under other names are left out, since they may be a second copy.
             if (folder / _INDEX).is_file() and not (folder / _WHOLE).is_file():
                 names = _names_in(folder / _INDEX)
                 snapshot_download(model.path, revision=model.revision, allow_patterns=names)
@@ -145,8 +145,8 @@ def layout_of(path: Path) -> dict[str, Tensor]:
             dtype = DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ModelError(
-                    f"{path} holds {name} as {part.get_dtype()}, and weights can be trained that are "
-                    f"{listing(DTYPES)}. Convert the model to BF16 first."
+                    f"{path} holds {name} as {part.get_dtype()}. Weights must be {listing(DTYPES)}. Convert the model "
+                    "to BF16 first."
                 )
             layout[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     return layout
@@ -272,7 +272,7 @@ class WeightFile:
         self._places: dict[str, int] = {}
         self._path = path
         end = 0
-        # In the order of safetensors itself, the widest dtypes first: every tensor begins at a multiple of its width.
+        # As safetensors does: with the widest dtypes first, every tensor begins at a multiple of its width.
         ordered = dict(sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])))
         for name, tensor in ordered.items():
             self._places[name], end = end, end + tensor.nbytes

@@ -1,8 +1,7 @@
 """Give a model's weights their Hugging Face names, for export and publishing, and recognise weights by digests.
 
-A digest stands in a checkpoint for weights that the checkpoint does not hold. It covers names, shapes and dtypes in
-full, and blocks of values from all over each tensor: quick for large models, and every fine-tuned or re-seeded model
-has another one.
+A checkpoint has a digest of the weights that it does not hold. The digest covers all names, shapes and dtypes, and
+blocks of values from all over each tensor. It is quick for large models, and any fine-tuning changes it.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Parts that leave the model together: one, or those of a layer that have other names or shapes in files.
+    """Parts that leave the model together: one, or all parts of a layer that have other names or shapes in files.
 
-    `weights` are the weights that they become: tensors on device `meta` by Hugging Face name.
+    `weights` are the weights that the parts become: tensors on device `meta` by Hugging Face name.
     """
 
     parts: tuple[WeightPart, ...]
@@ -55,7 +54,7 @@ class WeightGroup:
 
     @property
     def is_merged(self) -> bool:
-        """True if adapters are merged, which needs the precision of the model, not that of the files."""
+        """True if adapters are merged, which needs the precision of the model."""
         return any(part.layer is not None for part in self.parts)
 
 
@@ -78,12 +77,12 @@ class GroupedWeights(Protocol):
 
 
 class NamedWeights:
-    """The weights of a model under their Hugging Face names, each once, tied ones too. Adapters are merged into copies.
+    """The weights of a model under their Hugging Face names, tied ones once. Adapters are merged into copies.
 
     Args:
         causal: The model.
         adapted: Whether the model carries LoRA adapters.
-        read: Gives the tensor with the values of one of the model's own tensors, whose memory may be given away.
+        read: Returns a tensor with the values of one of the model's own, whose memory may be given away.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class NamedWeights:
         self._causal = causal
         self._read = read
         self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
-        """The model's own, by their names in it."""
+        """The model's own tensors, by their names in the model."""
         self._quantized: Mapping[str, QuantizedLinear] = quantized_layers(causal)
         self._layers: Mapping[str, BaseTunerLayer] = {}
         if adapted:
@@ -153,7 +152,7 @@ class NamedWeights:
         return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
-        # transformers renames and fuses some weights when it loads them. Here they get the names in files again.
+        # transformers renames and fuses some weights when it loads them, which is undone here.
         shapes = {part.name: self._shape(part) for part in parts}
         weights = revert_weight_conversion(self._causal, dict(shapes))
         groups: dict[str, list[WeightPart]] = {}
@@ -224,8 +223,8 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
     """Raise CheckpointError unless a reference model, loaded again from `path`, has the run's initial digest."""
     if found != expected:
         raise CheckpointError(
-            f"model.path: the weights of {path} are not those this run started from, and its reference model is "
-            "loaded from there. Restore them, model.revision and backend.weights, or start over with another run_dir."
+            f"model.path: the weights of {path} are not the ones that this run started from, and its reference model "
+            "needs these. Restore them, model.revision and backend.weights, or start over with another run_dir."
         )
 
 

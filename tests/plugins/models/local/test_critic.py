@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import Sample, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import Sample, cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 
 from spurline.config.run_config import CriticConfig
 from spurline.data.batch import TrainingBatch
@@ -18,14 +18,12 @@ from spurline.protocols.optimizer import OptimizerConfig
 from spurline_models.configs import LoraConfig
 from spurline_models.device_profile import KeepDouble
 from spurline_models.local.backend import LocalBackend
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig, MuonConfig
 from spurline_rl.losses.configs import ValueLossConfig
 from spurline_rl.losses.value import ValueLoss
 from spurline_rl.training_configs import ByPromptConfig
 
-POLICY = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+POLICY = cross_entropy(9.0)
 VALUES = Objective(ValueLoss(ValueLossConfig(clip=None)), 9.0)
 
 

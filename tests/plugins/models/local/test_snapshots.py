@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 
 from spurline.config.run_config import CheckpointConfig
 from spurline.digests import digest_file
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_models.weight_files import values_of_tensor
 from spurline_rl.training_configs import RolloutCriticConfig
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 
 
 def step(backend: LocalBackend, seed: int) -> None:

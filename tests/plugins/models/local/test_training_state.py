@@ -10,21 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_batches import excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, CheckpointWriteError
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import LinearConfig
 from spurline_models.weights import frozen_digest
 
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 DECAYING = {"schedule": LinearConfig(warmup_steps=2)}
 
 
@@ -125,7 +122,7 @@ def test_the_reference_of_a_resumed_run_is_what_the_run_started_from_over_severa
     between.load(tmp_path / "first")
     train(between, range(1, 2))
     between.save(tmp_path / "second")
-    with pytest.raises(CheckpointError, match=r"^model\.path: the weights of .*model are not those this run started"):
+    with pytest.raises(CheckpointError, match=r"^model\.path: the weights of .*model are not the ones"):
         reference_of(pretrained, tmp_path / "second")
     (pretrained / "model.safetensors").write_bytes(kept)
     assert torch.equal(reference_of(pretrained, tmp_path / "second"), expected)

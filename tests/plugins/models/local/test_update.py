@@ -195,7 +195,7 @@ def test_a_token_that_the_model_does_not_know_is_named(model: Path) -> None:
     known = backend._model.causal.config.vocab_size
     batch = lay_out(make_samples([5, 9]))
     batch.tokens["input_ids"][0, 2] = known
-    with pytest.raises(DataError, match=rf"has token {known}, and the model knows 0 to {known - 1}\. Is the tokenizer"):
+    with pytest.raises(DataError, match=rf"token {known}, and the model knows 0 to {known - 1}\..*model\.tokenizer"):
         backend.update(batch, Objective(CROSS_ENTROPY, 1.0))
 
 

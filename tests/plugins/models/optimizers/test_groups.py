@@ -5,19 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.protocols.loss import Objective
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.optimizers.configs import AdamWConfig, LinearConfig
 from spurline_models.optimizers.groups import parameter_groups
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
-OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
+OBJECTIVE = cross_entropy(9.0)
 
 
 def grouped(*groups: dict[str, Any], **settings: Any) -> AdamWConfig:

@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
+from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 from torch.nn import Parameter
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.losses.configs import CrossEntropyConfig
-from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.memory import model_shapes
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig, SgdConfig
 from spurline_models.optimizers.torch_optimizers import Muon, make_adamw, make_sgd
@@ -96,7 +93,7 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest(adjust: Any) ->
 def test_memory_of_the_optimizer_is_estimated_exactly(tmp_path: Any, config: Any, lora: LoraConfig | None) -> None:
     model = write_model_folder(tmp_path / "model")
     backend = local_backend(model, run={"optimizer": config}, lora=lora)
-    backend.update(lay_out(make_samples([9, 12])), Objective(CrossEntropy(CrossEntropyConfig()), 9.0))
+    backend.update(lay_out(make_samples([9, 12])), cross_entropy(9.0))
     kept = sum(value.nbytes for value in backend._policy.optimization.state().tensors.values() if value.ndim)
     estimate = LocalBackendConfig(lora=lora).estimate_memory(run_config(model, optimizer=config), 100, 100).parts
     assert estimate["optimizer"] == kept

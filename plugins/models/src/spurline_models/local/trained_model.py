@@ -59,7 +59,7 @@ class TrainedModel:
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return gradients by name, in the dtype of the parameter or wide. Parameters without a gradient are left out."""
+        """Return the gradients that exist by name, in the dtype of the parameter or wide."""
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
@@ -138,7 +138,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap values, as `LendsParameters` says. Tensors stay the same objects, which engines and compiled code hold."""
+        """Swap values as `LendsParameters` says. Engines and compiled code hold the tensors, so these stay the same."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(

@@ -35,7 +35,7 @@ class AdamWConfig(OptimizerConfig):
 
 
 class SgdConfig(OptimizerConfig):
-    """Stochastic gradient descent, with weight decay in the gradient. Its learning rates are far above the default."""
+    """Stochastic gradient descent, with weight decay in the gradient. It needs learning rates far above the default."""
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class SgdConfig(OptimizerConfig):
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
-    """Share of the last step's direction that is kept; 0 keeps no state."""
+    """Share of the last step's direction that is kept; with 0 there is no state."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         return weight_bytes * num_values(shapes) if self.momentum else 0
@@ -62,9 +62,9 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
     """Share of the last step's direction that is kept."""
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
-    """Factor of a matrix's learning rate by its shape. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that AdamW's
-    learning rate and weight decay serve both (Liu et al. 2025, arXiv:2502.16982). `original`: sqrt(max(1, rows /
-    columns)). It needs a learning rate such as 0.02, so give all other parameters a group with a lower one."""
+    """Factor of a matrix's learning rate by its shape. `match_rms_adamw` is 0.2 sqrt(max(rows, columns)), so that the
+    learning rate and weight decay of AdamW suit all parameters (Liu et al. 2025, arXiv:2502.16982). `original` is
+    sqrt(max(1, rows / columns)). It needs a learning rate such as 0.02, so give other parameters a group."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
 
@@ -110,7 +110,7 @@ class AdamW8BitConfig(AdamWConfig):
             )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        # There are two moments. Each has a 4-byte scale for every 256 values. All share a table of 256 values.
+        # Each of two moments has a 4-byte scale for every 256 values. All parameters share a table for each moment.
         sizes = [math.prod(shape) for shape in shapes.values()]
         large = [size for size in sizes if size >= self.smallest]
         tables = 2 * 4 * 256 if large else 0
@@ -150,11 +150,11 @@ class WsdConfig(DecayingConfig):
 
     name: str = "wsd"
     decay_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Length of the decay as a share of all optimizer steps; used if `decay_steps` is not given."""
+    """Length of the decay as a share of all optimizer steps, if `decay_steps` is not given."""
     decay_steps: int | None = Field(default=None, ge=0)
     """Length of the decay at the end of the run, in optimizer steps."""
 
     def decay(self, total: int) -> int:
-        """Return how many of the `total` optimizer steps decay, at most all steps after warm-up."""
+        """Return how many of the `total` optimizer steps belong to the decay, at most all steps after warm-up."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))

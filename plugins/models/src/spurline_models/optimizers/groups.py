@@ -16,8 +16,8 @@ from spurline.protocols.optimizer import REGEX, OptimizerConfig, ParameterGroup
 def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Parameter]) -> list[dict[str, Any]]:
     """Return parameter groups for the constructor of a torch optimizer: dicts with `params`, `lr` and `weight_decay`.
 
-    `lr` is the peak learning rate. `weight_decay` is the config's for matrices and embeddings, 0 for biases, norms and
-    other vectors, unless a group of the config gives it.
+    `lr` is the peak learning rate. Unless a group sets it, `weight_decay` is that of the config for matrices and
+    embeddings, and 0 for biases, norms and other vectors.
     """
     found: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in named_parameters.items():
@@ -56,7 +56,7 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
     """Raise ConfigError for a pattern of a group that fits no trained parameter that earlier groups have left.
 
-    `key` is where the optimizer's settings are in the config file.
+    `key` is the key path of the optimizer's settings in the config file.
     """
     names = list(names)
     left = names
@@ -65,13 +65,13 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
         if not any(map(fits, left)):
             why = f"no trained parameter has such a name.{names_near(group.match, names)}"
             if any(map(fits, names)):
-                why = "earlier groups have all parameters that it fits. The first that fits counts: move it up."
+                why = "earlier groups have all parameters that it fits. Move it up, since the first group counts."
             raise ConfigError.at(f"{key}.groups.{number}.match", f"is {group.match!r}, and {why}")
         left = [name for name in left if not fits(name)]
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Suggest names like the pattern, and show how names look."""
+    """Suggest names like the pattern, and show some names."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     hint = suggestion(word, {part for name in names for part in (name, *name.split("."))})
     if any(word in name for name in names):

@@ -1,4 +1,4 @@
-"""Optimize the weights of one model of a run: its optimizer, the learning rates of its steps, its saved state."""
+"""Join the optimizer of a model, the learning rates of its steps, and its saved state."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def critic_optimization(critic: CriticConfig, registry: Registry) -> Optimizatio
 
 
 def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Set every parameter group's learning rate to `factor` of its peak; returns the rates as `Optimization.step`."""
+    """Set every parameter group's learning rate to `factor` of its peak, and return the rates by name."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * factor
     rates = {"lr": config.learning_rate * factor}

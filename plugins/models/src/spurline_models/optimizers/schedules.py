@@ -1,7 +1,7 @@
-"""The schedules: pure functions of the optimizer step, so there is nothing to save and nothing to drift.
+"""The schedules: pure functions of the optimizer step, so there is nothing to save.
 
-After W warm-up steps, in which step s gets s / W of the peak, a shape runs over the remaining steps. The first of them
-gets the peak, and step total + 1, which never runs, would get the minimum. Steps beyond `total` stay at the minimum.
+There are W warm-up steps, in which step s gets s / W of the peak. Then a shape runs over the remaining steps. The first
+of them gets the peak, and step total + 1, which never runs, would get the minimum.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers become JSON values, and so do values of
 parameter groups that changed since the optimizer was made. `lr` is not saved, since the schedule sets it. If a
-parameter is sharded, state tensors of its shape are DTensors with the same sharding. All its other state tensors are
-single numbers, the same on all ranks.
+parameter is sharded, state tensors of its shape are DTensors with the same sharding, and all others are single numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class OptimizerState:
         values: JSON values by `PARAMETER/KEY`.
         groups: The values of each parameter group that changed since the optimizer was made.
         shapes: Shape and dtype of each tensor, as `describe` gives them.
-        on_host: Names of tensors that were in the memory of the host while their parameter was on a device.
+        on_host: Names of tensors on the host that belong to parameters on a device.
     """
 
     tensors: Mapping[str, Tensor]
@@ -113,8 +112,8 @@ def check_state(saved: OptimizerState, name: str, parameters: Container[str], ma
     """Raise CheckpointError, which names no file, unless the state is complete and fits parameters of these names."""
     if saved.optimizer != name:
         raise CheckpointError(
-            f"the optimizer state is that of {saved.optimizer}, and this run has {name}. Resume with the optimizer the "
-            "checkpoint was made with."
+            f"the checkpoint has the state of optimizer {saved.optimizer}, and this run has {name}. Resume with the "
+            "optimizer the checkpoint was made with."
         )
     for key in [*saved.tensors, *saved.values]:
         if key.rpartition("/")[0] not in parameters:
@@ -145,7 +144,7 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
         optimizer.state.setdefault(parameters[name], {})[part] = value
 
     on_host = set(saved.on_host)
-    # Load one tensor at a time, since a tensor may be read from its file only here.
+    # One tensor at a time, since tensors may be read from their file here.
     for key, tensor in saved.tensors.items():
         if not isinstance(tensor, DTensor):
             # Fused kernels need step counters on the device of the weights too.
@@ -165,7 +164,7 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
         return type(value) in (Tensor, Parameter)
     if isinstance(value, DTensor):
         return value.shape == parameter.shape and value.placements == parameter.placements
-    # The checkpoint saves the tensor of one rank. Several values might belong to that rank's shard only.
+    # The checkpoint saves the tensor of one rank. Several values might belong to the shard of that rank.
     return value.numel() == 1
 
 
@@ -199,7 +198,6 @@ def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
     """Return the error for state that a checkpoint cannot hold."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
-        "tensors, numbers, texts and None by parameter, and all but tensors in parameter groups. Tensors of a sharded "
-        "parameter have its own shape and parts, or one value. Choose another optimizer, or have its author keep such "
-        "state only."
+        "tensors, numbers, texts and None by parameter, and the same without tensors in parameter groups. Tensors of a "
+        "sharded parameter must have its shape and sharding, or one value. Choose another optimizer."
     )

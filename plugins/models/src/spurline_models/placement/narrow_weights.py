@@ -1,10 +1,8 @@
 """Hold weights in half precision, and compute with them as if they had the wide dtype.
 
-The matrices of linear layers and plain embeddings, nearly all of a dense model, are held in the narrow dtype. All other
-weights have the wide dtype and rounded values. Results are bitwise the same as if all rounded values were held in the
-wide dtype. Under autocast, a narrow matrix is used without conversion.
-
-Weights may be frozen or trained. The gradient of a narrow weight has the narrow dtype, rounded as autocast would do it.
+The matrices of linear layers and plain embeddings are held in the narrow dtype. All other weights have the wide dtype
+and rounded values. Results are bitwise the same as if all rounded values were held in the wide dtype. Under autocast, a
+narrow matrix is used without conversion. The gradient of a narrow weight is rounded as autocast would round it.
 """
 
 from __future__ import annotations
@@ -80,12 +78,12 @@ def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wid
         else:
             module.__class__ = _NarrowEmbedding
             module.wide_dtype = wide  # type: ignore[assignment]
-        # The data, not the parameter: a tied weight has two owners.
+        # The parameter stays the same, since a tied weight has two owners.
         module.weight.data = module.weight.data.to(dtype)
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Yield (name, module) whose weight may be held narrow: only torch's own forward functions read the weight."""
+    """Yield (name, module) if only torch's own forward functions read the weight, so that it may be held narrow."""
     read_otherwise = {
         id(parameter)
         for module in causal.modules()
@@ -93,7 +91,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
         for parameter in module.parameters(recurse=False)
     }
     for name, module in causal.named_modules():
-        # Subclasses compute otherwise: some embeddings scale their output by a number rounded to the weight's dtype.
+        # Subclasses compute otherwise. Some embeddings scale their output by a number rounded to the weight's dtype.
         if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
             continue
         if id(module.weight) not in read_otherwise:
@@ -101,7 +99,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
 
 
 def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
-    """Yield (name, module) of the linear layers whose weights may be quantized: all but the output layer."""
+    """Yield (name, module) for linear layers whose weights may be quantized, except the output layer."""
     head = causal.get_output_embeddings()
     for name, module in narrowable_modules(causal):
         if isinstance(module, nn.Linear) and module is not head:
@@ -109,7 +107,7 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Hold the weights of linear layers quantized, one at a time, in the place of values of dtype `wide`.
+    """Quantize the weights of linear layers, one at a time. They are used as values of dtype `wide`.
 
     Raises:
         ModelError: For a model without such layers.
@@ -117,11 +115,11 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:
         raise ModelError(
-            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized: its "
-            "weights are in layers of other kinds. Set backend.lora.base_dtype: bf16."
+            f"backend.lora.base_dtype: {type(causal).__name__} has no linear layers that could be quantized. Set "
+            "backend.lora.base_dtype: bf16."
         )
     for module in modules:
-        # Not a new module: names and hooks stay.
+        # The class is changed so that names and hooks stay.
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
         module.quantize(wide)
@@ -132,7 +130,7 @@ class _NarrowLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         if input.dtype == self.weight.dtype:
-            # Only a model that rounds hidden states to the dtype of this weight, such as Mamba, makes its input narrow.
+            # The model rounds hidden states to the dtype of this weight, as Mamba does.
             raise ModelError(
                 f"This model rounds what it computes to the dtype of its weights, so weights in {self.weight.dtype} "
                 "would change it. Set backend.lora.base_dtype: fp32 or backend.weights: fp32."
@@ -149,7 +147,7 @@ class _NarrowEmbedding(nn.Embedding):
         # Hidden states have the precision that they have with wide weights.
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Each row is looked up once, so that the gradients of a token's many places are summed wide.
+        # Each row is looked up once, so that the gradients of a token's places are summed in the wide dtype.
         tokens, places = input.unique(return_inverse=True)
         return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
 

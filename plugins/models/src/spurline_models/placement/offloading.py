@@ -35,7 +35,7 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A freed storage. `host` is uint8 [size] with its content, or None for scratch."""
+    """A freed storage. `host` is uint8 [size] with its content, or None if it is scratch."""
 
     storage: UntypedStorage
     size: int
@@ -72,7 +72,7 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Bring everything back, bit for bit except for scratch, whose values are undefined.
+        """Bring everything back. All values are the same bit for bit, except for scratch, whose values are undefined.
 
         Raises:
             RunFailedError: If the device's memory is too small. A part is then back, and `take` may be called again.
@@ -88,14 +88,14 @@ class DeviceMemory:
                 ) from error
             if absent.host is not None and not absent.is_scratch:
                 _bytes_of(absent.storage).copy_(absent.host)
-            # Free the host's copy before the next one is moved, so that there are never two copies of everything.
+            # The host's copy is freed before the next storage is moved.
             del self._absent[key]
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or an equal one on the host while its memory is given away.
 
-        The copy of a DTensor is a DTensor. The copy of scratch begins as zeros, and is dropped by `take`.
+        The copy of a DTensor is a DTensor. A copy of scratch has zeros, and `take` drops it.
         """
         if isinstance(tensor, DTensor):
             local = _local(tensor)
@@ -129,11 +129,11 @@ class DeviceMemory:
         return _Absent(storage, size, host, is_scratch)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
-        """Yield (key, storage) of memory on the device. A storage may be yielded several times."""
+        """Yield (key, storage) for memory on the device. A storage may be yielded several times."""
         for tensor in tensors:
             storage = _local(tensor).untyped_storage()
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
-            # Memory that another process or numpy owns too cannot be freed here.
+            # Memory that another process or numpy shares cannot be freed here.
             if is_here and storage.resizable():
                 yield _key(storage), storage
 
@@ -159,7 +159,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the local tensor of this process. `to_local` would make a new tensor with the same memory."""
+    """Return the local tensor itself; `to_local` would make a new one with the same memory."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

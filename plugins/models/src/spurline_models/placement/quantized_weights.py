@@ -75,12 +75,12 @@ class QuantizedWeight:
         outer = quantization.QuantState(
             absmax=self.outer_scales, code=self.table, blocksize=OUTER_BLOCK, dtype=torch.float32
         )
-        # For rows of an odd length the library compiles a program, with a compiler that may not be there.
+        # For rows of an odd length the library would need a compiler.
         is_even = self.shape[-1] % 2 == 0
         state = quantization.QuantState(
             absmax=self.scales,
             shape=self.shape if is_even else torch.Size((1, 2 * self.codes.numel())),
-            # The library rounds to half precision as torch does, and knows no wider dtype.
+            # The library rounds to half precision as torch does, and has nothing wider than fp32.
             dtype=dtype if dtype.itemsize <= 4 else torch.float32,
             blocksize=BLOCK,
             quant_type=_KIND,
@@ -158,6 +158,6 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        # Activation checkpointing gives them only once.
+        # Activation checkpointing gives saved tensors only once.
         parts = ctx.saved_tensors
         return gradient @ QuantizedWeight(ctx.shape, *parts).values(gradient.dtype), *(None,) * (2 + len(parts))

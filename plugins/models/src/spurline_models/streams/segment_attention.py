@@ -2,8 +2,8 @@
 
 `segment_attention` is registered in transformers as "spurline_segments", without a mask function, so that transformers
 builds no mask and does not guess packing from positions. The backend passes the `SegmentPlan` through the model as the
-keyword `segment_plan`. Attention that is not computed here, such as with softcaps, is refused; the model then reads
-rows with attention of its own.
+keyword `segment_plan`. Attention with anything else, such as softcaps, is refused. The model then reads rows with
+attention of its own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ try:
 except ImportError:  # torch older than 2.10
     varlen_attn = None
 if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-    varlen_attn = None  # its first versions had neither
+    varlen_attn = None  # the first versions
 
 ATTENTION_NAME = "spurline_segments"
 
 _IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
-"""Tensors among the keywords of attention that repeat the plan, or are meant for routers. Any other tensor, such as a
-bias by position, asks for attention that is not computed here."""
+"""Keywords of attention whose tensors repeat the plan, or are meant for routers. Any other tensor, such as a bias by
+position, is refused."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -113,7 +113,7 @@ def attend_segments(
 ) -> Tensor:
     """Attend causally within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
 
-    T are the tokens of the stream, or this process's part of them if the plan has an exchange, which makes this a
+    T are the tokens of the stream. If the plan has an exchange, T are this process's part of them, and the call is a
     collective. K divides H.
     """
     exchange = plan.exchange
@@ -125,7 +125,7 @@ def attend_segments(
     if _varlen_kernel_fits(query, key, value, scores, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
-        # split, not slices: the backward of each slice would allocate zeros of the whole stream.
+        # The backward pass of a slice would allocate zeros for the whole stream; that of `split` does not.
         parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
@@ -193,7 +193,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
         plan.max_length,
         plan.max_length,
         scale=scores.scaling,
-        # (keys to the left, keys to the right); the window of transformers counts the query's own position.
+        # (keys to the left, keys to the right). The window of transformers counts the query's own position.
         window_size=(-1 if scores.window is None else scores.window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -265,16 +265,16 @@ def _dot_product_attention(
 
 
 _SINK_WIDTH = 8
-"""Columns that heads get for the sink: kernels of half precision want multiples of this."""
+"""Columns that heads get for the sink, since kernels of half precision want multiples of this."""
 
 
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, sinks: Tensor, dropout: float
 ) -> Tensor:
-    """Attend with one more key in front, which all queries see: its score is the head's sink, and its value is 0.
+    """Attend with one more key in front, which all queries see. Its score is the head's sink, and its value is 0.
 
-    Every kernel computes such a key. Queries get a column with the sink, keys a column that is 1 in the new key and 0
-    in all others, and one query in front keeps the causal order.
+    Any kernel can compute this. Queries get a column with the sink. Keys get a column that is 1 in the new key and 0 in
+    all others. One query in front keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
     value_width = value.shape[-1]

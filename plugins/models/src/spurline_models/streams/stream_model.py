@@ -41,12 +41,12 @@ _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 class StreamModel:
-    """A causal model with attention that keeps segments apart; logits of `chunk_tokens` positions exist together."""
+    """A causal model with attention that keeps segments apart. Logits of `chunk_tokens` positions exist together."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
         self.reading: Reading = "stream"
-        """How the decoder reads a stream; set by the probe of a model that cannot read it as it is."""
+        """How the decoder reads a stream. The probe sets it."""
         causal.set_attn_implementation(ATTENTION_NAME)
         head = causal.get_output_embeddings()
         if head is None:
@@ -65,7 +65,7 @@ class StreamModel:
         (enable or self.causal.gradient_checkpointing_enable)(options)
 
     def offload_activations(self, profile: DeviceProfile) -> None:
-        """Keep what the backward pass needs of layers on the host; with `checkpoint_activations`, their inputs."""
+        """Keep the activations of layers on the host; with `checkpoint_activations`, only the inputs of layers."""
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
@@ -87,7 +87,7 @@ class StreamModel:
                 layer._compiled_call_impl = call
 
     def _compiled(self) -> list[nn.Module]:
-        # Not every backend compiles by `compile`.
+        # A backend may have compiled layers without `compile`.
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     def read_as(self, reading: Reading) -> None:
@@ -147,7 +147,7 @@ class StreamModel:
             slice(num_fill, None),
             slice(num_fill, None),
             segment_plan=plan,
-            # Packed models with other layers than attention ask for these names.
+            # Layers other than attention ask for these names.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
@@ -165,7 +165,7 @@ class StreamModel:
         device = input_ids.device
         parts: list[Tensor] = []
         for row_pass in self._row_passes(plan, device):
-            # Fill lies in front of the stream, and is not counted.
+            # Fill at the beginning of the stream is not counted.
             fill = max(0, num_fill - row_pass.tokens.start)
             real = row_pass.is_real
             experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)

@@ -20,14 +20,14 @@ from spurline_models.architecture import find_decoder
 class OutputLogits(nn.Module):
     """A module that makes logits [N, vocabulary] from hidden states [N, H], as the model itself does.
 
-    It runs the model's own forward function around given hidden states, so a scale or a softcap after the output layer
-    is included. It shares all modules with the model.
+    It runs the model's own forward function around given hidden states, so scales and softcaps of logits are included.
+    It shares all modules with the model.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
         super().__init__()
         self._given: list[Tensor] = []
-        # A shallow copy; classes of sharded modules change what `copy` does.
+        # A shallow copy. `copy` itself works otherwise for sharded modules.
         self._around = object.__new__(type(causal))
         self._around.__dict__.update(vars(causal))
         self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
@@ -37,7 +37,7 @@ class OutputLogits(nn.Module):
         # Not every model hands the argument on.
         self._given.append(hidden.unsqueeze(0))
         try:
-            # Hooks of the whole model, which a call would run, are not meant for a part of it.
+            # A call would run hooks of the whole model.
             output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
         finally:
             self._given.pop()
@@ -45,20 +45,20 @@ class OutputLogits(nn.Module):
 
 
 def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
-    """Return modules in the place of the child that is the decoder or holds it."""
+    """Return a replacement for the child that is the decoder or holds it, by the child's name."""
     holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
     return {name: _GivenStates(child, decoder, given) for name, child in holders}
 
 
 class _GivenStates(nn.Module):
-    """Stands for a decoder, or for a module that holds it beside towers that see or hear.
+    """A stand-in for a decoder, or for a module that holds it. Its output is the last of the given states.
 
-    Its output is the last of the given states; its attributes are that module's.
+    It has the attributes of the module.
     """
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
         super().__init__()
-        # Not submodules: dropout inside the decoder is not dropout around it.
+        # These are not submodules, so that the dropout of the decoder is not counted.
         self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,7 +69,7 @@ class _GivenStates(nn.Module):
 
 
 class _States(BaseModelOutputWithPast):
-    """An output that has hidden states alone, and no logits of routers, for example."""
+    """An output with hidden states alone; any other part, such as logits of routers, is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -84,8 +84,7 @@ class TokenLogprobs:
     def __init__(self, head: nn.Module, chunk_tokens: int):
         self._head = head
         self._chunk_tokens = chunk_tokens
-        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device; most heads
-        # draw nothing.
+        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device.
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
 
     def __call__(
@@ -103,7 +102,7 @@ class TokenLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         logits = self._head(hidden)
         if logits.dtype in (torch.bfloat16, torch.float16):
-            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
+            # Half precision is too coarse for a softmax over 1e5 logits.
             logits = logits.float()
         if temperature != 1.0:
             logits = logits / temperature

@@ -1,7 +1,7 @@
 """Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
 
-All padding is dropped here, so padded and packed batches run the same computation. Segments are sorted from short to
-long, so that segments of one length are neighbours. The layout is computed on the host, once per micro-batch.
+All padding is dropped, so padded and packed batches run the same computation. Segments are sorted from short to long,
+so segments of one length are neighbours. The layout is computed on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ class TokenStream:
         segment_index: [N], number of the token's segment, from 0.
         columns: Further token columns at the N positions.
         batch_index: [N] on CPU, the place of the token in the flattened [rows, length] of the batch.
-        routed_experts: int16 [T, layers, top_k], the engine's experts of every token, -1 for tokens that it did not
-            compute; if None, routers choose.
+        routed_experts: int16 [T, layers, top_k], the experts that the engine chose; -1 for tokens that it did not
+            compute. If None, routers choose.
         num_fill: Number of tokens at the beginning of the stream that belong to no sample.
-        is_idle: Whether the stream has no rows. A rank without rows runs it so that collectives of all ranks match.
+        is_idle: Whether the stream has no rows. A rank without rows runs it, so that collectives of all ranks match.
     """
 
     input_ids: Tensor
@@ -159,13 +159,12 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
     tokens = batch.tokens["input_ids"]
     if not tokens.numel() or int(tokens.max()) < vocabulary:
         return
-    # Padding is dropped before the model sees it, and may be any number.
+    # Padding may be any number, since it is dropped.
     largest = int(torch.where(batch.tokens["segment_ids"] > 0, tokens, 0).max())
     if largest >= vocabulary:
         raise DataError(
-            f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Is the tokenizer another "
-            "model's, or does it have tokens that the model never got embeddings for? Set model.tokenizer to the "
-            "model's own, or leave these tokens out of data and chat template."
+            f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Set model.tokenizer to the "
+            "model's own, or leave tokens without embeddings out of data and chat template."
         )
 
 
@@ -272,7 +271,7 @@ def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -
     cuts = [0]
     padded_slots = 0
     for start, stop in pairwise(runs[1:]):
-        # Joining pads every segment of the bucket to the new length. Padding that it has already costs nothing more.
+        # Joining pads every segment of the bucket to the new length. Padding that the bucket has already is paid for.
         slots = (stop - cuts[-1]) * int(lengths[start])
         tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
         is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)
