@@ -47,9 +47,7 @@ from spurline.update.reduction import token_mean
 from spurline_models.dealing import deal
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run, opened
 

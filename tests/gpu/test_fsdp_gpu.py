@@ -22,8 +22,7 @@ from spurline.protocols.ranks import RankRequest
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_models.dealing import deal
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import TimeLimits, open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_cases import assert_critics_close, minibatch, values_batch, weights_of, without_times

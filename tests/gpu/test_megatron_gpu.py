@@ -25,7 +25,7 @@ from spurline_megatron_backend.backend import MegatronBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_models.dealing import deal
 from spurline_models.testing import write_tiny_model
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_cases import minibatch, values_batch, weights_of, without_times

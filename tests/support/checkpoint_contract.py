@@ -21,7 +21,7 @@ from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckp
 from spurline.protocols.backend import Backend
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_models.optimizers.configs import SgdConfig
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_run
 from spurline_rl.testing.backend_cases import weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.group import ClusterRequest, TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import ClusterRequest, TimeLimits, open_ranks
 
 (out,) = sys.argv[1:]
 ranks = open_ranks(

@@ -16,9 +16,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
 from spurline.protocols.ranks import RankRequest
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 from spurline_ranks.messages import plain_run
 from spurline_rl.losses.configs import GspoConfig
 from spurline_rl.losses.gspo import Gspo

@@ -15,8 +15,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.protocols.loss import Objective
 from spurline_models.dealing import deal
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
 

@@ -21,9 +21,7 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from spurline.protocols.ranks import RankRequest
 from spurline_megatron_backend.core_attention import Rotary, packed_params
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted)
 HEADS = st.sampled_from([(4, 4), (4, 2), (8, 2)])

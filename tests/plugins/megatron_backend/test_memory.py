@@ -28,7 +28,7 @@ from spurline_megatron_backend.parts import held_parameters
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
 from spurline_models.optimizers.configs import AdamWConfig
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
 

@@ -9,9 +9,7 @@ import pytest
 from megatron_layouts import write_llama3, write_qwen3, write_qwen3_moe, write_qwen25
 
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 
 pytestmark = pytest.mark.processes
 

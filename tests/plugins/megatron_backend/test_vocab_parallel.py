@@ -15,9 +15,7 @@ from torch import nn
 
 from spurline.protocols.ranks import RankRequest
 from spurline_models.streams.token_logprobs import TokenLogprobs
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 
 pytestmark = pytest.mark.processes
 

@@ -26,9 +26,7 @@ from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import held_parameters
 from spurline_megatron_backend.weight_gathering import box_owners
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 from spurline_ranks.pieces import Box
 from spurline_ranks.publishing import buckets_of_ranks
 from spurline_rl.testing.backend_cases import assert_weights_equal

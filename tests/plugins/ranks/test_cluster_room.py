@@ -11,8 +11,7 @@ from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.group import ClusterRequest, TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import ClusterRequest, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
 from spurline_ranks.cluster_room import Place, RunRoom, room_for

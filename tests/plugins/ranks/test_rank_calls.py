@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from spurline.errors import DataError, RankFailedError
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
+from spurline_ranks.group import RankGroup, TimeLimits
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value
 
 BROKEN = Raised.of(RuntimeError("Connection closed by peer"))

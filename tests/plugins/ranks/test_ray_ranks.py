@@ -19,9 +19,7 @@ from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import ClusterRequest, TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
 from spurline_ranks import ray_actors, ray_node

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from sharing_workers import PROFILE, computed, stream_of
 
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import TimeLimits
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted)

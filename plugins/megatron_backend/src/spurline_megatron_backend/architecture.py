@@ -1,7 +1,7 @@
-"""Read from the config of a Hugging Face model what Megatron-core has to know: sizes and switches, nothing else.
+"""Read from the config of a Hugging Face model the sizes and switches that Megatron-core needs.
 
-A model whose config has a field that is not in these tables is refused by the name of the field: otherwise the field
-would be left out of the computation.
+A config with a field that is not in these tables is refused by the name of the field: otherwise the field would be left
+out of the computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Architecture:
     """A decoder of equal layers with rotary positions, RMS norms and gated SiLU.
 
     Attributes:
-        key_value_heads: Heads / key_value_heads queries share each.
+        key_value_heads: The number of keys, each shared by heads / key_value_heads queries.
         tied: Whether the output layer is the embedding.
         qk_norm: Whether queries and keys are normalised per head.
         num_experts: Experts of each layer; 0 for a dense model.
@@ -59,34 +59,28 @@ _FAMILIES: Mapping[type[PretrainedConfig], Mapping[str, bool]] = {
 }
 """The switches of `Architecture` that a config class decides by itself."""
 
-_READ = frozenset(
-    {
-        "num_hidden_layers",
-        "hidden_size",
-        "intermediate_size",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "vocab_size",
-        "tie_word_embeddings",
-        "rms_norm_eps",
-        "pad_token_id",
-        "rope_parameters",
-        "layer_types",
-    }
-)
-"""Fields that are read or have a check of their own."""
+_COPIED = {
+    "model_type": "model_type",
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden",
+    "intermediate_size": "ffn",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "key_value_heads",
+    "vocab_size": "vocabulary",
+    "tie_word_embeddings": "tied",
+    "rms_norm_eps": "norm_epsilon",
+}
+_COPIED_OF_EXPERTS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "expert_ffn",
+    "norm_topk_prob": "renormalizes",
+}
+"""Fields that are copied, by the names in `Architecture`."""
 
-_READ_OF_EXPERTS = frozenset(
-    {
-        "num_experts",
-        "num_local_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "sliding_window",
-    }
-)
+_CHECKED = {"head_dim", "pad_token_id", "rope_parameters", "layer_types"}
+_CHECKED_OF_EXPERTS = {"num_local_experts", "sliding_window"}
+"""Fields that are read otherwise."""
 
 _UNUSED = frozenset(
     {
@@ -96,7 +90,6 @@ _UNUSED = frozenset(
         "initializer_range",
         "label2id",
         "max_position_embeddings",
-        "model_type",
         "output_attentions",
         "output_hidden_states",
         "pretraining_tp",
@@ -117,7 +110,7 @@ _UNUSED = frozenset(
         "use_sliding_window",
     }
 )
-"""Fields that do not matter to training: outputs that nobody asks for, labels, and notes of tools."""
+"""Fields that do not matter to training: outputs that are not used, labels, and notes of tools."""
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_SETTINGS = frozenset(
@@ -141,7 +134,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     """Read the architecture that this config describes.
 
     Raises:
-        ModelError: For another kind of model, and for any field that asks for what is not computed here.
+        ModelError: For another kind of model, and for a field that asks for something that is not computed here.
     """
     family = _FAMILIES.get(type(config))
     if family is None:
@@ -156,38 +149,24 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
             f"model.path: the config of {_name(config)} has {field}: {_short(value)}, and backend megatron {needed} "
             "Train it with backend fsdp or local."
         )
+    copied = _COPIED | (_COPIED_OF_EXPERTS if has_experts and config.num_experts else {})
     padding = config.pad_token_id
-    experts: dict[str, Any] = {}
-    if has_experts and config.num_experts:
-        experts = {
-            "num_experts": config.num_experts,
-            "experts_per_token": config.num_experts_per_tok,
-            "expert_ffn": config.moe_intermediate_size,
-            "renormalizes": bool(config.norm_topk_prob),
-        }
     return Architecture(
-        model_type=config.model_type,
-        num_layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        ffn=config.intermediate_size,
-        heads=config.num_attention_heads,
-        key_value_heads=config.num_key_value_heads,
+        **{ours: getattr(config, theirs) for theirs, ours in copied.items()},
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        vocabulary=config.vocab_size,
-        tied=bool(config.tie_word_embeddings),
-        norm_epsilon=config.rms_norm_eps,
         # torch counts rows that are given as negative from the end.
         padding_token=None if padding is None else padding % config.vocab_size,
         **family,
-        **experts,
     )
 
 
 def _unknown(
     config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, the end of a sentence that says why not) of the fields that are not computed."""
-    read = _READ | (_READ_OF_EXPERTS if has_experts else frozenset())
+    """Yield (field, value, reason) of each field that is not computed; the reason ends a sentence."""
+    read = {*_COPIED, *_CHECKED}
+    if has_experts:
+        read |= {*_COPIED_OF_EXPERTS, *_CHECKED_OF_EXPERTS}
     fields = config.to_dict()
     for field in sorted(fields.keys() - read - _UNUSED):
         value, default = fields[field], defaults.get(field)
@@ -206,7 +185,7 @@ def _unknown(
         if kind != "full_attention":
             yield "layer_types", kind, "computes full_attention alone."
     if has_experts and config.sliding_window is not None:
-        # Every layer has the window, whatever `use_sliding_window` is.
+        # Every layer has the window, for any value of `use_sliding_window`.
         yield "sliding_window", config.sliding_window, "computes None alone."
     if has_experts and config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
         yield (

@@ -1,9 +1,9 @@
 """The attention inside of Megatron's attention layer: rotary positions, then causal attention within each segment.
 
 Place on the way: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
-share the stream, if any do -> core's `attend_segments` -> back. It takes the place of `DotProductAttention` in the
-layer spec, which computes no packed sequences. A stream's segments and rotations come in the object that Megatron hands
-to every layer as `packed_seq_params`.
+share the stream, if any do -> core's `attend_segments` -> back. It replaces `DotProductAttention`, which computes no
+packed sequences, in the layer spec. A stream's segments and rotations come in the object that Megatron hands to every
+layer as `packed_seq_params`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from spurline_models.streams.segment_attention import Scores, attend_segments
-from spurline_models.streams.token_stream import SegmentPlan, TokenStream
+from spurline_models.streams.token_stream import TokenStream
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos, sin: [T, D], of each token's angles, in the dtype that is computed in."""
+    """Cosines and sines [T, D] of each token's angles, in the dtype of the activations."""
 
     cos: Tensor
     sin: Tensor
@@ -40,16 +40,12 @@ class Rotary:
     """Rotary positions by the code of transformers, so that logprobs are those of the Hugging Face model.
 
     Megatron's own embedding takes positions from the place of a token in its sequence, and rounds differently in half
-    precision. Here a stream has its positions token by token, so that a part of it can be computed alone.
-
-    Args:
-        config: Of the model, with a rope type whose angles depend on nothing but a token's position.
-        device: Of the angles.
-        dtype: Of the model's activations. Angles are computed in fp32.
+    precision. Here each token of a stream has its position, so that a part of the stream can be computed alone. Angles
+    are computed in fp32. The model's rope type must compute them from positions alone.
     """
 
     def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-        # Llama, Qwen 2, Qwen 3 and Qwen 3 MoE all have this very module under names of their own.
+        # Llama, Qwen 2, Qwen 3 and Qwen 3 MoE all have this module, each under another name.
         self._embedding = LlamaRotaryEmbedding(config).to(device)  # pyright: ignore[reportArgumentType]
         self._like = torch.empty(0, dtype=dtype, device=device)
 
@@ -61,34 +57,16 @@ class Rotary:
 
 @dataclass(kw_only=True)
 class StreamParams(PackedSeqParams):
-    """A stream as every layer gets it; this rank computes the whole of it or a part.
+    """A stream as every layer gets it: the tokens that this rank computes, and their rotation."""
 
-    The plan is for all tokens of the stream, and the rest for the rank's own tokens.
-    """
-
-    plan: SegmentPlan
+    part: TokenStream
     rotation: Rotation
-    routed_experts: Tensor | None = None
-    num_fill: int = 0
-    num_tokens: int = 0
 
 
 def packed_params(part: TokenStream, rotary: Rotary) -> StreamParams:
     """Describe the stream, or the part of one, that the model runs on."""
-    plan = part.plan
-    return StreamParams(
-        # Of Megatron's own fields only this one is read: it makes queries, keys and values [T, heads, D].
-        qkv_format="thd",
-        cu_seqlens_q=plan.cu_seqlens,
-        cu_seqlens_kv=plan.cu_seqlens,
-        max_seqlen_q=plan.max_length,
-        max_seqlen_kv=plan.max_length,
-        plan=plan,
-        rotation=rotary.at(part.position_ids),
-        routed_experts=part.routed_experts,
-        num_fill=part.num_fill,
-        num_tokens=part.num_tokens,
-    )
+    # Megatron reads only this field: it makes queries, keys and values [T, heads, D].
+    return StreamParams(qkv_format="thd", part=part, rotation=rotary.at(part.position_ids))
 
 
 class SegmentCoreAttention(MegatronModule):
@@ -121,7 +99,7 @@ class SegmentCoreAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Query [T, H, D], key and value [T, K, D] of this rank's tokens and heads -> [T, H * D].
+        """Attend from queries [T, H, D] to keys and values [T, K, D] of this rank; return [T, H * D].
 
         A collective of the ranks that share the stream.
         """
@@ -129,5 +107,5 @@ class SegmentCoreAttention(MegatronModule):
         assert attention_mask is None
         assert attention_bias is None
         query, key = packed_seq_params.rotation(query, key)
-        output = attend_segments(query, key, value, packed_seq_params.plan, Scores(self._scale))
+        output = attend_segments(query, key, value, packed_seq_params.part.plan, Scores(self._scale))
         return output.flatten(1)

@@ -1,7 +1,7 @@
-"""This rank's part of a decoder, ending in hidden states; on the last stage also in logprobs, or values of a critic.
+"""This rank's part of a decoder.
 
 Place on the way: this rank's tokens, or hidden states of the stage before -> `HiddenGPT` -> hidden states for the next
-stage, or for `loss_inputs`, which computes the output layer where there is loss alone.
+stage; on the last stage -> `loss_inputs`, which computes logprobs, or a critic's values, at the positions with loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
+from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.parallel_state import Groups
+from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_models.streams.stream_model import ValueHead
 from spurline_models.streams.token_stream import TokenStream
@@ -25,33 +27,27 @@ from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class HiddenGPT(GPTModel):
-    """A part of a model; see `Architecture` for its sizes.
+    """A part of a model.
 
     Args:
         config: Megatron's settings.
         submodules: The layers.
-        padded_vocabulary: Rows of the embedding; the first `vocabulary` are tokens.
+        architecture: The whole model.
         groups: The groups of this rank.
-        tied: Whether the output layer is the embedding.
-        vocabulary: The number of tokens.
-        padding_token: The token whose row learns nothing from being read.
-        critic: Whether a value head is in the place of the output layer.
+        critic: Whether a value head replaces the output layer.
         chunk_tokens: Positions whose logits exist at the same time.
         is_first: Whether the part has the embedding.
         is_last: Whether the part has the output layer.
-        virtual_stage: The number of the part on a stage with several.
+        virtual_stage: The number of the part on a stage with several parts.
     """
 
     def __init__(
         self,
         config: TransformerConfig,
         submodules: TransformerBlockSubmodules,
-        padded_vocabulary: int,
+        architecture: Architecture,
         groups: Groups,
         *,
-        tied: bool,
-        vocabulary: int,
-        padding_token: int | None,
         critic: bool,
         chunk_tokens: int,
         is_first: bool,
@@ -61,35 +57,34 @@ class HiddenGPT(GPTModel):
         super().__init__(
             config,
             submodules,  # pyright: ignore[reportArgumentType]
-            vocab_size=padded_vocabulary,
+            vocab_size=padded_vocabulary(architecture, groups.grid),
             # Rotary positions have no end.
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
-            share_embeddings_and_output_weights=tied,
+            share_embeddings_and_output_weights=architecture.tied and not critic,
             # Attention itself turns queries and keys.
             position_embedding_type="none",
             vp_stage=virtual_stage,
         )
         self._tensor = groups.tensor
-        self._padding_token = padding_token
+        self._padding_token = architecture.padding_token
         self.score: VocabularyLogprobs | None = None
-        """Applies the output layer; None where there is none."""
+        """Applies the output layer; None without one."""
         if not is_last:
             return
         if critic:
             del self.output_layer
-            device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-            with torch.device(device):
-                # Values are subtracted from each other, in every precision of the model.
+            with torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device()):
+                # Values are subtracted from each other: the head computes in fp32.
                 self.value_head = ValueHead(config.hidden_size)
         else:
-            # Hidden states of all tokens are gathered before, and the layer sees those with loss.
+            # The layer sees the hidden states of tokens with loss, out of those of all tokens.
             self.output_layer.sequence_parallel = False
-            self.score = VocabularyLogprobs(self._logits, groups.tensor, vocabulary, chunk_tokens)
+            self.score = VocabularyLogprobs(self._logits, groups.tensor, architecture.vocabulary, chunk_tokens)
 
     def _preprocess(self, input_ids: Tensor, position_ids: Any, decoder_input: Any = None, **others: Any) -> Any:
-        """Return the input of the layers, on the first stage the embedding [tokens, 1, H] of this rank's tokens."""
+        """Return the input of the layers. The first stage embeds this rank's tokens, [tokens, 1, H]."""
         if self.pre_process:
             decoder_input = self._embedded(input_ids)
         return super()._preprocess(input_ids, position_ids, decoder_input, **others)
@@ -98,16 +93,16 @@ class HiddenGPT(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=None)
         if self._padding_token is None:
             return embedded
-        # As torch's embedding has it with `padding_idx`, which transformers sets.
+        # torch's embedding does so with `padding_idx`, which transformers sets.
         is_padding = (input_ids[0] == self._padding_token)[:, None, None]
         if self.config.sequence_parallel:
             is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return hidden states [tokens, 1, H], not logits; on the last stage for all tokens of the tensor group."""
+        """Return hidden states [tokens, 1, H] instead of logits, on the last stage of all the tensor group's tokens."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss of them: each takes the gradient of its own tokens, without a sum.
+            # Every rank computes the same loss, and takes the gradient of its own tokens without a sum.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 

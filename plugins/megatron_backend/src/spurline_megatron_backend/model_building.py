@@ -1,4 +1,4 @@
-"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights and no values in it."""
+"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights but no values."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from spurline_megatron_backend.core_attention import SegmentCoreAttention
 from spurline_megatron_backend.gpt import HiddenGPT
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parallel_state import Groups
-from spurline_megatron_backend.parts import padded_vocabulary
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 needs the name, and defines it only with TransformerEngine.
     cast(Any, moe_utils).te_general_gemm = None
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Dtype of weights and activations, by `precision`."""
+"""Dtypes of weights and activations, by `precision`."""
 
 
 class SharedNorm(nn.RMSNorm):
-    """An RMS norm that all ranks of a tensor group have; Megatron sums its gradients if they divide the tokens."""
+    """An RMS norm that all ranks of a tensor group have. Megatron sums its gradients if the ranks divide the tokens."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -42,7 +41,7 @@ class SharedNorm(nn.RMSNorm):
 def build_parts(
     architecture: Architecture, config: MegatronBackendConfig, groups: Groups, *, critic: bool = False
 ) -> list[HiddenGPT]:
-    """Build this rank's parts of the model in order; a critic has a value head in the place of the output layer."""
+    """Build this rank's parts of the model in order; a critic has a value head instead of the output layer."""
     grid = groups.grid
     settings = transformer_config(architecture, config, grid)
     layer = _layer_spec(architecture)
@@ -52,11 +51,8 @@ def build_parts(
         HiddenGPT(
             settings,
             TransformerBlockSubmodules([layer] * len(numbers), cast(Any, SharedNorm)),
-            padded_vocabulary(architecture, grid),
+            architecture,
             groups,
-            tied=architecture.tied and not critic,
-            vocabulary=architecture.vocabulary,
-            padding_token=architecture.padding_token,
             critic=critic,
             chunk_tokens=config.logits_chunk_tokens,
             is_first=groups.place.pipeline == 0 and index == 0,
@@ -82,11 +78,8 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
             "moe_router_pre_softmax": not a.renormalizes,
             # The choice of experts depends on the last digits of scores.
             "moe_router_dtype": "fp32",
-            # A loss for balance is added for each micro-batch: gradients would depend on how a batch was cut.
+            # A loss for balance would be added for each micro-batch, and gradients depend on the cut of a batch.
             "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,
-            "moe_permute_fusion": False,
         }
     if grid.pipeline > 1:
         options["pipeline_model_parallel_layout"] = _pipeline_layout(architecture, grid)
@@ -130,13 +123,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         use_cpu_initialization=config.on == "cpu",
         deterministic_mode=config.deterministic,
         perform_initialization=False,
-        # Kernels of TransformerEngine and apex, which are not needed.
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
         bias_activation_fusion=True,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
         **options,
     )
 

@@ -1,9 +1,9 @@
-"""Send tokens to the experts that the engine chose, not to the choice of Megatron's routers, and count tokens.
+"""Send tokens to the experts that the engine chose, and count the tokens of each expert.
 
 Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
-the router of the layer. Weights come from the router's own logits, so gradients reach it. Megatron's own replay keeps
-all routers of the process in one list, so that the reference would replay into the policy. Here each router has a
-choice of its own.
+the router of the layer. Weights come from the router's logits, so gradients reach it. Megatron's own replay keeps all
+routers of the process in one list, so that the reference would replay into the policy. Here each router has a choice of
+its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_models.experts.router_replay import ExpertLoads
 
 
 class RouterChoice:
-    """The choice of one router: the given experts of a token if there are any, else its own.
+    """The choice of one router: the given experts of a token if there are any, else the router's own.
 
     Args:
         layer: The number of the layer in the whole model, from 0.
@@ -41,15 +41,14 @@ class RouterChoice:
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the experts from the arguments of the layer's attention, as a hook before it.
 
-        Attention is called again with the same arguments when activations are recomputed, even after other
-        micro-batches.
+        Recomputation calls attention again with the same arguments, even after other micro-batches.
         """
         params = kwargs.get("packed_seq_params")
         assert isinstance(params, StreamParams), type(params)
-        experts = params.routed_experts if self._replays else None
-        self._num_fill = params.num_fill
+        experts = params.part.routed_experts if self._replays else None
+        self._num_fill = params.part.num_fill
         if self._group is not None:
-            tokens = params.num_tokens // self._group.size()
+            tokens = params.part.num_tokens // self._group.size()
             start = self._group.rank() * tokens
             experts = None if experts is None else experts[start : start + tokens]
             self._num_fill = min(max(0, self._num_fill - start), tokens)
@@ -77,7 +76,7 @@ class RouterChoice:
 
 
 def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: bool) -> list[RouterChoice]:
-    """Take over the choices of a model's routers; with `replay` they use the experts of streams that have some."""
+    """Replace the choices of a model's routers. With `replay` the routers use the experts that a stream brings."""
     choices: list[RouterChoice] = []
     for part in parts:
         group = tensor if part.config.sequence_parallel else None

@@ -1,8 +1,8 @@
 """A model whose parts lie on the stages of a pipeline: run micro-batches through it, forward or forward and backward.
 
 Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which bring hidden states from
-stage to stage -> `visit` on the last stage, which gets logprobs. All ranks of a pipeline get the same rows, and make
-the same exchanges in the same order.
+stage to stage -> `visit` with logprobs on the last stage. All ranks of a pipeline get the same rows, and make the same
+exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
-"""Computes, on the last stage, the scalar whose gradient is taken."""
+"""Computes on the last stage the scalar whose gradient is taken."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,7 @@ class _MicroBatch:
 
 
 class StagedModel:
-    """The parts of one model that this rank holds.
-
-    Args:
-        parts: The parts in order.
-        held: The table of each part's parameters.
-        grid: How ranks are divided.
-        sharing: The ranks that share this rank's sequences.
-        rotary: Makes the rotations of positions.
-        choices: The choices of the model's routers.
-    """
+    """The parts of one model that this rank holds, in order, with the table of each part's parameters."""
 
     def __init__(
         self,
@@ -72,7 +63,7 @@ class StagedModel:
         self._rotary = rotary
         self._held = held
         self.runs: Sequence[torch.nn.Module] = self.parts
-        """The modules that the schedules call: the parts, or the wrappers around them that sum gradients."""
+        """The modules that the schedules call: the parts, or wrappers that sum the gradients of the parts."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -102,16 +93,18 @@ class StagedModel:
         backward: bool,
         whole_gradients: bool = False,
     ) -> None:
-        """Run all micro-batches, with `backward` also backward.
+        """Run all micro-batches forward, with `backward` also backward.
 
-        Each rank gets the sum of the gradients that it optimizes, with `whole_gradients` of all.
+        Each rank gets the sums of the gradients that it optimizes, or with `whole_gradients` of all its gradients.
         """
-        divides = self.config.sequence_parallel
-        unit = self._grid.tensor if divides else 1
+        unit = self._grid.tensor if self.config.sequence_parallel else 1
         longest = 0
         if self._grid.virtual_stages > 1:
             longest = max(self._sharing.padded_length(stream.num_tokens, unit) for _, stream in streams)
-        microbatches = [self._microbatch(rows, stream, unit, longest) for rows, stream in streams]
+        microbatches = [
+            _MicroBatch(rows, stream, *self._sharing.part_of(stream, multiple=unit, at_least=longest))
+            for rows, stream in streams
+        ]
         count = len(microbatches) * len(self.parts)
         done = iter(range(1, count + 1))
 
@@ -124,7 +117,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # For sums that begin while the last micro-batch goes backward; the schedule starts the other ones.
+                # This is for sums that begin during the last backward pass. The schedule starts the others.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else torch.no_grad():
@@ -133,7 +126,7 @@ class StagedModel:
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
                 model=list(self.runs),
                 num_microbatches=len(microbatches),
-                # For tensors between interleaved stages, which the context ranks divide; other stages send lengths.
+                # Interleaved stages exchange tensors of this length, which context ranks divide. Others send lengths.
                 seq_length=microbatches[0].part.num_tokens * self._grid.context,
                 micro_batch_size=1,
                 forward_only=not backward,
@@ -150,10 +143,6 @@ class StagedModel:
         )
         scalar = visit(microbatch.rows, microbatch.stream, inputs)
         return scalar, torch.ones((), dtype=torch.int, device=scalar.device), {}
-
-    def _microbatch(self, rows: Rows, stream: TokenStream, unit: int, longest: int) -> _MicroBatch:
-        part, mine = self._sharing.part_of(stream, multiple=unit, at_least=longest)
-        return _MicroBatch(rows, stream, part, mine)
 
     @contextmanager
     def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:
@@ -173,7 +162,7 @@ class StagedModel:
 
     @contextmanager
     def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
-        """Share sequences otherwise, unless `sharing` is None, and compute other chunks of logits in the context."""
+        """Use another sharing of sequences, unless it is None, and other chunks of logits in the context."""
         own_sharing, score = self._sharing, self.parts[-1].score
         own_chunks = chunk_tokens if score is None else score.chunk_tokens
         self._sharing = sharing or own_sharing

@@ -32,7 +32,7 @@ from spurline_models.trainable import check_losses
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.configs import RankBackendConfig
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_ranks.publishing import buckets_of_ranks
 

@@ -22,11 +22,9 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import SpurlineError
 from spurline_models.device_profile import device_profile
 from spurline_models.machine import Finding
-from spurline_ranks.calls import RankGroup
 from spurline_ranks.cluster import cluster_request, room_on_cluster
 from spurline_ranks.configs import RankBackendConfig
-from spurline_ranks.group import ClusterRequest, Place
-from spurline_ranks.launch import open_ranks
+from spurline_ranks.group import ClusterRequest, Place, RankGroup, open_ranks
 from spurline_ranks.messages import plain_run, read_run
 
 EXCHANGED_BYTES = 64 * 2**20

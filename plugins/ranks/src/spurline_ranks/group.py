@@ -1,9 +1,27 @@
-"""Plain data about processes that compute together, called ranks."""
+"""Processes that compute together, called ranks: open them, call a method on all of them, and end them after a failure.
+
+The subclasses of `RankGroup` know how processes are started and reached.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from spurline.errors import RunFailedError
+from spurline.protocols.ranks import RankRequest
+from spurline_models.machine import check_ray
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
+
+START = "start"
+"""The name of the first call in texts: processes come up, join each other and make their workers."""
+PATIENCE_S = 60.0
+"""Seconds without an answer until a line names the missing ranks, again and again."""
 
 
 @dataclass(frozen=True)
@@ -14,7 +32,7 @@ class ClusterRequest:
         address: `auto`, or host and port of its head.
         env_vars: Environment variables of all processes that the run places there.
         room_timeout_s: Seconds to wait for room.
-        log_dir: A folder that all machines see, for the log of each process; None leaves logs to Ray.
+        log_dir: A folder that all machines see, for the logs of the processes; with None they stay in Ray's folders.
     """
 
     address: str = "auto"
@@ -49,3 +67,203 @@ class Place:
     local_rank: int
     node: str
     doing: Callable[[str], None]
+
+
+def open_ranks(
+    request: RankRequest,
+    worker: str,
+    arguments: tuple[Any, ...],
+    limits: TimeLimits,
+    cluster: ClusterRequest | None = None,
+) -> RankGroup:
+    """Start processes that have joined each other and made their workers.
+
+    Args:
+        request: How many ranks, and where.
+        worker: `module:Class` of the worker that every rank makes after it has joined torch's default process group.
+            Its methods are called one at a time, in the same order on all ranks. Its module imports all that is slow
+            to import, and does not touch a GPU.
+        arguments: Plain data that the class takes after its `Place`.
+        limits: Time limits of the start, of calls and of exchanges.
+        cluster: The cluster with `launch: ray`; with None Ray chooses it.
+
+    Raises:
+        SpurlineError: If a rank raises it while it starts.
+        ConfigError: If this machine cannot meet the request.
+    """
+    if request.launch == "ray":
+        check_ray()
+        from spurline_ranks.ray_actors import RayRanks
+
+        return RayRanks(request, worker, arguments, limits, cluster or ClusterRequest())
+    from spurline_ranks.processes import LocalRanks
+
+    return LocalRanks(request, worker, arguments, limits)
+
+
+class RankGroup(ABC):
+    """Ranks that are called one method at a time. An error or an interruption of a call ends all ranks first."""
+
+    _grace_s: ClassVar[float] = 0.3
+    """Seconds after a rank's failure in which another rank may report the cause."""
+
+    def __init__(self, size: int, limits: TimeLimits) -> None:
+        self.size = size
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+
+    @abstractmethod
+    def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
+        """Send a call to all ranks without waiting for answers."""
+
+    @abstractmethod
+    def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
+        """Return the outcomes of missing ranks that come first; empty when the time is over."""
+
+    @abstractmethod
+    def _identity(self, rank: int) -> Identity: ...
+
+    @abstractmethod
+    def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
+        """Ask what each rank does and since when; leave out ranks that do not answer within seconds."""
+
+    @abstractmethod
+    def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
+        """Return the stacks of each rank's threads, or why it has written none."""
+
+    def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
+        """Ask the machines which of these ranks are gone although no outcome has come yet."""
+        return {}
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Kill all ranks and wait until none is left. May be called again, and during a call of another thread."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Close files and connections after the last call. May be called again."""
+
+    def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method of the worker on all ranks, and wait for all answers. May be called on any thread.
+
+        Args:
+            method: The name of the method.
+            common: Arguments for all ranks: plain data and numpy arrays. Answers are such data too.
+            per_rank: The first argument of each rank, which comes before the common ones.
+
+        Returns:
+            The answers by rank.
+
+        Raises:
+            SpurlineError: If a rank raises it. A note names rank, node, process and call, and no rank is left.
+            RankFailedError: If a rank raises another error, dies, or does not answer within the limit.
+        """
+        assert per_rank is None or len(per_rank) == self.size, (method, self.size)
+        with self._lock:
+            if self._ended is not None:
+                raise RunFailedError(f"No rank is left to do `{method}`: {self._ended}")
+            began = time.monotonic()
+            try:
+                self._send(method, common, per_rank)
+                return self._collect(method, self._limits.call_s, began)
+            except BaseException as error:
+                # After an interruption, late answers would be taken for answers to the next call.
+                self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._end()
+                raise
+
+    def close(self) -> None:
+        """End all ranks by force; return when none is left. May be called again."""
+        # The lock is not held here: the end of the ranks wakes a thread that waits for their answers.
+        self._ended = self._ended or "the ranks were closed."
+        self._end()
+        with self._lock:
+            self._release()
+
+    def _start(self) -> None:
+        """Wait in the constructor until all are ready."""
+        try:
+            with self._lock:
+                self._collect(START, self._limits.start_s, time.monotonic())
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, call: str, limit_s: float, began: float) -> list[Any]:
+        told = began
+        values: dict[int, Any] = {}
+        while missing := [rank for rank in range(self.size) if rank not in values]:
+            until = min(began + limit_s, told + PATIENCE_S)
+            outcomes = self._wait(missing, max(0.0, until - time.monotonic()))
+            if failures := _failures(outcomes):
+                self._fail(call, failures, [rank for rank in missing if rank not in outcomes], began)
+            values |= {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Value)}
+            if not outcomes:
+                told = time.monotonic()
+                if told - began >= limit_s:
+                    self._give_up(call, missing, limit_s)
+                limit = f"limit {_setting(call)}: {limit_s:g} s"
+                who = self._who_is_missing(missing, self._doing(missing))
+                print(f"Waiting for `{call}` for {told - began:.0f} s ({limit}). {who}", file=sys.stderr, flush=True)
+        return [values[rank] for rank in range(self.size)]
+
+    def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
+        until = time.monotonic() + self._grace_s
+        others = [rank for rank in missing if rank not in failures]
+        while others and all(map(_may_follow_from_another, failures.values())):
+            more = self._wait(others, max(0.0, until - time.monotonic()))
+            # Ranks in an exchange with one that is gone may fail long before its death is noticed.
+            failures |= _failures(more) if more else self._gone(others)
+            others = [rank for rank in others if rank not in failures and rank not in more]
+            if not more:
+                break
+        if self._ended is not None:
+            raise RunFailedError(f"`{call}` has no answer: {self._ended}")
+        who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
+        error = error_of(who, call, failure)
+        # A rank that fails this late has probably waited for a rank that stands still, until the exchange timed out.
+        if others and time.monotonic() - began >= self._limits.collective_s:
+            error.add_note(self._where_they_stand(others)[0])
+        raise error
+
+    def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
+        where, silent = self._where_they_stand(missing)
+        who = self._identity(missing[0] if silent is None else silent)
+        raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
+
+    def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
+        """Return what each rank does, with its stacks, and the first rank that does not answer."""
+        doing = self._doing(missing)
+        stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
+        silent = next((rank for rank in missing if rank not in doing), None)
+        return "\n".join([self._who_is_missing(missing, doing), *stacks]), silent
+
+    def _who_is_missing(self, missing: Sequence[int], doing: Mapping[int, str]) -> str:
+        lines = [f"  {self._identity(rank)}: {doing.get(rank, 'does not say what it does')}" for rank in missing]
+        return "\n".join([f"{len(missing)} of {self.size} ranks have not answered:", *lines])
+
+
+def _setting(call: str) -> str:
+    """Return the setting with the limit of a call."""
+    return "backend.start_timeout_s" if call == START else "backend.call_timeout_s"
+
+
+def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
+    return {rank: outcome for rank, outcome in outcomes.items() if not isinstance(outcome, Value)}
+
+
+def _may_follow_from_another(failure: Raised | Died) -> bool:
+    """Return whether the failure may be an exchange that broke because another rank failed."""
+    return isinstance(failure, Raised) and failure.error is None
+
+
+def _of_worker(stack: str) -> str:
+    """Cut the thread that receives calls and the frames below the worker out of the stacks."""
+    threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
+    lines: list[str] = []
+    for thread in threads:
+        frames = thread.splitlines()
+        below = next((index for index, frame in enumerate(frames) if "ranks/rank_main.py" in frame), len(frames))
+        lines += frames[:below]
+    return "\n".join(lines)

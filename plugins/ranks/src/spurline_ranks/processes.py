@@ -27,9 +27,8 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from spurline.child import ChildProcess, kill_group
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import RankGroup
 from spurline_ranks.devices import LOOPBACK, local_environments
-from spurline_ranks.group import TimeLimits
+from spurline_ranks.group import RankGroup, TimeLimits
 from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, packed, unpacked
 from spurline_ranks.rank_main import RankOrder

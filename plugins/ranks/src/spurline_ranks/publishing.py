@@ -16,8 +16,7 @@ from torch import Tensor
 
 from spurline.plugins.registry import resolve
 from spurline_models.weight_buckets import BucketMaker, MakerChoice, WeightBucket
-from spurline_ranks.calls import RankGroup
-from spurline_ranks.group import Place
+from spurline_ranks.group import Place, RankGroup
 from spurline_ranks.weight_gathering import Bucket, WeightGathering
 
 

@@ -24,9 +24,8 @@ from ray.util.placement_group import PlacementGroup
 
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
-from spurline_ranks.calls import START, RankGroup
 from spurline_ranks.cluster_room import each_needs, room_for, what_comes
-from spurline_ranks.group import ClusterRequest, TimeLimits
+from spurline_ranks.group import START, ClusterRequest, RankGroup, TimeLimits
 from spurline_ranks.logs import write_into
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
 from spurline_ranks.rank_main import RankMain, RankOrder
