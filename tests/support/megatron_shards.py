@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from spurline_megatron_backend.architecture import Architecture
-from spurline_megatron_backend.checkpoint import Owned
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, held_parameters, whole_shapes
+from spurline_megatron_backend.trained_model import Owned
 
 DENSE = Architecture(
     model_type="qwen2",

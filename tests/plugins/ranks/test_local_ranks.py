@@ -25,7 +25,7 @@ from run_helpers import wait_for
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_models import machine
-from spurline_ranks import devices, group, processes
+from spurline_ranks import devices, processes
 from spurline_ranks.group import TimeLimits, open_ranks
 from spurline_ranks.processes import LocalRanks
 
@@ -272,7 +272,7 @@ def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_th
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     open_ranks(RankRequest(1), "rank_workers:Worker", (), TimeLimits(60, 60, 60)).close()
-    monkeypatch.setattr(group, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("spurline_ranks.group.PATIENCE_S", 0.5)
     with pytest.raises(RankFailedError, match=r"`start` was not done within 5 s.*start_timeout_s") as raised:
         open_ranks(RankRequest(2), "rank_workers:StandsStill", (), TimeLimits(5, 1, 60))
     assert "in _stands_still_here" in str(raised.value).partition("Stack of rank 1:")[2]
@@ -300,7 +300,7 @@ def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_o
 def test_a_long_wait_says_who_is_missing(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(group, "PATIENCE_S", 0.5)
+    monkeypatch.setattr("spurline_ranks.group.PATIENCE_S", 0.5)
     assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
     said = capsys.readouterr().err
     assert re.search(r"Waiting for `after` for \d s \(limit backend.call_timeout_s: 60 s\)", said)

@@ -1,17 +1,15 @@
 """Write the values of this rank's optimizer, and read them on any number of ranks, divided in any way.
 
-The form is in `spurline_ranks.checkpoint`: tensors have their names and shapes in the Hugging Face model. A rank's
+`spurline_ranks.checkpoint` defines the format: tensors have their names and shapes in the Hugging Face model. A rank's
 optimizer holds ranges of flattened parameters, and `parts` maps them to boxes of these tensors.
-
-Place on the way: shards of the optimizer -> pieces; pieces -> shards, from which the ranks fill the model again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,82 +19,30 @@ from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.protocols.backend import Role
-from spurline.protocols.optimizer import Optimizer
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
-from spurline_models.optimizers.state import (
-    Groups,
-    OptimizerState,
-    changed_groups,
-    check_state,
-    describe,
-    is_plain,
-    unsaveable,
-)
+from spurline_models.optimizers.state import OptimizerState, changed_groups, check_state, describe, is_plain, unsaveable
 from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples
 from spurline_ranks.checkpoint import StoredModel, digest_of_ranks
-from spurline_ranks.pieces import Box, Piece, PieceIndex, Shape
+from spurline_ranks.pieces import Box, Piece, PieceIndex
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.trained_model import Owned, TrainedModel
 
 _NOTHING_FROZEN = digest_of_samples([])
 
 
-@dataclass(frozen=True)
-class Owned:
-    """The range of a flattened parameter whose main values and optimizer state this rank alone holds.
-
-    Attributes:
-        span: (begin, end).
-        values: float32 [end - begin], the optimizer's own memory.
-        state: The optimizer's own mapping of its state by key; empty before the first step.
-    """
-
-    held: HeldParameter
-    span: tuple[int, int]
-    values: Tensor
-    state: MutableMapping[str, Any]
-
-
-class TrainedParts(Protocol):
-    """A rank's part of a model that is trained, as a checkpoint sees it; see `TrainedModel`."""
-
-    updates: int
-    initial_weights: str
-
-    @property
-    def shapes(self) -> Mapping[str, Shape]: ...
-    @property
-    def optimizer_name(self) -> str: ...
-    @property
-    def optimizer(self) -> Optimizer: ...
-    @property
-    def made(self) -> Groups: ...
-
-    def owned(self) -> Sequence[Owned]:
-        """Return the ranges that this rank's optimizer holds."""
-        ...
-
-    def fill_from_owned(self) -> None:
-        """Copy the ranges of all ranks into the model. A collective."""
-        ...
-
-
-Models = Mapping[Role, TrainedParts]
+Models = Mapping[Role, "TrainedModel"]
 
 
 def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder; returns digests by path in it. A collective.
-
-    Raises CheckpointWriteError.
-    """
+    """Write this rank's part into the folder; return digests by path in it. A collective."""
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
-    own: dict[Role, Sequence[Owned]] = {
-        role: [owned for owned in trained.owned() if is_written(owned.held, grid, rank)]
-        for role, trained in models.items()
-    }
-    # The only exchange, for all models at once: a rank that fails leaves no other waiting.
+    own = {role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()}
+    # This is the only exchange. A rank that fails afterwards leaves no other rank waiting.
     states = _joined_states(own, models)
     for role, trained in models.items():
         facts = None
@@ -118,7 +64,7 @@ class SavedModel(StoredModel):
 
     backend = "megatron"
 
-    def check(self, trained: TrainedParts) -> None:
+    def check(self, trained: TrainedModel) -> None:
         weights = {name: describe(torch.empty(shape, device="meta")) for name, shape in trained.shapes.items()}
 
         def check_optimizer(saved: OptimizerState) -> None:
@@ -126,13 +72,13 @@ class SavedModel(StoredModel):
             for key, tensor in saved.tensors.items():
                 if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
                     raise CheckpointError(
-                        f"optimizer state {key} is {describe(tensor)}, which has not the shape of its weight, "
-                        f"{list(trained.shapes[key.rpartition('/')[0]])}. Resume with the optimizer of the checkpoint."
+                        f"optimizer state {key} is {describe(tensor)}, and its weight has another shape. Resume with "
+                        "the optimizer of the checkpoint."
                     )
 
         self.check_fits(weights, _NOTHING_FROZEN, check_optimizer)
 
-    def put_into(self, trained: TrainedParts) -> None:
+    def put_into(self, trained: TrainedModel) -> None:
         """Read this rank's ranges straight into the optimizer, and fill the model. A collective."""
         state = OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"])
         with torch.no_grad():
@@ -148,7 +94,7 @@ class SavedModel(StoredModel):
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
     """Yield the parts of Hugging Face tensors in these ranges; values are the optimizer's own memory.
 
-    A single number of a parameter comes with the first value of each tensor in it.
+    State that is a single number comes with the first value of each tensor.
     """
     for owned in own:
         vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
@@ -167,12 +113,8 @@ def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
 def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
     """Collect the facts of each tensor whose first value is in these ranges, for the file beside the pieces.
 
-    Args:
-        own: The ranges.
-        name: The optimizer's in the config.
-
     Raises:
-        CheckpointWriteError: For state that a checkpoint cannot hold.
+        CheckpointWriteError: If a checkpoint cannot hold the state. It has the optimizer's name in the config.
     """
     shapes: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -194,7 +136,7 @@ def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
 
 
 def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -> None:
-    """Fill these ranges and the optimizer's state of them with saved values."""
+    """Fill these ranges, and the optimizer's state for them, with saved values."""
     on_host = set(saved.on_host)
     keys: dict[str, list[str]] = {}
     for place in [*saved.tensors, *saved.values]:
@@ -221,7 +163,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """Read the range from the tensors of its parts with this suffix, on CPU; padding is 0."""
+    """Read the range from the tensors whose names end in this suffix, onto the CPU; padding is 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):
@@ -242,7 +184,7 @@ def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
 
 
 def _is_first(part: Part, begin: int) -> bool:
-    """Return whether the value at `begin`, in this part of a flattened parameter, is the first of its tensor."""
+    """Return whether the value at `begin` of a flattened parameter is the first of its tensor."""
     return begin == part.begin and not any(part.box.offset)
 
 
@@ -267,10 +209,7 @@ def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
 
 
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
-    """Join the facts of each optimizer on the first rank. A collective.
-
-    Raises CheckpointWriteError, on the first rank for any rank.
-    """
+    """Join the facts of each optimizer on the first rank, and raise any rank's error there. A collective."""
     mine: Mapping[Role, OptimizerState] | CheckpointWriteError
     try:
         mine = {
@@ -292,16 +231,15 @@ def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mappi
 
 def join(states: Sequence[OptimizerState]) -> OptimizerState:
     """Join the facts of all ranks. Raises CheckpointWriteError unless their parameter groups are the same."""
-    first = states[0]
-    if any(state.groups != first.groups for state in states):
+    if any(state.groups != states[0].groups for state in states):
         raise CheckpointWriteError(
-            f"optimizer '{first.optimizer}' keeps values in its parameter groups that differ between ranks, which a "
-            "checkpoint cannot hold. Choose another optimizer, or backend fsdp."
+            f"optimizer '{states[0].optimizer}' keeps values in its parameter groups that differ between ranks, which "
+            "a checkpoint cannot hold. Choose another optimizer, or backend fsdp."
         )
     values = {key: value for state in states for key, value in state.values.items()}
     shapes = {key: shape for state in states for key, shape in state.shapes.items()}
     on_host = tuple(key for state in states for key in state.on_host)
-    return OptimizerState({}, first.optimizer, values, first.groups, shapes, on_host)
+    return OptimizerState({}, states[0].optimizer, values, states[0].groups, shapes, on_host)
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:

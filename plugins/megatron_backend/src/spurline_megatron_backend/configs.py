@@ -22,7 +22,7 @@ from spurline_ranks.configs import RankBackendConfig
 _FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
 
 INSTALL_CORE = "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
-"""The advice where Megatron-core is missing."""
+"""The advice when Megatron-core is missing."""
 
 
 def has_megatron_core() -> bool:
@@ -40,21 +40,21 @@ class MegatronBackendConfig(RankBackendConfig):
     beyond: ClassVar[str] = "Train a smaller model, or on more machines."
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
-        "lora": f"Megatron-core has no adapters: those of divided layers would need rules of their own. {_FSDP}",
+        "lora": f"Megatron-core has no adapters. {_FSDP}",
         "cpu_offload": f"Divide the model further (pipeline, tensor), which needs less memory too. {_FSDP}",
         "activation_checkpointing": "Its name here is recompute: none, selective or full.",
     }
 
     name: str = "megatron"
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` computes with bf16 weights, sums gradients in fp32 and steps on fp32 weights, which lie once; `auto` is
-    bf16 on GPUs, fp32 on CPU."""
+    """`bf16` computes with bf16 weights, sums gradients in fp32 and steps on fp32 weights, of which there is one copy;
+    `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Ranks that divide every layer. They exchange most: keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Stages of a pipeline: each has some of the layers, and micro-batches go through them one after the other."""
     virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Parts of the model that each stage has, in turns: less waiting at both ends of a step, more to send."""
+    """Parts of the model that each stage computes in turns: less waiting at both ends of a step, more to send."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Ranks that share each sequence, for sequences too long for one."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -65,8 +65,8 @@ class MegatronBackendConfig(RankBackendConfig):
     """Let the ranks that divide layers also divide the tokens between them, which needs less memory; null does so
     where `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """Compute again in the backward pass, instead of keeping it: nothing, attention (`selective`), or whole layers
-    (`full`: least memory, about a third more time)."""
+    """Recompute in the backward pass: nothing, attention (`selective`), or whole layers (`full`: least memory, about a
+    third more time)."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
     """The memory that holds the reference model while it is not used; `host` brings it to the device each time."""
 
@@ -91,15 +91,15 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def divides_tokens(self) -> bool:
-        """True where ranks that divide layers divide the tokens between them."""
+        """True if ranks that divide layers also divide the tokens."""
         return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def layout(self) -> ParallelLayout:
-        # Alignment for tensor and context is made in the rank's own stream, where padding is dropped anyway.
+        # A rank aligns its own streams for tensor and context.
         return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
-        # Machines of a cluster have packages of their own, and a config for other machines trains nothing here.
+        # Machines of a cluster have their own packages, and a config for other machines trains nothing here.
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
@@ -109,11 +109,11 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        # Megatron-core asks for it: an exchange then starts before the kernels that were asked for after it.
+        # Megatron-core needs it so that an exchange starts before kernels that are launched after it.
         return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        # Experts have groups of their own within a stage: those of tensor and context do not limit them.
+        # Experts have groups of their own within a stage, which do not depend on tensor and context.
         of_rows, of_experts = ("tensor", "pipeline", "context"), ("pipeline", "expert", "expert_tensor")
         problem = self._size_problem(ranks, of_rows) or self._size_problem(ranks, of_experts)
         if problem is not None:
@@ -121,37 +121,28 @@ class MegatronBackendConfig(RankBackendConfig):
         if self.virtual_stages > 1 and self.pipeline == 1:
             yield Problem(
                 "virtual_stages",
-                f"is {self.virtual_stages}, and there is one stage. Set pipeline to more than 1, or virtual_stages to "
-                "1.",
+                f"is {self.virtual_stages}, and there is one stage. Set pipeline above 1, or virtual_stages to 1.",
             )
         if self.sequence_parallel and self.tensor == 1:
             yield Problem(
                 "sequence_parallel",
-                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor to more than 1, or "
-                "remove it; context divides sequences without it.",
-            )
-        if not self.divides_tokens and self.tensor > 1 and (self.expert > 1 or self.expert_tensor > 1):
-            yield Problem(
-                "sequence_parallel",
-                "is false, and Megatron-core trains experts with tensor more than 1 only where tokens are divided too. "
-                "Remove it, or set tensor to 1.",
+                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor above 1, or remove it; "
+                "context divides sequences without it.",
             )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
         if optimizer.is_elementwise:
             return None
-        return "does not change each value by itself (`is_elementwise`), as is needed for parts that have no shape"
+        return "does not change each value by itself (`is_elementwise`), which flat parts of parameters need"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
         """Return the problem where these sizes together do not divide the ranks."""
-        # A size of 1 was not meant to divide anything.
         sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
         needed = math.prod(sizes.values())
         if ranks % needed == 0:
             return None
         product = " x ".join(f"{name} {size}" for name, size in sizes.items())
         more = math.ceil(ranks / needed) * needed
-        # The last one is added to the others.
         key = next(reversed(sizes))
         return Problem(
             key,

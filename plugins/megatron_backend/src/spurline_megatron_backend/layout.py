@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
 RANKS_OF_MACHINE = 8
-"""Devices of one machine, if nothing tells: of a DGX or HGX."""
+"""Devices of a machine that is not known: as many as a DGX has."""
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
@@ -73,8 +73,7 @@ def _product(grid: Grid) -> str:
 
 
 def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
-    """Raise ConfigError for a model that cannot be divided as is asked for, ModelError for one that Megatron-core is
-    not told how to build."""
+    """Raise ConfigError for a model that the ranks cannot divide, ModelError for a model that is not supported."""
     architecture = read_architecture(load_model_config(run.model))
     problems = [
         *size_problems(config, architecture),
@@ -110,7 +109,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
         what = "stages" if grid.virtual_stages == 1 else "parts of stages"
         yield Problem(
             f"backend.{key}",
-            f"makes {count} {what}, and the model has {a.num_layers} layers, of which each needs one. Make it smaller.",
+            f"makes {count} {what}, and each needs one of the model's {a.num_layers} layers. Make it smaller.",
         )
     yield from _expert_problems(config, a)
 
@@ -138,14 +137,11 @@ def _expert_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator
             f"is {grid.expert_tensor}, which does not divide the {a.expert_ffn} columns of an expert. {fitting}",
         )
     if grid.tensor > 1 and not config.divides_tokens:
-        yield Problem(
-            "backend.sequence_parallel",
-            "is false, and with experts Megatron-core needs it where tensor is above 1. Remove it.",
-        )
+        yield Problem("backend.sequence_parallel", "is false, but experts need it with tensor above 1. Remove it.")
 
 
 def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, critic: bool) -> Iterator[Problem]:
-    """Groups of parameters that part what Megatron keeps in one; of each setting the first that does."""
+    """Yield the first group of parameters that separates weights which Megatron keeps as one parameter."""
     alone = Grid(1)
     (parameters,) = held_parameters(a, alone, alone.place(0), critic=critic)
     for held in parameters.values():
@@ -162,7 +158,7 @@ def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, cr
 
 
 def _fitting(key: str, number: int, ranks: int) -> str:
-    """A sentence that proposes the sizes that divide both."""
+    """Return a sentence with the sizes that divide both numbers."""
     fitting = divisors(math.gcd(number, ranks))
     return f"Choose one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else f"Set {key} to 1."
 
@@ -181,12 +177,12 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
 
 
 def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
-    """More ranks for each copy of the model, of those that there are."""
+    """Yield layouts of the same ranks with more ranks for each copy of the model."""
     grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
     expert, tensor = grid.expert, grid.tensor
     experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
     for size in divisors(experts):
-        # Across machines the exchange of tokens would take longest.
+        # An exchange of tokens across machines would be slow.
         if size > expert and size * grid.expert_tensor <= local:
             expert = size
             yield {"expert": size}

@@ -1,7 +1,7 @@
 """Find the layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
 
-Every layout is tried that divides model and ranks, with tensor groups inside machines: no layer hides what they
-exchange. Bytes and waiting follow from the layout alone; how fast devices and networks are is not guessed.
+Every layout is tried that divides model and ranks and keeps tensor groups inside machines. Bytes and waiting follow
+from the layout; speeds of devices and networks are not guessed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SMALL_SHARE = 1024
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, its memory on the fullest rank, the bytes that a rank sends in a step, and the share that it waits."""
+    """A layout, its memory on the fullest rank, the bytes that a rank sends in a step, and the share of waiting."""
 
     config: MegatronBackendConfig
     memory: MemoryEstimate
@@ -68,7 +68,7 @@ def suggested_layouts(
 def find_layouts(
     config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int, usable_bytes: float
 ) -> tuple[list[Candidate], Candidate]:
-    """Try all layouts of the ranks. Returns those that fit, the best first, and the one that needs least memory."""
+    """Try all layouts. Return those that fit, the best first, and the one that needs least memory."""
     tried: list[Candidate] = []
     for divided in _divisions(config, a, row_length):
         for layout in _variants(divided, a, row_length, tokens):
@@ -77,13 +77,13 @@ def find_layouts(
                 # The variants that follow take longer.
                 break
     fitting = [found for found in tried if found.memory.peak <= usable_bytes]
-    # To compute whole layers again takes a third more time, whatever is sent.
+    # Recomputing whole layers takes a third more time.
     fitting.sort(key=lambda found: (found.idle > MOST_IDLE, found.config.recompute == "full", found.sent))
     return fitting, min(tried, key=lambda found: found.memory.peak)
 
 
 def evaluate(config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int) -> Candidate:
-    """Return the layout with the memory that it needs, what a rank sends, and how long it waits."""
+    """Return the layout with its memory, the bytes that a rank sends, and how long it waits."""
     memory = estimate_fullest(config, run, a, row_length, tokens)
     number, _ = microbatches(config, row_length, tokens)
     return Candidate(config, memory, sent_bytes(config, a, row_length, tokens), idle_share(config.grid, a, number))
@@ -93,7 +93,7 @@ def idle_share(grid: Grid, a: Architecture, number: int) -> float:
     """Return the share of a step of so many micro-batches in which ranks wait for other stages.
 
     With p stages of v parts and m micro-batches, filling and emptying takes p - 1 turns beside v m (Narayanan et al.
-    2021, arXiv:2104.04473). All wait for the part that has most layers.
+    2021, arXiv:2104.04473). All wait for the part with most layers.
     """
     turns = grid.virtual_stages * number + grid.pipeline - 1
     most = max(part_sizes(a.num_layers, grid.pipeline * grid.virtual_stages))
@@ -102,48 +102,26 @@ def idle_share(grid: Grid, a: Architecture, number: int) -> float:
 
 def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, tokens: int) -> int:
     """Return the bytes that a rank sends in a step: in each layer, between stages, and once for the gradients."""
-    computed = COMPUTED_BYTES[config.computes_in]
+    grid, share, computed = config.grid, sequence_share(config), COMPUTED_BYTES[config.computes_in]
     number, own = microbatches(config, row_length, tokens)
+    # Values for each token of the rank, in a layer and in one pass. A gather comes before and a sum after attention and
+    # the feed-forward layer; experts exchange tokens instead.
+    by_tensor = (2 if a.num_experts else 4) * _others(grid.tensor) * a.hidden
+    # Queries, keys, values and results change from parts of rows to parts of heads and back. Keys and values are
+    # repeated until the ranks divide them evenly.
+    heads = a.heads // grid.tensor + math.lcm(a.key_value_heads // grid.tensor, grid.context)
+    by_context = _others(grid.context) * 2 * heads * a.head_dim
+    # Copies of a token go to its experts, and to all ranks that divide one, and come back.
+    by_expert = 2 * a.experts_per_token * a.hidden / share * (_others(grid.expert) + grid.expert_tensor - 1)
     # Forward and backward, and forward again where whole layers are recomputed.
     passes = 3 if config.recompute == "full" else 2
-    of_layer = _sent_by_tensor(config, a) + _sent_by_context(config, a) + _sent_by_expert(config, a)
-    layers = math.ceil(a.num_layers / config.pipeline)
-    of_token = passes * layers * of_layer + _sent_by_pipeline(config, a)
-    return int(computed * number * own * of_token + _sent_by_data(config, a, computed))
-
-
-# The values that a rank sends for each token that it has, in a layer and in one pass.
-
-
-def _sent_by_tensor(config: MegatronBackendConfig, a: Architecture) -> float:
-    """Count a gather before and a sum after attention and the feed-forward layer; experts exchange tokens instead."""
-    return (2 if a.num_experts else 4) * _others(config.tensor) * a.hidden
-
-
-def _sent_by_context(config: MegatronBackendConfig, a: Architecture) -> float:
-    """Count queries, keys, values and results, which change from parts of rows to parts of heads and back."""
-    queries = a.heads // config.tensor
-    # Keys and values that cannot be divided evenly are repeated until they can.
-    keys = math.lcm(a.key_value_heads // config.tensor, config.context)
-    return _others(config.context) * (2 * queries + 2 * keys) * a.head_dim
-
-
-def _sent_by_expert(config: MegatronBackendConfig, a: Architecture) -> float:
-    """Count the copies of tokens that go to their experts, and to all ranks that divide one, and come back."""
-    copies = a.experts_per_token * a.hidden / sequence_share(config)
-    return 2 * copies * (_others(config.expert) + config.expert_tensor - 1)
-
-
-def _sent_by_pipeline(config: MegatronBackendConfig, a: Architecture) -> float:
-    """Count the values that each part passes on for a token, and their gradients that it passes back."""
-    return 2 * config.virtual_stages * a.hidden / sequence_share(config) if config.pipeline > 1 else 0
-
-
-def _sent_by_data(config: MegatronBackendConfig, a: Architecture, computed: int) -> float:
-    """Count the bytes of gradients that are summed in fp32, and of weights gathered as they are computed with."""
-    grid = config.grid
+    of_token = passes * math.ceil(a.num_layers / grid.pipeline) * (by_tensor + by_context + by_expert)
+    if grid.pipeline > 1:
+        of_token += 2 * grid.virtual_stages * a.hidden / share
+    # Gradients are summed in fp32, and weights gathered in the dtype of the computation.
     expert, dense = max((held_values(a, grid, stage) for stage in range(grid.pipeline)), key=sum)
-    return (MAIN_BYTES + computed) * (expert * _others(grid.expert_data) + dense * _others(grid.data * grid.context))
+    by_data = expert * _others(grid.expert_data) + dense * _others(grid.data * grid.context)
+    return int(computed * number * own * of_token + (MAIN_BYTES + computed) * by_data)
 
 
 def _others(ranks: int) -> float:
@@ -171,7 +149,7 @@ def _variants(
     """Yield layouts with these groups and micro-batches of a few rows, the fastest first."""
     share = max(row_length, math.ceil(tokens / config.grid.data))
     bound = min(share, max(1, _MICROBATCH // row_length) * row_length)
-    # Parts of a few layers wait less, and are sent more often.
+    # With several parts to a stage ranks wait less and send more.
     parts = a.num_layers // config.pipeline // 4 if config.pipeline > 1 else 1
     for recompute in ("none", "selective", "full"):
         for virtual in sorted({1, max(1, parts)}):
@@ -180,7 +158,7 @@ def _variants(
 
 
 def _changes(config: MegatronBackendConfig, layout: MegatronBackendConfig) -> str:
-    """Return what to set for this layout: sizes above 1, and all that the config now has otherwise."""
+    """Return the settings of this layout that are not 1 or that the config now sets otherwise."""
     sizes: dict[str, Any] = {key: getattr(layout, key) for key in _SIZES}
     values = {key: size for key, size in sizes.items() if size > 1 or getattr(config, key) > 1}
     if config.sequence_parallel is not None and config.sequence_parallel != layout.divides_tokens:

@@ -1,8 +1,7 @@
-"""Fill a rank's parameters with the weights of a Hugging Face folder: each rank reads from the files what it holds.
+"""Fill a rank's parameters with the weights of a Hugging Face folder: each rank reads its own values from the files.
 
-Models without safetensors files, and those with `init: random`, are loaded by the first rank, as the local backend
-does, and handed out tensor by tensor. In files, experts may lie one by one, and a tied model may have its embedding
-under two names.
+The first rank loads models without safetensors files and models with `init: random`, as the local backend does, and
+broadcasts them tensor by tensor. Files may hold experts one by one, and the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 _BASE = "model."
-"""Prefix of tensor names, which files lack if they were written by the model without its output layer."""
+"""A prefix of tensor names. Files of the model without its output layer lack it."""
 _IGNORED = "rotary_emb.inv_freq"
-"""Tables in old files, which follow from the config."""
+"""Tables in old files; the config has them too."""
 
 
 def load_weights(
@@ -59,27 +58,19 @@ def load_weights(
         critic: Whether the model ends in a value head, which begins with 0.
 
     Raises:
-        ModelError: If weights do not fit, on every rank.
+        ModelError: If weights do not fit.
     """
     files = [] if model.init == "random" else safetensors_files(model)
-    if files:
-        _read_parts(held, model, architecture, files, device, critic=critic)
-    else:
+    if not files:
         _hand_out(held, model, architecture, seed, device, critic=critic)
-
-
-def _read_parts(
-    held: Held, model: ModelConfig, architecture: Architecture, files: Sequence[Path], device: str, *, critic: bool
-) -> None:
+        return
     with WeightFiles(files, architecture, critic=critic) as opened:
-        # One warning, not one of each rank.
+        # One rank warns for all.
         unexpected = opened.unexpected if dist.get_rank() == 0 else ()
         check_loaded(model, opened.missing, opened.mismatched, unexpected)
         opened.fill(held)
-        differs = torch.tensor(int(opened.heads_differ(held)), device=device)
-    dist.all_reduce(differs, dist.ReduceOp.MAX)
-    if differs.item():
-        raise _untied(model)
+        if opened.heads_differ(held):
+            raise _untied(model)
 
 
 def _untied(model: ModelConfig) -> ModelError:
@@ -113,7 +104,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _OfExperts:
-    """The tensor of all experts, which files hold one by one; its rows are one kind of projection after the other."""
+    """The tensor of all experts, which files hold one by one. Its rows are one kind of projection after another."""
 
     at: str
     kinds: tuple[str, ...]
@@ -155,9 +146,9 @@ def _forms(name: str, shape: Shape) -> Iterator[_Form]:
 
 
 class WeightFiles:
-    """The safetensors files of a model; a context that closes them. Opening reads headers alone.
+    """The safetensors files of a model; a context that closes them. Opening reads only headers.
 
-    `missing` has names that no file has, `unexpected` keys without a place in the model, and `mismatched` tuples of
+    `missing` holds names that no file has, `unexpected` keys without a place in the model, and `mismatched` tuples of
     key, shape in the files and shape in the model. Values can be read if none is missing or mismatched.
     """
 
@@ -227,16 +218,7 @@ def _hand_out(
     held: Held, model: ModelConfig, architecture: Architecture, seed: int, device: str, *, critic: bool
 ) -> None:
     """Load the whole model on the host of the first rank, and broadcast it."""
-    whole: dict[str, Tensor] = {}
-    failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            whole = _load_whole(model, architecture, seed)
-        except ModelError as error:
-            failure = [str(error)]
-    dist.broadcast_object_list(failure, src=0, device=torch.device(device))
-    if failure[0] is not None:
-        raise ModelError(failure[0])
+    whole = _load_whole(model, architecture, seed) if dist.get_rank() == 0 else {}
     parts: dict[str, list[tuple[Part, Tensor]]] = {}
     for parameter, tensor in held:
         values = _cleared(tensor)

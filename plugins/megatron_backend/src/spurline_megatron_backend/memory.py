@@ -1,8 +1,8 @@
 """Estimate what the fullest rank holds, for `spurline plan`.
 
-Weights, gradients and optimizer are exact sums over the table of parts. Activations are a rule of thumb: the tensors
-that a layer keeps for the backward pass, counted as Korthikanti et al. 2022 (arXiv:2205.05198) do, for gated SiLU,
-shared keys and attention that materializes no scores; times the micro-batches that a stage has begun and not finished.
+Weights, gradients and optimizer are exact sums over the table of parts. Activations are the tensors that a layer keeps
+for the backward pass, counted as in Korthikanti et al. 2022 (arXiv:2205.05198) for gated SiLU, shared keys and
+attention that keeps no scores, times the micro-batches that a stage has begun and not finished.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def _of_stage(
     number, own = microbatches(config, row_length, tokens)
     update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
     if config.divides_tokens:
-        # All tokens of the input of a divided matrix, and of its gradient, are there while it is computed with.
+        # Divided matrices are multiplied with the inputs of all tokens, and with their gradients.
         update["gathered activations"] = 2 * own * a.hidden * computed
     if stage == grid.pipeline - 1:
-        # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
+        # The peak is in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
         columns = padded_vocabulary(a, grid) // grid.tensor
         update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
     if run.source.facts.replays_experts:
-        # int16, of all micro-batches of a step, and once more of each rank's own tokens of them.
+        # int16 numbers for all tokens of a step, and once more for the rank's own tokens.
         share = math.ceil(tokens / grid.data)
         of_token = 2 * a.num_layers * a.experts_per_token
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
@@ -91,7 +91,7 @@ def _of_stage(
 
 
 def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) -> tuple[int, int]:
-    """Return the number of micro-batches of a step, and the tokens of one that each rank of a context group has."""
+    """Return the number of micro-batches of a step, and the tokens that a rank of a context group has of each."""
     share = math.ceil(tokens / config.grid.data)
     # A row is never divided between micro-batches.
     size = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
@@ -100,8 +100,8 @@ def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) ->
 
 
 def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False) -> tuple[int, int]:
-    """Count the values that each rank of a stage holds, padding included: in its experts, and in all else."""
-    # All layers are alike: one of them, and what is beside them, tell how much any number holds.
+    """Count the values that each rank of a stage holds in its experts and in all else, with padding."""
+    # All layers are alike: one layer and the rest are counted, and the layer is multiplied.
     layers = grid.count_layers(a.num_layers, stage)
     of_experts, of_rest = _values_of_layer(a, grid.tensor, grid.expert, grid.expert_tensor)
     _, beside = _count_values(replace(a, num_layers=0), grid, stage, critic)
@@ -110,7 +110,7 @@ def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False
 
 @lru_cache(maxsize=256)
 def _values_of_layer(a: Architecture, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int]:
-    # The second of three stages has a layer, and nothing beside it.
+    # The second of three stages has one layer and nothing else.
     grid = Grid(3 * tensor * expert * expert_tensor, tensor, 3, expert=expert, expert_tensor=expert_tensor)
     return _count_values(replace(a, num_layers=3), grid, 1, critic=False)
 
@@ -123,7 +123,7 @@ def _count_values(a: Architecture, grid: Grid, stage: int, critic: bool) -> tupl
 
 
 def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerConfig, computed_bytes: int) -> int:
-    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of weights that are narrower."""
+    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of narrower weights."""
     expert, dense = math.ceil(values[0] / grid.expert_data), math.ceil(values[1] / (grid.data * grid.context))
     copies = MAIN_BYTES * (dense + expert) if computed_bytes < MAIN_BYTES else 0
     return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, MAIN_BYTES)
@@ -132,11 +132,9 @@ def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerCo
 def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
     """Count the micro-batches whose activations a stage keeps at its peak, of `number` in all.
 
-    Part of a micro-batch is part of its layers. Plain stages take one forward, one backward: as many as there are
-    stages from this one to the last (PipeDream-Flush, Narayanan et al. 2021, arXiv:2104.04473). Interleaved, Megatron
-    begins 2 (stages behind) + (parts - 1) stages more parts of a micro-batch before the first goes back
-    (`get_pp_rank_microbatches`), which for the first stage is the factor 1 + (p - 1) / (p v) of Korthikanti et al.
-    2022, section 4.2.3.
+    Plain stages keep as many as there are stages from this one to the last (PipeDream-Flush, Narayanan et al. 2021,
+    arXiv:2104.04473). Interleaved stages begin 2 (stages behind) + (parts - 1) stages more parts before the first goes
+    back (`get_pp_rank_microbatches`), as in Korthikanti et al. 2022, section 4.2.3.
     """
     behind, parts = grid.pipeline - stage - 1, grid.virtual_stages
     if parts == 1:
@@ -154,7 +152,7 @@ def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, num
     if config.recompute == "full":
         values += whole_layer
     if stage == grid.pipeline - 1:
-        # Before and after the last norm, and gathered: all tokens, and those with loss.
+        # Hidden states before and after the last norm, then gathered for all tokens and for those with loss.
         values += a.hidden * (2 / share + 2)
     return values
 
@@ -162,22 +160,22 @@ def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, num
 def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: float = 1.0) -> float:
     """Count the values that a layer keeps for its backward pass, for each token of a rank of the context group.
 
-    A rank's experts get `expert_load` times as many copies of tokens as an even share.
+    A rank's experts get `expert_load` times an even share of the tokens.
     """
     grid, share = config.grid, sequence_share(config)
     norms = 4 * a.hidden / share
     attention = _kept_of_attention(config, a)
     if not a.num_experts:
-        # Gate and up projection, and their product.
+        # The layer keeps gate, up projection and their product.
         return norms + attention + 3 * a.ffn / grid.tensor
-    # Copies of tokens, gathered by the ranks that divide an expert; gate, up and weighted product of each. Routers keep
-    # scores and weights in fp32.
+    # Experts keep copies of tokens, gathered by the ranks that divide an expert, with gate, up and weighted product of
+    # each. Routers keep scores and weights in fp32.
     copies = expert_load * a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
     return norms + attention + (copies + 4 * a.num_experts) / share
 
 
 def sequence_share(config: MegatronBackendConfig) -> int:
-    """Return the number of ranks that divide the tokens in the layers that tensor parallelism does not divide."""
+    """Return the number of ranks that divide the tokens in norms and other undivided layers."""
     return config.tensor if config.divides_tokens else 1
 
 

@@ -30,7 +30,7 @@ from spurline_megatron_backend.probe import check_exactness
 from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
-from spurline_megatron_backend.weight_gathering import ExactWeights, WeightsOfRanks
+from spurline_megatron_backend.weight_gathering import WeightsOfRanks
 from spurline_models.accumulate import StepSums, SumsPart
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.dealing import RankShare, Rows
@@ -46,7 +46,7 @@ from spurline_ranks.weight_gathering import WeightGathering, as_arrays
 from spurline_ranks.worker import RankWorker
 
 Wire = Mapping[str, Any]
-"""A `RankShare` as it travels."""
+"""A `RankShare.to_wire`."""
 
 
 class MegatronRank(RankWorker):
@@ -56,10 +56,10 @@ class MegatronRank(RankWorker):
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         super().__init__(place, run, registry, total_updates)
-        # Without `ranks` the config counts GPUs, and a rank sees one.
+        # Without `ranks` the config counts GPUs, and a rank sees only one.
         grid = replace(self._config.grid, ranks=place.world)
         self._groups = open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
-        # Ranks that compute the same rows come to the same loss, on the last stage: one of them counts it.
+        # Ranks that compute the same rows compute the same loss on the last stage, and one of them counts it.
         self._counts = grid.speaks(place.rank)
 
     def build(self) -> None:
@@ -85,17 +85,15 @@ class MegatronRank(RankWorker):
         self._reference: StagedModel | None = None
         if self._run.trained_critic is not None:
             self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
-        # Names and shapes, as the local backend has them: all its weights are fp32.
+        # This gives names and shapes as the local backend has them: all its weights are fp32.
         causal = build_without_memory(config, self._run.model)
         nn.Module.to(causal, torch.float32)
         named = NamedWeights(causal, adapted=False)
-        grid = self._groups.grid
-        self._gathering = WeightGathering(
-            named, ExactWeights(self._architecture, grid, self._policy, self._memory.read)
-        )
-        # Engines get weights as forward passes here use them.
-        held = self._policy.model.parameters()
-        used = WeightsOfRanks(self._architecture, grid, held, read=self._memory.read)
+        grid, policy, read = self._groups.grid, self._policy, self._memory.read
+        exact = WeightsOfRanks(self._architecture, grid, policy.exact(), read=read, prepare=policy.show_exact)
+        self._gathering = WeightGathering(named, exact)
+        # Engines get weights in the dtype of forward passes here.
+        used = WeightsOfRanks(self._architecture, grid, policy.model.parameters(), read=read)
         self._publishing = Publishing(self._place, WeightGathering(named, used), COMPUTED[self._config.computes_in])
 
     def gradients(
@@ -124,7 +122,7 @@ class MegatronRank(RankWorker):
         return sums.fetch()[0] if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Score the rows of the share; None from a rank whose rows another one answers for."""
+        """Score the rows of the share; return None if another rank answers for them."""
         share = RankShare.from_wire(wire)
         batch = share.batch
         positions: list[Tensor] = []
@@ -142,7 +140,7 @@ class MegatronRank(RankWorker):
             return None
         result = torch.zeros(batch.num_rows * batch.length)
         if values:
-            # One copy for all: it waits for the device, and other stages wait too.
+            # A copy waits for the device, and other stages wait too: all values are copied at once.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
 
@@ -197,7 +195,7 @@ class MegatronRank(RankWorker):
             model.run(streams, visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
-        """Return equally many streams on all ranks: idle ones keep the exchanges in step."""
+        """Return the same number of streams on all ranks, some idle, so that exchanges stay in step."""
         columns = [name for name in needs if name != ENTROPY]
         streams = list(share_streams(share, columns, self._profile))
         missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
@@ -211,7 +209,7 @@ class MegatronRank(RankWorker):
         return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
 
     def _digest(self, model: StagedModel, exact: Sequence[Tensor], *, critic: bool = False) -> str:
-        """Return the digest of the fp32 values, which is the same in every precision."""
+        """Return the digest of the fp32 values, which does not depend on the precision."""
         held = [(entry, values) for (entry, _), values in zip(model.parameters(), exact, strict=True)]
         return weights_digest(self._architecture, held, self._profile.device, critic=critic)
 

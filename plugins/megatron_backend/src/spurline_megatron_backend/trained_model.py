@@ -2,13 +2,13 @@
 
 Megatron-core keeps the gradients of a model in flat buffers, and sums each buffer so that every data-parallel rank gets
 one range of it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank keeps fp32 values and optimizer state
-for its own range alone; after a step all ranks gather the new weights. The optimizer is the run's own, and steps on
-flat ranges of parameters.
+of its own range only; after a step all ranks gather the new weights. The run's optimizer steps on flat ranges of
+parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from torch import Tensor
 from torch.nn import Parameter
 
-from spurline_megatron_backend.checkpoint import Owned
 from spurline_megatron_backend.parts import HeldParameter
 from spurline_megatron_backend.stages import StagedModel
 from spurline_models.optimizers.groups import check_groups
@@ -31,11 +30,11 @@ from spurline_ranks.worker import StepTotals, clip_factor
 
 @dataclass(frozen=True)
 class Shard:
-    """The range `span` of one flattened parameter, which this rank optimizes.
+    """The range `span` of a flattened parameter that this rank optimizes.
 
     Attributes:
         main: The fp32 values that the optimizer steps on.
-        weights: The same values in the model's dtype; with fp32 the very memory of `main`.
+        weights: The same values in the model's dtype; an fp32 model shares the memory of `main`.
         gradient: The gradients, summed over all ranks at the end of a backward pass.
     """
 
@@ -46,6 +45,21 @@ class Shard:
     gradient: Tensor
 
 
+@dataclass(frozen=True)
+class Owned:
+    """The range `span` of a flattened parameter that this rank alone optimizes.
+
+    Attributes:
+        values: float32 [end - begin], the optimizer's own memory.
+        state: The optimizer's own mapping of its state by key; empty before the first step.
+    """
+
+    held: HeldParameter
+    span: tuple[int, int]
+    values: Tensor
+    state: MutableMapping[str, Any]
+
+
 class TrainedModel:
     """A model on its ranks with the optimizer of all its parameters. Making one is a collective.
 
@@ -54,9 +68,9 @@ class TrainedModel:
         recipe: Makes the optimizer.
         shapes: Shapes of all tensors of the whole model, by name.
         tensor_rank: The number of this rank in its tensor group.
-        exact: fp32 values of the parameters, in their order.
+        exact: fp32 values of the parameters, in the order of `StagedModel.parameters`.
         initial_weights: The digest of all weights.
-        memory: The memory of the device.
+        memory: The device's memory, which other processes may get for a while.
     """
 
     def __init__(
@@ -74,14 +88,14 @@ class TrainedModel:
         self.recipe = recipe
         self.shapes = shapes
         self.initial_weights = initial_weights
-        """Recognises the weights that the whole run started from, also after a resume."""
+        """The digest of the weights that the run started from, also after a resume."""
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():
             # Gradients of experts are summed over the ranks that have the same experts. Megatron does so only if
-            # `expert` is more than 1, but the ranks of a tensor group may each have all experts, and other tokens.
+            # `expert` is more than 1, but ranks of a tensor group may have the same experts and different tokens.
             cast(Any, parameter).allreduce = not held.is_expert
-        # Gradients are summed a bucket at a time, each as soon as the last micro-batch has gone backward through it.
+        # Each bucket of gradients is summed as soon as the last micro-batch has gone backward through it.
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
         )
@@ -100,7 +114,7 @@ class TrainedModel:
         """The settings of the optimizer's groups when it was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether the device was given away when the gradients' memory got the fp32 values; None without values."""
+        """Whether the device was given away when `show_exact` wrote the fp32 values; None before it has."""
 
     @property
     def optimizer_name(self) -> str:
@@ -109,7 +123,7 @@ class TrainedModel:
     def owned(self) -> list[Owned]:
         """Return the parameters of this rank's optimizer, with their state from the first step on.
 
-        While others have the device these are copies on the host, which may only be read.
+        While others have the device, these are copies on the host, which may only be read.
         """
         read, states = self._memory.read, self.optimizer.state
         if not self._memory.is_given:
@@ -125,7 +139,7 @@ class TrainedModel:
         ]
 
     def tensors(self) -> DeviceTensors:
-        """Return what lies on the device between two updates: the flat buffers of parameters and shards, and states."""
+        """Return what lies on the device between two updates: flat buffers of parameters, shards, and states."""
         self._shown_while_given = None
         buffers = [buffer for wrapped in self._wrapped for buffer in _buffers(wrapped)]
         weights = [*self.model.tensors(), *(buffer.param_data for buffer in buffers)]
@@ -133,7 +147,7 @@ class TrainedModel:
         return DeviceTensors(weights, state, [buffer.grad_data for buffer in buffers])
 
     def begin(self) -> None:
-        """Set the gradients to 0, before those of a step."""
+        """Set the gradients to 0 before a step."""
         self._shown_while_given = None
         for wrapped in self._wrapped:
             wrapped.zero_grad_buffer()
@@ -146,13 +160,13 @@ class TrainedModel:
         return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
-        """Return whether this rank counts for a shard: the only rank that has its values, or the first of several."""
+        """Return whether this rank counts a shard: it alone has the values, or is the first of several that do."""
         if shard.held.is_copy:
             return False
         return shard.held.is_divided or self._tensor_rank == 0
 
     def step(self, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights; returns the learning rates that were used, as metrics. A collective."""
+        """Clip, and update the weights; return the learning rates as metrics. A collective."""
         factor = clip_factor(grad_norm, self.recipe.config.max_grad_norm)
         for shard in self.shards:
             if factor is not None:
@@ -177,18 +191,18 @@ class TrainedModel:
                 wrapped.start_param_sync(force_sync=True)
 
     def exact(self) -> list[tuple[HeldParameter, Tensor]]:
-        """Return every parameter in fp32. Values are right from `show_exact` until a step or a load begins."""
+        """Return every parameter in fp32. The values are valid from `show_exact` until a step or a load begins."""
         return [
             (held, value.detach() if value.dtype == torch.float32 else cast(Any, value).main_grad)
             for held, value in self.model.parameters()
         ]
 
     def show_exact(self) -> None:
-        """Bring the fp32 values of all parameters to where `exact` has them. A collective.
+        """Write the fp32 values of all parameters to the tensors that `exact` returns. A collective.
 
-        Models that compute in another dtype have them in the memory of the gradients, which hold nothing between steps.
+        Models in another dtype use the memory of the gradients, which hold nothing between steps.
         """
-        # Scratch memory on the host is gone with `take`.
+        # `DeviceMemory.take` frees scratch memory on the host, and with it values that were shown there.
         if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
             return
         read = self._memory.read
@@ -200,7 +214,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # The group exchanges on the device alone, which so holds a bucket while others have it.
+                        # The group exchanges only on the device, which holds one bucket even while others have it.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -210,12 +224,12 @@ class TrainedModel:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sum gradients over all ranks. Losses are already divided by a number of tokens."""
+    """Sum gradients over all ranks without dividing them by a number of tokens: losses are divided already."""
     finalize_model_grads(model, None, **options)
 
 
 def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
-    """Return the buffers of dense parameters, then those of experts, which have other data-parallel groups."""
+    """Return the buffers of dense parameters, then the buffers of experts, with other data-parallel groups."""
     owner: Any = wrapped
     return [*owner.buffers, *owner.expert_parallel_buffers]
 
@@ -256,7 +270,7 @@ def _optimizer(
     parameters: Sequence[tuple[HeldParameter, Parameter]],
     shards: Sequence[Shard],
 ) -> Any:
-    """Return the run's optimizer of these shards. All ranks have the same groups, even without parameters in them."""
+    """Return the run's optimizer of these shards. All ranks have the same groups, some without parameters."""
     device = parameters[0][1].device
     # Settings look at names and dimensions; shards take the place of these parameters.
     named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
@@ -267,7 +281,7 @@ def _optimizer(
         group["params"] = []
         group[PEAK] = group["lr"]
     for shard in shards:
-        # A part of an embedding that is all padding is not optimized.
+        # A part of an embedding with nothing but padding is not optimized.
         if shard.held.parts:
             group_of[shard.held.parts[0].name]["params"].append(shard.main)
     return optimizer

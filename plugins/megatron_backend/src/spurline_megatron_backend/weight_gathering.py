@@ -1,8 +1,8 @@
-"""Bring whole tensors together out of the boxes that ranks hold, each only where it is wanted.
+"""Bring whole tensors together out of the boxes that ranks hold.
 
-Place on the way: parameters of each rank -> boxes of Hugging Face tensors, from their owners straight to the rank that
-asks for them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from
-the sizes of the model and the grid alone, so ranks agree on all messages without asking each other.
+Place on the way: parameters of each rank -> boxes of Hugging Face tensors, sent by their owners to the ranks that want
+them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from the sizes
+of the model and the grid, so ranks agree on all messages without asking each other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, zip_longest
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,9 +21,6 @@ from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, Part, held_parameters
 from spurline_ranks.pieces import Box, Shape
-
-if TYPE_CHECKING:
-    from spurline_megatron_backend.trained_model import TrainedModel
 
 IN_FLIGHT_BYTES = 64 << 20
 """Bytes that arrive at a time."""
@@ -44,7 +40,7 @@ class OwnedBox:
 
 @dataclass(frozen=True)
 class BoxOwners:
-    """The owners of the parts of each tensor. The first rank that holds a part owns it.
+    """The owners of the parts of each tensor: the first rank that holds a part owns it.
 
     Attributes:
         shapes: Shapes of all tensors, by name.
@@ -55,7 +51,7 @@ class BoxOwners:
     boxes: Mapping[str, tuple[OwnedBox, ...]]
 
     def most_of(self, names: Collection[str]) -> int:
-        """Return the first of the ranks that own most values of these tensors."""
+        """Return the rank that owns most values of these tensors; the first of several."""
         values: dict[int, int] = {}
         for name in names:
             for part in self.boxes[name]:
@@ -63,7 +59,7 @@ class BoxOwners:
         return min(values, key=lambda rank: (-values[rank], rank))
 
     def rounds(self, names: Collection[str], dtype: torch.dtype, max_bytes: int) -> Iterator[list[OwnedBox]]:
-        """Yield the parts of these tensors by owner, in rounds of at most so many bytes in the dtype of the messages.
+        """Yield the parts of these tensors by owner, in rounds of at most so many bytes in this dtype.
 
         A larger part has a round of its own.
         """
@@ -96,7 +92,7 @@ def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) 
 
 
 def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
-    """Yield (rank, part) of ranks in order, without copies, and without ranks that hold the same as earlier ones."""
+    """Yield (rank, part) of ranks in order, without copies, and without ranks that hold what an earlier rank holds."""
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
@@ -120,7 +116,8 @@ class WeightsOfRanks:
         held: Contiguous tensors of this rank, in one dtype on all ranks.
         critic: Whether the model has a value head.
         max_bytes: Bytes that arrive at a time; a larger box comes alone.
-        read: Returns a tensor with the values of a held one, which may be elsewhere.
+        read: Returns a tensor with the values of a held tensor, which may be elsewhere.
+        prepare: Puts the values into the held tensors before they are gathered. A collective.
     """
 
     def __init__(
@@ -132,8 +129,9 @@ class WeightsOfRanks:
         critic: bool = False,
         max_bytes: int = IN_FLIGHT_BYTES,
         read: Callable[[Tensor], Tensor] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
-        self._read = read
+        self._read, self._prepare = read, prepare
         self._rank, self._max_bytes = dist.get_rank(), max_bytes
         self._owners = box_owners(architecture, grid, critic=critic)
         self._held = {(part.name, part.box): (tensor, part) for parameter, tensor in held for part in parameter.parts}
@@ -147,7 +145,9 @@ class WeightsOfRanks:
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank with other wishes."""
+        """See `Gathers`. Takes memory for a rank's tensors, and `max_bytes` for each rank that wants other ones."""
+        if self._prepare is not None:
+            self._prepare()
         kind = dtype or self._dtype
         whole = {
             name: torch.empty(self._owners.shapes[name], dtype=kind, device=self._device)
@@ -218,17 +218,3 @@ def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
 def _place(part: OwnedBox, values: Tensor, whole: Mapping[str, Tensor]) -> None:
     tensor = whole[part.name]
     tensor[part.box.slices_in(Box.whole(tensor.shape))] = values.view(part.box.shape)
-
-
-class ExactWeights(WeightsOfRanks):
-    """The fp32 weights that a model is trained on, in whatever dtype it computes."""
-
-    def __init__(
-        self, architecture: Architecture, grid: Grid, trained: TrainedModel, read: Callable[[Tensor], Tensor]
-    ) -> None:
-        super().__init__(architecture, grid, trained.exact(), read=read)
-        self._trained = trained
-
-    def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        self._trained.show_exact()
-        return super().gather(wanted, dtype)
