@@ -81,7 +81,7 @@ def test_ranks_that_end_meanwhile_are_a_finding(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(doctor, "open_ranks", open_and_call_wrongly)
     [finding] = found(run_on(tmp_path)).values()
-    assert finding.value == "ended before they had answered"
+    assert finding.value == "ended before they answered"
     assert "no_such_method" in finding.fix
 
 

@@ -85,7 +85,7 @@ def test_a_plan_for_a_cluster_whose_machines_are_not_known_guesses_none(
     unknown = planned(config, ranks=16, launch="ray", cpu_offload=True, gib=1).sections
     assert unknown["parallel layout"][:2] == [
         "16 ranks on a Ray cluster, cuda, bf16: 16 data",
-        "on how many machines they are, only the cluster knows: set backend.ranks_per_node to plan for it",
+        "the number of machines is not known: set backend.ranks_per_node to plan for it",
     ]
     known = planned(config, ranks=16, launch="ray", cpu_offload=True, ranks_per_node=8, gib=1).sections
     of_machine, context = "in the memory of the fullest machine", "backend.context="

@@ -58,7 +58,7 @@ def test_machines_that_are_alike_pass_and_nothing_is_left_in_the_run_directory(r
     ("change", "said"),
     [
         ({"torch": "2.9.0"}, r"torch is \S+ on this machine, a and 2\.9\.0 on b"),
-        ({"plugin models": "not there"}, r"plugin models is .* and not there on b"),
+        ({"plugin models": "not installed"}, r"plugin models is .* and not installed on b"),
     ],
 )
 def test_a_machine_that_differs_is_named_with_how(run: RunConfig, change: Mapping[str, str], said: str) -> None:
@@ -83,11 +83,11 @@ def test_default_plugins_count_unless_they_are_left_out_also_where_one_is_missin
 ) -> None:
     here = software([])
     assert "plugin trackers" in here
-    assert software(["of_nobody"])["plugin of_nobody"] == "not there"
+    assert software(["of_nobody"])["plugin of_nobody"] == "not installed"
     assert not [what for what in software(["-trackers"]) if "trackers" in what]
     known = {name: plugin for name, plugin in cluster_checks.installed_plugins().items() if name != "trackers"}
     monkeypatch.setattr(cluster_checks, "installed_plugins", lambda: known)
-    assert software([]) == here | {"plugin trackers": "not there"}
+    assert software([]) == here | {"plugin trackers": "not installed"}
 
 
 def test_a_run_directory_that_machines_do_not_share_is_refused(

@@ -85,7 +85,7 @@ def test_an_address_where_nobody_answers_is_refused_before_ray_waits_for_it(
         address = f"127.0.0.1:{unheard.getsockname()[1]}"
         monkeypatch.setenv("RAY_ADDRESS", address if said == "RAY_ADDRESS" else "")
         monkeypatch.setattr(ray_cluster.ray, "init", None)
-        with pytest.raises(UserError, match=r"nobody answers at \S+ \(Connection refused\).*set cluster.address"):
+        with pytest.raises(UserError, match=r"does not answer at \S+ \(Connection refused\).*set cluster.address"):
             RayCluster(ClusterRequest("auto" if said == "RAY_ADDRESS" else address)).open()
 
 

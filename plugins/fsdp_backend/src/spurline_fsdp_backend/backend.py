@@ -1,4 +1,4 @@
-"""The FSDP backend as the loop sees it: ranks that share sequences get the same rows, and all ranks generate."""
+"""The FSDP backend as the loop sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FsdpBackend(RankBackend):
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._check_device_here("asked for continuations")
         if self._divided.expert > 1:
-            # Tokens travel to divided experts in every step, so all ranks decode the same prompts.
+            # Each decoding step sends tokens to divided experts, so all ranks decode the same prompts.
             shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
             return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
         dealt = _deal_prompts(prompts, self._ranks.size)
@@ -57,6 +57,6 @@ class FsdpBackend(RankBackend):
 
 
 def _deal_prompts(prompts: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Return the numbers of the prompts of each rank, short and long ones for all."""
+    """Return the numbers of the prompts of each rank; all ranks get short and long prompts."""
     by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     return [by_length[rank::num_ranks] for rank in range(num_ranks)]

@@ -1,12 +1,11 @@
 """Write what the ranks hold, and read it on any number of ranks, divided in any way.
 
-The form is that of all backends with ranks (`spurline_ranks.checkpoint`), with persistent buffers beside the weights.
-With adapters these are all that is trained and saved.
+`spurline_ranks.checkpoint` defines the format. Persistent buffers are saved beside the trained weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -24,7 +23,7 @@ from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.weight_files import WeightStream
 from spurline_ranks.checkpoint import StoredModel
-from spurline_ranks.pieces import PieceIndex, held_pieces
+from spurline_ranks.pieces import held_pieces
 
 Models = Mapping[Role, ShardedTrainedModel]
 
@@ -38,7 +37,7 @@ def save(
         path: The folder.
         models: The trained models.
         layout: How the ranks are divided.
-        read: Returns a tensor with the values of one of a model or optimizer, which may be elsewhere.
+        read: Returns a tensor with the values of a model's or optimizer's tensor, which may be elsewhere.
 
     Raises:
         CheckpointWriteError: If it cannot be written.
@@ -71,36 +70,21 @@ class SavedModel(StoredModel):
         self.check_fits(weights, trained.frozen_weights, trained.optimization.check)
 
     def put_into(self, trained: ShardedTrainedModel) -> None:
-        """Read what this rank holds of it, straight into place."""
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
                 self.index.fill(target, name)
-        stored = _StoredState(self.index, trained.parameters)
+        # The old state is freed before the new one is read.
+        trained.optimization.optimizer.state.clear()
+        stored = {
+            key: self.index.read_like(key, trained.parameters[key.rpartition("/")[0]]) for key in self.optimizer_shapes
+        }
         trained.optimization.restore(OptimizerState.read(stored, self.facts["optimizer"]))
         trained.updates = int(self.facts["updates"])
         trained.initial_weights = str(self.facts["initial_weights"])
 
 
-class _StoredState(Mapping[str, Tensor]):
-    """The optimizer's tensors by NAME/KEY, each read when it is asked for, in the parts of its parameter."""
-
-    def __init__(self, index: PieceIndex, parameters: Mapping[str, Tensor]) -> None:
-        self._index = index
-        self._parameters = parameters
-        self._keys = [key for key in index.tensors if "/" in key]
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._index.read_like(key, self._parameters[key.rpartition("/")[0]])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-
 def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:
-    """Trained weights, tied ones once, and persistent buffers: the very tensors of the model."""
+    """Return trained weights, tied ones once, and persistent buffers, in the memory of the model."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in trained.model.causal.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -27,7 +27,7 @@ from spurline_ranks.configs import RankBackendConfig
 
 
 class FsdpBackendConfig(RankBackendConfig):
-    """FSDP2: every rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
+    """FSDP2: every rank holds a part of weights, gradients and optimizer, and trains on a part of the batch."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
@@ -41,7 +41,7 @@ class FsdpBackendConfig(RankBackendConfig):
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Copies of the sharded model, usually as many as there are nodes: less traffic between them, more memory."""
+    """Copies of the sharded model, usually one for each machine: less traffic between machines, more memory."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Ranks that share each sequence, for sequences too long for one."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -61,8 +61,8 @@ class FsdpBackendConfig(RankBackendConfig):
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Give gathered weights of a layer back after its forward pass; false keeps them for its backward pass:
-    more memory, less to send."""
+    """Free a layer's gathered weights after its forward pass. False keeps them for its backward pass: more memory,
+    less to send."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
 
@@ -86,8 +86,8 @@ class FsdpBackendConfig(RankBackendConfig):
         if self.lora is not None and self.lora.is_quantized:
             yield Problem(
                 "lora.base_dtype",
-                f"is {self.lora.base_dtype}, whose blocks of values cannot be divided over ranks as weights are. "
-                "Choose bf16, or train on one GPU with the backend local.",
+                f"is {self.lora.base_dtype}, whose blocks of values cannot be divided over ranks. Choose bf16, or the "
+                "backend local on one GPU.",
             )
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
@@ -109,9 +109,9 @@ class FsdpBackendConfig(RankBackendConfig):
             checkpoint_reader="spurline_fsdp_backend.checkpoint:read_weights",
             adapter_reader="spurline_fsdp_backend.checkpoint:read_adapter",
             optimizes_on_host=self.cpu_offload,
-            # A hook replaces a router's choice, which would have compiled layers compiled again.
+            # A hook replaces a router's choice, so layers would be compiled again.
             replays_experts=not self.compile,
-            # Hooks, as above. A rank that shares sequences sees only a part of each.
+            # This needs hooks too, and a rank that shares sequences sees only parts of them.
             balances_experts=not self.compile and self.context == 1,
         )
 

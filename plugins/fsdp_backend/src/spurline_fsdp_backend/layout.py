@@ -1,6 +1,6 @@
-"""Groups of ranks in words, models that they cannot divide, and settings that need less memory.
+"""Describe the groups of ranks, refuse models that they cannot divide, and find settings that need less memory.
 
-Reads the config of the model, no weights.
+Reads the model's config but no weights.
 """
 
 from __future__ import annotations
@@ -57,39 +57,21 @@ def _product(config: FsdpBackendConfig) -> str:
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError for a model that the ranks cannot divide, ModelError for one that cannot be read."""
     model = load_model_config(run.model).get_text_config()
-    problems = [*_context_problems(config, model), *_expert_problems(config, model)]
+    divided = {
+        "context": (_heads(model), "attention heads"),
+        "expert": (num_experts(model), "experts"),
+    }
+    problems: list[Problem] = []
+    for key, (count, what) in divided.items():
+        size = getattr(config, key)
+        if size > 1 and count is None:
+            problems.append(Problem(f"backend.{key}", f"is {size}, and the model has no {what}. Set {key} to 1."))
+        elif count is not None and count % size:
+            fitting = ", ".join(str(fits) for fits in divisors(count) if config.num_ranks % fits == 0)
+            said = f"is {size}, which does not divide the {count} {what}. Choose one of {fitting}."
+            problems.append(Problem(f"backend.{key}", said))
     if problems:
         raise ConfigError(problems)
-
-
-def _context_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem]:
-    heads = _heads(model)
-    if config.context == 1 or (heads is not None and heads % config.context == 0):
-        return
-    if heads is None:
-        yield Problem("backend.context", "divides attention heads, and this model names none. Set context to 1.")
-        return
-    fitting = [size for size in divisors(heads) if config.num_ranks % size == 0]
-    yield Problem(
-        "backend.context",
-        f"is {config.context}, which does not divide the {heads} attention heads of the model. Choose one of "
-        f"{', '.join(map(str, fitting))}.",
-    )
-
-
-def _expert_problems(config: FsdpBackendConfig, model: Any) -> Iterator[Problem]:
-    if config.expert == 1:
-        return
-    experts = num_experts(model)
-    if experts is None:
-        yield Problem("backend.expert", f"is {config.expert}, and the model has no experts. Set expert to 1.")
-    elif experts % config.expert:
-        fitting = [size for size in divisors(experts) if config.num_ranks % size == 0]
-        yield Problem(
-            "backend.expert",
-            f"is {config.expert}, which does not divide the {experts} experts of a layer. Choose one of "
-            f"{', '.join(map(str, fitting))}.",
-        )
 
 
 def _heads(model: Any) -> int | None:
@@ -114,5 +96,5 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    # The memory of more ranks makes that of the host unnecessary again.
+    # With more ranks offloading is no longer needed.
     yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))

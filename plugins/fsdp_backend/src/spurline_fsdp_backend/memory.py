@@ -1,8 +1,7 @@
-"""Estimate what the fullest rank holds, from the shapes of the model alone, for `spurline plan`.
+"""Estimate what the fullest rank holds from the shapes of the model, for `spurline plan`.
 
-Weights, gradients and optimizer are exact sums over a rank's parts of tensors. Gathered weights and gradients on their
-way follow the groups of FSDP2: each layer of the decoder is one, and embedding, output layer and the rest are another,
-which stays gathered from the forward to the backward pass.
+Weights, gradients and optimizer are exact sums over a rank's parts of tensors. FSDP2 gathers weights and reduces
+gradients by groups: each decoder layer is one, and the rest is another, which stays gathered until the backward pass.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     groups = _groups(shapes, _gathered(config, shapes.trained))
     update = {
         "gathered weights": computed * _gathered_values(config, shapes),
-        # The gradients of a finished group are there as computed and, to be summed over the ranks, in fp32.
+        # The gradients of a finished group exist as computed and in fp32, to be summed over the ranks.
         "gradients on their way": (computed + 4) * max(map(num_values, groups)),
         "activations": microbatch * on_device,
-        # At the peak, in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
+        # The peak is in backward: log-softmax and its gradient in fp32, then the gradient of the logits as computed.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed),
     }
     kept, gradients = _kept(config, run, shapes)
@@ -57,19 +56,19 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
         host += sum(kept.values()) + gradients
         kept, moments = {}, [update]
     if run.asks_for_answers:
-        # Each rank has all weights while it writes answers to held-out prompts.
+        # Each rank has all weights while it generates answers to held-out prompts.
         moments.append({"all weights, while generating": shapes.parameters * computed})
     return MemoryEstimate(kept, tuple(moments), host * (ranks_of_machine(config) or 0))
 
 
 def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank that stay from step to step, by part, and the bytes of its gradients."""
+    """Return the bytes that a rank keeps from step to step, by part, and the bytes of its gradients."""
     trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
     frozen_bytes = _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
     weights = _WEIGHT_BYTES * num_values(trained) + frozen_bytes * num_values(frozen)
     parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES)}
     if run.trained_critic is not None:
-        # As large as the policy but for the output layer. Its gradients are dropped before the policy has any.
+        # The critic is nearly as large as the policy. Its gradients are dropped before the policy has any.
         parts["critic"] = weights + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         parts["reference"] = COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
@@ -77,7 +76,7 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[di
 
 
 def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
-    """Return the tokens that a rank computes at once, in a step of so many in rows of this length."""
+    """Return the tokens that a rank computes at once."""
     share = math.ceil(tokens / config.layout().data)
     if config.max_tokens_per_microbatch is not None:
         share = min(share, config.max_tokens_per_microbatch)
@@ -86,14 +85,14 @@ def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: in
 
 
 def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
-    """Count the weights that are whole on a rank at once: the root's and two layers', as one is fetched ahead."""
+    """Count the gathered weights of a rank at its peak: the rest's and two layers', as one is fetched ahead."""
     everything = _gathered(config, {**shapes.frozen, **shapes.trained})
     root, *layers = map(num_values, _groups(shapes, everything))
     return root + sum(sorted(layers)[-2:] if config.reshard_after_forward else layers)
 
 
 def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
-    """Return the parameters that are gathered together: the root's, then those of each layer."""
+    """Return the parameters that are gathered together: first all outside of layers, then those of each layer."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in shapes.blocks}
     root: dict[str, tuple[int, ...]] = {}
     for name, shape in parts.items():
@@ -103,9 +102,9 @@ def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
 
 
 def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
-    """Return the fullest rank's part of each tensor: an even share of its first dimension, rounded up.
+    """Return the fullest rank's part of each tensor: an even share of the first dimension, rounded up.
 
-    Only ranks with the same divided experts share these.
+    Experts are shared by ranks that hold the same experts.
     """
     ranks = config.num_ranks // config.replicas
     return {
@@ -115,12 +114,12 @@ def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
 
 
 def _gathered(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
-    """Return the shape of each tensor on a rank when it is gathered: whole, but for the experts of other ranks."""
+    """Return the shape of each gathered tensor on a rank: whole, without the experts of other ranks."""
     return {name: _first_by(shape, config.expert) if _holds_experts(shape) else shape for name, shape in parts.items()}
 
 
 def _holds_experts(shape: Sequence[int]) -> bool:
-    # Experts of a layer are stored as one tensor, its first dimension theirs; nothing else has three.
+    # A layer's experts are one tensor with a dimension of experts. No other tensor has three dimensions.
     return len(shape) == 3
 
 

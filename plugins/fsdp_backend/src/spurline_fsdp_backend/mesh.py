@@ -1,6 +1,6 @@
 """The groups of ranks that shard weights, share sequences and divide experts.
 
-Ranks are numbered node by node, so that ranks that share a sequence are neighbours on one machine if they fit.
+Ranks are numbered machine by machine, so ranks that share a sequence are on one machine if they fit.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Meshes:
     """The groups that this rank is in.
 
     Attributes:
-        sharding: The ranks that shard parameters; two dimensions, replicas first, with several replicas.
-        context: The ranks that share this rank's sequences; None if each has its own.
-        experts: Two dimensions, first the ranks that hold parts of the same experts, then those that divide all
-            experts; None if every rank has all experts.
-        alone: This rank by itself.
+        sharding: The ranks that shard parameters; with several replicas two dimensions, replicas first.
+        context: The ranks that share this rank's sequences; None if each rank has its own.
+        experts: Two dimensions: the ranks that hold parts of the same experts, and the ranks that divide all experts;
+            None if every rank has all experts.
+        alone: Only this rank.
         context_rank: The number of this rank in `context`.
     """
 

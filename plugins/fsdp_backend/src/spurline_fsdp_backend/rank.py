@@ -57,10 +57,10 @@ from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Engines get weights as forward passes here use them."""
+"""Engines get weights in the dtype of forward passes here."""
 
 Wire = Mapping[str, Any]
-"""A `RankShare` as it travels."""
+"""A `RankShare.to_wire`."""
 
 
 class FsdpRank(RankWorker):
@@ -71,7 +71,7 @@ class FsdpRank(RankWorker):
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         super().__init__(place, *read_run(plain_run), total_updates)
         if self._config.compile:
-            # Ranks compile the same at the same time, and in one folder they load what another is still writing.
+            # Ranks compile the same code at the same time: in one folder they would load half-written files.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
         # Ranks that share sequences compute the same loss: the first of them counts it.
@@ -85,7 +85,6 @@ class FsdpRank(RankWorker):
         wanted = self._run.model.router_aux_loss
         self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
         self._place.doing("checking that packed rows are exact for this model")
-        # A model without experts is refused before anything is generated.
         asked = {"replays": self._run.source.facts.replays_experts, "balances": self._balance is not None}
         check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
         if self._config.probe and model.sharing is not None:
@@ -122,7 +121,7 @@ class FsdpRank(RankWorker):
         return as_arrays(whole) if self._place.rank == 0 else None
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """Continue this rank's prompts, which may be none, by a whole copy of the model. See `Generates`."""
+        """Continue this rank's prompts with a whole copy of the model. See `Generates`."""
         model = self._policy.model
         with gathered(model.causal, self._config), self._profile.computing():
             return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
@@ -136,11 +135,11 @@ class FsdpRank(RankWorker):
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Score the rows of the share; None from a rank whose rows another one answers for."""
+        """Score the rows of the share; return None if another rank answers for them."""
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # Before adapters are switched on again, which marks the parameters of the model as trained.
+            # This must come before adapters are switched on, which marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -153,11 +152,11 @@ class FsdpRank(RankWorker):
         return adapter_settings(self._policy.model.causal, self._run.model)
 
     def adapter_plan(self) -> list[Bucket]:
-        """Plan as `gathering_plan` does, for the policy's adapter; empty without one."""
+        """Return the buckets of the policy's adapter."""
         return [] if self._adapter is None else list(self._adapter.buckets())
 
     def adapter_weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (name as PEFT has it in files, whole tensor) of this part of the adapter, on the first rank."""
+        """Gather (name in PEFT's files, whole tensor) of a bucket of the adapter on the first rank."""
         assert self._adapter is not None
         whole = self._adapter.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
@@ -184,7 +183,7 @@ class FsdpRank(RankWorker):
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]
-        # Dropout is a function of the step, so that checkpoints need no state of generators.
+        # Dropout depends on the number of the step, so checkpoints need no state of generators.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
@@ -196,7 +195,7 @@ class FsdpRank(RankWorker):
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
     ) -> Iterator[tuple[Rows, TokenStream]]:
-        """Yield equally many streams on all ranks: idle ones keep the exchanges in step."""
+        """Yield the same number of streams on all ranks, some idle, so that exchanges stay in step."""
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
@@ -229,18 +228,16 @@ class FsdpRank(RankWorker):
 
 
 class _ShardGathering:
-    """`Gathers` of a sharded model: FSDP2 makes a tensor whole on all ranks, and those that want it keep it.
+    """The `Gathers` of a sharded model: every tensor is gathered on all ranks, and ranks that want it keep it.
 
-    Args:
-        causal: The model.
-        read: Returns a tensor with the values of one of the model's, which may be elsewhere.
+    `read` returns a tensor with the values of a tensor of the model, which may be elsewhere.
     """
 
     def __init__(self, causal: PreTrainedModel, read: Callable[[Tensor], Tensor]) -> None:
         self._causal, self._read = causal, read
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        # Each time, as this gives gathered weights of a forward pass back.
+        # Every call of `state_dict` frees weights that a forward pass has gathered.
         state = self._causal.state_dict(keep_vars=True)
         mine = set(wanted.get(dist.get_rank(), ()))
         whole: dict[str, Tensor] = {}
@@ -251,7 +248,7 @@ class _ShardGathering:
         return whole
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the first rank: all have an equal part, and all are sent the others'."""
+        """Return the first rank: all ranks are sent the same bytes."""
         return 0
 
 
@@ -269,9 +266,9 @@ def _whole_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor
 
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
-    """Return the folder of this rank's compiled programs, which no other rank or run writes to."""
+    """Return the folder for this rank's compiled programs."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # Private, as programs in it are run.
+    # The folder is private, as its programs are run.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
     return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"

@@ -1,4 +1,4 @@
-"""Build a causal language model whose parameters are sharded over the ranks, without a whole copy of it anywhere.
+"""Build a causal language model whose parameters are sharded over the ranks, without a whole copy anywhere.
 
 Place on the way: a model folder -> shapes without memory -> FSDP2 -> each rank reads its parts of the weights -> a
 `ShardedStreamModel`, which computes like any `StreamModel`.
@@ -22,6 +22,8 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -39,16 +41,16 @@ from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
-from spurline_models.weights import check_initial_weights
+from spurline_models.weights import check_initial_weights, without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
-from spurline_ranks.pieces import held_box, held_values
+from spurline_ranks.pieces import Box, held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 _DISPATCHES = "ep_dispatch_experts"
-"""The style of a module whose tokens travel, in transformers' plans for experts."""
+"""The style in transformers' plans of a module that sends tokens to other ranks."""
 
 _ENTRY = "spurline_score"
-"""Name of the forward method of the whole model through which streams are computed."""
+"""The name of the whole model's forward method for streams."""
 
 
 class _ThroughRoot(StreamModel):
@@ -81,7 +83,7 @@ class _ThroughRoot(StreamModel):
         return self.sharing.joined(inputs.logprobs, mine, stream), entropy
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        """Return equally many passes on all ranks, since ranks gather each layer together. A collective on the host."""
+        """Return the same number of passes on all ranks, which gather each layer together. A collective on the host."""
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -107,7 +109,7 @@ def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, 
 
 
 def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
-    """Build the same with a value head in the place of the output layer."""
+    """Build the same model with a value head instead of the output layer."""
     causal = _build_trained(model, config, meshes, seed, critic=True)
     return _ready(ShardedValueModel(causal), config, meshes)
 
@@ -118,7 +120,7 @@ def build_reference(
     """Build the initial model of the run, sharded, frozen and in the dtype of computations. A collective.
 
     Raises:
-        CheckpointError: Unless its weights have the digest `initial_weights`.
+        CheckpointError: If the digest of its weights is not `initial_weights`.
     """
     causal = _build(model, config, meshes, seed, torch.float32, critic=False)
     check_initial_weights(weights_digest(causal), initial_weights, model.path)
@@ -142,7 +144,6 @@ def _build_trained(
     """Build with weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
     if config.lora is None:
         return _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
-    from spurline_fsdp_backend.adapters import draw_adapters, take_over
     from spurline_models.adapters.lora import add_adapters
 
     dtype = base_dtype(config.lora, model)
@@ -152,9 +153,50 @@ def _build_trained(
     if critic:
         put_value_head(adapted, torch.float32)
     shard(adapted, config, meshes)
-    take_over(adapted, plain)
-    draw_adapters(adapted, seed, plain.device)
+    _take_over(adapted, plain)
+    _draw_adapters(adapted, seed, plain.device)
     return adapted
+
+
+def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
+    """Move parameters and buffers of a model without adapters into the adapted model, which is sharded alike.
+
+    Parameters are frozen as in the adapted model.
+    """
+    places = _places(adapted)
+    # Tied parameters are one tensor under two names.
+    for name, value in plain.named_parameters(remove_duplicate=False):
+        owner, leaf = places[name]
+        value.requires_grad_(owner.get_parameter(leaf).requires_grad)
+        owner.register_parameter(leaf, value)
+    for name, buffer in plain.named_buffers():
+        owner, leaf = places[name]
+        owner.register_buffer(leaf, buffer, persistent=leaf not in owner._non_persistent_buffers_set)
+
+
+def _draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> None:
+    """Give every adapter its initial values, which are the same in every backend. Each rank takes its part."""
+    from spurline_models.adapters.lora import initial_adapters
+
+    for name, whole in initial_adapters(adapted, seed):
+        value = adapted.get_parameter(name)
+        path, _, leaf = name.rpartition(".")
+        assert isinstance(value, DTensor), name
+        part = whole[held_box(value).slices_in(Box.whole(value.shape))]
+        local = part.to(device, value.dtype).contiguous()
+        shard = DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+        adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
+
+
+def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
+    """Return the module of each parameter or buffer and its name there, by the name without adapters."""
+    places: dict[str, tuple[nn.Module, str]] = {}
+    for path, module in adapted.named_modules():
+        for leaf in (*module._parameters, *module._buffers):
+            places[without_adapters(f"{path}.{leaf}" if path else leaf)] = (module, leaf)
+    return places
 
 
 def _build(
@@ -171,10 +213,10 @@ def _build(
     if freezes:
         freeze_parameters(causal, model.freeze)
     if critic:
-        # In fp32, whatever dtype the decoder has: it is trained, and its values are subtracted.
+        # The head is in fp32 in every precision: its values are subtracted from each other.
         put_value_head(causal, torch.float32)
     shard(causal, config, meshes)
-    # Offloaded shards live on the host from the beginning: they may fit nowhere else.
+    # Offloaded shards may fit only on the host.
     load_weights(causal, model, seed, "cpu" if config.cpu_offload else config.on)
     for module in causal.modules():
         for name, buffer in module._buffers.items():
@@ -190,7 +232,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Divide every parameter over the ranks: a group for each decoder layer, and one for all else.
+    """Divide every parameter over the ranks: each decoder layer is a group, and the rest is another.
 
     The gradients of a step are plain sums over ranks and micro-batches, in fp32.
     """
@@ -200,11 +242,10 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
         "mp_policy": MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32),
-        # Memory is pinned for copies to a GPU.
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     if meshes.experts is not None:
-        # Before the layers, which then leave experts alone: ranks of one expert group hold different ones.
+        # Experts come first, so that the layers leave them alone: ranks of an expert group hold different experts.
         for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
@@ -214,23 +255,19 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
     head = causal.get_output_embeddings()
     if isinstance(head, ValueHead):
-        # Values are subtracted from each other: their layer computes in fp32.
+        # The value head computes in fp32: its values are subtracted from each other.
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(head, reshard_after_forward=_reshards(head, causal, config), **{**options, "mp_policy": exact})
-    # Embedding, last norm and output layer in one group: a tied weight must not belong to two.
+    # Embedding, last norm and output layer are one group: a tied weight must not belong to two groups.
     fully_shard(causal, reshard_after_forward=_reshards(causal, causal, config), **options)
     for module in sharded_modules(causal):
         module.set_gradient_divide_factor(1.0)
-        # gloo has no scaled sum; and without it NCCL loses bf16 gradients for some factors (pytorch issue 190745).
+        # gloo has no scaled sum, and with scaled sums NCCL loses some bf16 gradients (pytorch issue 190745).
         module.set_force_sum_reduction_for_comms(True)
 
 
 def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
-    """Give each rank of a group whole experts; return the modules that hold them.
-
-    Raises:
-        ModelError: If the model's experts cannot be divided so.
-    """
+    """Give each rank of a group whole experts; return the modules that hold them. Raises ModelError."""
     assert meshes.experts is not None
     assert meshes.alone is not None
     group, path = meshes.experts[EXPERT], causal.config.name_or_path
@@ -239,16 +276,16 @@ def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     if not holders:
         raise ModelError(
             f"backend.expert is {group.size()}, and transformers knows no experts to divide in {path}, a "
-            f"{type(causal).__name__}. Set it to 1, which shards its weights like all others."
+            f"{type(causal).__name__}. Set it to 1, which shards experts like other weights."
         )
     # Tokens travel to their experts, and results come back. `auto` would sum over the group in evaluation, as if its
-    # ranks had equal batches. No two ranks have the same tokens, so each is alone with its batch.
+    # ranks had equal batches. Each rank has its own tokens.
     apply_expert_parallelism(causal, group, meshes.alone, plan, ep_implementation="all_to_all")
     return holders
 
 
 def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
-    """Return the digest that one process makes of all parameters, or of the frozen ones. A collective."""
+    """Return the digest of all parameters, or of the frozen ones, as one process makes it. A collective."""
     parameters = {name: value for name, value in module.named_parameters() if not (frozen and value.requires_grad)}
     device = next((held_values(value).device for value in parameters.values()), torch.device("cpu"))
     held = ((name, held_box(value), held_values(value)) for name, value in parameters.items())
@@ -269,11 +306,8 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """Run `check_exactness`, or with `probe: false` its choice of a reading alone, and `check_routers`.
-
-    A collective; ranks check the same tokens.
-    """
-    # The probe calls decoder and output layer apart, for which FSDP2 gathers nothing.
+    """Run `check_exactness`, or with `probe: false` only its choice of a reading, and `check_routers`. A collective."""
+    # The probe calls decoder and output layer apart, and FSDP2 gathers weights only for the whole model.
     cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
@@ -294,7 +328,7 @@ def check_sharded(
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters without buffers: rotary frequencies in bf16 would give other angles."""
+    """Cast parameters but not buffers: rotary frequencies in bf16 would give other angles."""
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
@@ -302,14 +336,11 @@ def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
 
 
 def give_back(causal: nn.Module) -> None:
-    """Free gathered parameters that no backward pass has freed. Communicates nothing.
-
-    An optimizer must not see whole parameters in the place of shards.
-    """
+    """Free gathered parameters that no backward pass has freed, since optimizers must see shards. No collective."""
     for module in sharded_modules(causal):
         module.reshard()
         state = module._get_fsdp_state()
-        # FSDP2 notes each forward pass for a backward pass, which does not come here.
+        # FSDP2 notes each forward pass until its backward pass, which does not come here.
         if hasattr(state._comm_ctx, "post_forward_order"):
             state._comm_ctx.post_forward_order.clear()
         if state._fsdp_param_group is not None:
@@ -317,16 +348,16 @@ def give_back(causal: nn.Module) -> None:
 
 
 def model_tensors(causal: nn.Module) -> list[Tensor]:
-    """Return shards and buffers, with gathered weights given back before."""
+    """Free gathered weights, and return shards and buffers."""
     give_back(causal)
     return [*causal.parameters(), *causal.buffers()]
 
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """Give every rank all parameters in the context, in the dtype of computations. A collective.
+    """Give every rank a whole copy of all parameters in the context, in the dtype of computations. A collective.
 
-    Takes the memory of a whole copy. Nothing is communicated inside, so that ranks may do different things.
+    Nothing is communicated inside, so ranks may do different things.
     """
     modules = sharded_modules(causal)
     for module in modules:
@@ -341,5 +372,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass; the last ones are needed again at once."""
+    """Return whether gathered weights are freed after the forward pass; the last weights are needed again at once."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

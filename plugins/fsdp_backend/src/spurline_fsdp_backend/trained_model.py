@@ -1,4 +1,4 @@
-"""A sharded model with its optimizer: the norm over all ranks, clipping, the step.
+"""A sharded model with its optimizer.
 
 Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards.
 """
@@ -46,12 +46,12 @@ class ShardedTrainedModel:
         return StepTotals.of(squares, loss)
 
     def step(self, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights; returns the learning rates that were used, as metrics."""
+        """Clip, and update the weights; return the learning rates as metrics."""
         factor = clip_factor(grad_norm, self.optimization.max_grad_norm)
         if factor is not None:
             for value in self.parameters.values():
                 if value.grad is not None:
-                    # On the shards, as expert groups have meshes of their own.
+                    # Shards are scaled one by one: expert groups have other meshes.
                     _local(value.grad).mul_(factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
@@ -72,6 +72,6 @@ def _copies(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    # Not `is_shard`: experts are sharded twice in one dimension, which is another kind of placement.
+    # `is_shard` is False for experts, which are sharded twice in one dimension.
     parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts

@@ -1,7 +1,7 @@
-"""Fill a sharded model with weights: each rank reads from the files what it holds.
+"""Fill a sharded model with weights: each rank reads its own values from the files.
 
-Models without safetensors files, and those with `init: random`, are loaded by the first rank, as the local backend
-does, and handed out tensor by tensor.
+The first rank loads models without safetensors files and models with `init: random`, as the local backend does, and
+scatters them tensor by tensor.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ from spurline_models.weight_files import safetensors_files
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
     """Give every parameter and buffer of a sharded model on the meta device its value. A collective.
 
-    A value head begins with zeros.
-
-    Raises:
-        ModelError: If files do not fit, on every rank.
+    A value head begins with zeros. Raises ModelError if files do not fit.
     """
     files = [] if model.init == "random" else safetensors_files(model)
     if files:
@@ -49,7 +46,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
         head = own and f"{own[0]}.weight"
         if head:
             slices.pop(head, None)
-        # Lets transformers leave sharded parameters alone.
+        # With this transformers leaves sharded parameters alone.
         causal._is_distributed_loading_by_transformers = True
         found, loading = read_into(causal, slices, device)
         if own:
@@ -63,7 +60,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
 
 
 def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: str) -> None:
-    """Load the whole model on the host of the first rank, and hand it out."""
+    """Load the whole model on the host of the first rank, and scatter it."""
     whole: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         loaded = load_model(model, device_profile("cpu"), seed)

@@ -1,7 +1,6 @@
 """A backend of many ranks as the loop sees it: it deals rows to ranks, calls them, and joins their answers.
 
-Place on the way: mini-batch -> a share for each rank -> all ranks at once -> one answer. Weights and process groups are
-in the ranks alone.
+Only ranks have weights and process groups.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from spurline_ranks.publishing import buckets_of_ranks
 
 
 class RankBackend:
-    """A `Backend`. All ranks get a share of their own and count it, unless a subclass lets them share rows."""
+    """A `Backend`. Each rank gets a share of its own and counts it, unless a subclass lets ranks share rows."""
 
     worker: ClassVar[str] = ""
     """`module:Class` of the `RankWorker` in every rank."""
@@ -59,7 +58,7 @@ class RankBackend:
         try:
             self._ranks.call("build")
         except BaseException:
-            # There is no backend yet that a caller could close.
+            # A caller has no backend to close yet.
             self._ranks.close()
             raise
 
@@ -116,16 +115,16 @@ class RankBackend:
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
         """See `MakesBuckets`. Raises ModelError for adapters alone where none are trained."""
-        # Checked here, as an error of a rank would end all of them.
+        # An error in a rank would end all ranks.
         if choice.part == "adapter" and self._config.adapters is None:
             raise ModelError(
-                f"The adapters' weights were to be published alone, but backend '{self._config.name}' trains none with "
-                "these settings. Set source.weight_sync.adapters: false, which publishes the whole model."
+                f"Backend '{self._config.name}' trains no adapters that could be published alone. Set "
+                "source.weight_sync.adapters: false, which publishes the whole model."
             )
         return buckets_of_ranks(self._ranks, version, choice, first)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        # Ranks answer with a failure and do not raise it: they stay.
+        # Ranks return a failure instead of raising it, and so stay alive.
         _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
 
     def facts(self) -> Mapping[str, int | str]:
@@ -138,14 +137,13 @@ class RankBackend:
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._check_device_here("loaded from a checkpoint")
-        # As above.
         files, size = sorted((digests or {}).items()), self._ranks.size
         shares = [dict(files[rank::size]) for rank in range(size)]
         _raise_first(self._ranks.call("verify", str(path.absolute()), per_rank=shares))
         _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        # Before the call, which may fail half way.
+        # This comes first, since the call may fail half way.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
@@ -158,7 +156,7 @@ class RankBackend:
 
     def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
         columns = [name for name in needs if name != ENTROPY]
-        # Checked here, as an error of a rank would end all of them.
+        # An error in a rank would end all ranks.
         check_columns(batch, columns)
         check_tokens(batch, self._model_config.get_text_config().vocab_size)
         check_replayed(batch, self._model_config)
@@ -173,11 +171,11 @@ class RankBackend:
         )
 
     def _share_of(self, rank: int) -> int:
-        """Return the number of this rank's share: ranks that compute rows together get the same share."""
+        """Return the number of this rank's share. Ranks that compute rows together get the same share."""
         return rank
 
     def _counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with the same share. Such ranks have the order of shares."""
+        """Return whether this rank answers for all ranks with the same share. These ranks have the order of shares."""
         return True
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:

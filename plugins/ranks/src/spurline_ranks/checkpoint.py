@@ -1,10 +1,9 @@
-"""Checkpoints as all backends with ranks write them: pieces of tensors, and facts beside them.
+"""The checkpoints of all backends with ranks: pieces of tensors, and facts beside them.
 
-A folder for each model that is trained, `policy` and `critic`, has the pieces of all ranks (`spurline_ranks.pieces`):
-weights under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. The first rank writes
-`state.json`: the update count, digests of the initial and of the frozen weights, the names of the weights, the
-optimizer's name and numbers, and how the ranks were divided. Random generators are seeded again in each step, and have
-no state.
+Each trained model, `policy` and `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`): weights
+under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. The first rank writes `state.json`:
+the update count, digests of the initial and the frozen weights, the names of the weights, the optimizer's name and
+numbers, and the layout of the ranks. Random generators are seeded again in each step, so their state is not saved.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _POLICY: Role = "policy"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The content of a model's folder, from its headers; values are read when they are put into place."""
+    """A model's folder, known from its headers; values are read only by `put_into`."""
 
     backend: ClassVar[str]
     """The name of the backend whose ranks wrote it."""
@@ -46,7 +45,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of a folder. Raises CheckpointError if another backend wrote it, or it is damaged."""
+        """Read the headers of a folder. Raises CheckpointError if it is damaged or another backend's."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
@@ -59,12 +58,10 @@ class StoredModel:
 
     @classmethod
     def read_fitting(cls, path: Path, models: Mapping[Role, Any]) -> dict[Role, Self]:
-        """Read the headers of a checkpoint, and check that all of it fits these models; nothing is changed.
-
-        A collective: the first rank reads, as headers are the same for all.
+        """Read the headers of a checkpoint, and check that it fits these models. A collective.
 
         Raises:
-            CheckpointError: The first that a rank finds, on all ranks alike.
+            CheckpointError: On all ranks, if a rank finds a problem.
         """
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -82,7 +79,7 @@ class StoredModel:
                 saved[role].check(trained)
         except CheckpointError as error:
             failure = error
-        # Ranks may hold other parameters, and an optimizer may have other groups of them.
+        # Ranks may hold different parameters.
         failures: list[CheckpointError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         for failure in failures:
@@ -91,18 +88,18 @@ class StoredModel:
         return saved
 
     def check(self, trained: Any) -> None:
-        """Raise CheckpointError unless it fits a model of this rank and its optimizer; changes nothing."""
+        """Raise CheckpointError unless the checkpoint fits this rank's model and optimizer."""
         raise NotImplementedError
 
     def put_into(self, trained: Any) -> None:
-        """Read the values into a model of this rank and its optimizer, which it fits."""
+        """Read the values into this rank's model and optimizer, which `check` has accepted."""
         raise NotImplementedError
 
     @classmethod
     def write(
         cls, folder: Path, rank: int, facts: Mapping[str, Any] | None, pieces: Iterable[Piece]
     ) -> dict[str, FileDigest]:
-        """Write the pieces of a rank, and the facts of the first one; return digests by path beside the folder.
+        """Write a rank's pieces, and facts unless they are None; return digests by path from the folder's parent.
 
         Raises CheckpointWriteError.
         """
@@ -116,7 +113,7 @@ class StoredModel:
 
     @property
     def weights(self) -> list[str]:
-        """Names of the weights and buffers, without what belongs to the optimizer."""
+        """Names of the weights and buffers."""
         return [key for key in self.index.tensors if "/" not in key]
 
     @property
@@ -131,12 +128,12 @@ class StoredModel:
     def check_fits(
         self, weights: Mapping[str, str], frozen_weights: str, check_optimizer: Callable[[OptimizerState], None]
     ) -> None:
-        """Raise CheckpointError unless it fits a model that is trained; change nothing.
+        """Raise CheckpointError unless the checkpoint fits a model.
 
         Args:
             weights: The `describe` of each weight.
             frozen_weights: The digest of the frozen weights.
-            check_optimizer: Raises CheckpointError unless the optimizer can take this state, on device `meta`.
+            check_optimizer: Raises CheckpointError unless the optimizer can take this state on device `meta`.
         """
         where = self.index.folder
         check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
@@ -157,8 +154,7 @@ class StoredModel:
     ) -> WeightStream:
         """Read the policy in one process, one whole tensor after the other. See `BackendFacts.checkpoint_reader`.
 
-        The optimizer's values are verified too: they lie in the same files. Ranks hold the weights under adapters in
-        `frozen_dtype`.
+        Ranks hold the weights under adapters in `frozen_dtype`.
         """
         return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
 
@@ -166,13 +162,12 @@ class StoredModel:
     def read_adapter(
         cls, run: RunConfig, folder: Path, digests: Mapping[str, FileDigest], lora: LoraConfig
     ) -> AdapterStream:
-        """Read the adapter alone, as `read_policy` does. See `BackendFacts.adapter_reader`."""
+        """Read only the adapter. See `BackendFacts.adapter_reader`."""
         # The dtype of the frozen weights does not matter: adapters are in fp32.
         return saved_adapter(cls._read_saved(folder, digests, torch.float32), run.model, lora, run.seed)
 
     @classmethod
     def _read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
-        """Open the policy's tensors; each is read whole when it is asked for."""
         verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
         stored = cls.of(folder / _POLICY)
         tensors = stored.index.tensors
@@ -196,9 +191,9 @@ def digest_of_ranks(
     """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering one. A collective.
 
     Args:
-        tensors: Whole ones by name, for shape and dtype only; the same on all ranks, in the same order.
-        held: The boxes that this rank holds: name, box and values.
-        device: The device that ranks exchange from.
+        tensors: Whole tensors by name, of which only shape and dtype count; the same on all ranks, in the same order.
+        held: Name, box and values of the boxes that this rank holds.
+        device: The device on which ranks exchange tensors.
     """
     if not tensors:
         return digest_of_samples([])
@@ -212,7 +207,7 @@ def digest_of_ranks(
         mine = ((places >= 0) & (places < torch.tensor(box.shape)[:, None])).all(0)
         sampled = values.detach()[tuple(places[:, mine].to(values.device))]
         found[name][mine.to(device)] = sampled.to(device, tensors[name].dtype)
-    # Ranks without a value put in zeros, so the largest byte is that of a rank that has it.
+    # Ranks without a value have zeros, so the largest byte comes from a rank with the value.
     joined = torch.cat([values.view(torch.uint8) for values in found.values()])
     dist.all_reduce(joined, dist.ReduceOp.MAX)
     parts = joined.split([values.nbytes for values in found.values()])

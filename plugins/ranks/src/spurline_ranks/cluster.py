@@ -1,4 +1,4 @@
-"""Section `cluster`: the Ray cluster that a run is placed on, with the ranks of its backend and its engines."""
+"""Section `cluster`: the Ray cluster on which a run places the ranks of its backend and its engines."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):\d{1,5}")
 
 
 class RuntimeEnvConfig(Section):
-    """Environment that the processes of a run on a Ray cluster get from this machine; all else is their machine's."""
+    """The environment that processes on a Ray cluster get in addition to their machine's own."""
 
     retired: ClassVar[tuple[str, ...]] = ("working_dir",)
     env_vars: dict[str, str] = {}
-    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`: those of this process do not reach other
+    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`. This process's variables do not reach other
     machines."""
 
 
@@ -34,12 +34,12 @@ class ClusterConfig(Section):
 
     address: str = Field(default="none", min_length=1)
     """`none` places nothing on a cluster, unless `launch: ray` or `placement: ray` does. `auto` takes the cluster of
-    RAY_ADDRESS, or of `ray start` on this machine. `HOST:PORT` is the head of a cluster. With an address, ranks and
-    engines are placed there by default."""
+    RAY_ADDRESS, or the one that `ray start` started on this machine. `HOST:PORT` is the head of a cluster. With an
+    address, ranks and engines are placed there by default."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
-    """The environment that the machines of the cluster get from this one."""
+    """The environment of all processes on the cluster."""
     room_timeout_s: float = Field(default=180.0, ge=0)
-    """Seconds to wait until machines have joined, and others have given back what the run needs."""
+    """Seconds to wait for free resources: until machines join, or other users give theirs back."""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,22 +48,21 @@ class ClusterConfig(Section):
 
     @property
     def is_used(self) -> bool:
-        """True where the run as a whole is placed on a cluster."""
+        """True if the run as a whole is placed on a cluster."""
         return self.address != "none"
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.address not in ("none", "auto") and _HOST_AND_PORT.fullmatch(self.address) is None:
             yield Problem(
                 "address",
-                f"is {self.address!r}, which is no address of a cluster. Set it to auto, none, or HOST:PORT of its "
-                "head, as `ray start --head` prints it, without a scheme such as ray://.",
+                f"is {self.address!r}, which is no address of a cluster. Set it to auto, none, or the HOST:PORT that "
+                "`ray start --head` prints, without a scheme such as ray://.",
             )
-        on_cluster = any(True for _ in cluster_needs(run))
-        if self.is_used and not on_cluster:
+        if self.is_used and not any(cluster_needs(run)):
             yield Problem(
                 "address",
-                f"is {self.address}, but nothing of this run is placed on a cluster: it has no ranks and no engines "
-                "that could be. Choose a backend with ranks, such as fsdp, or remove it.",
+                f"is {self.address}, but nothing of this run is placed on a cluster. Choose a backend with ranks, such "
+                "as fsdp, or remove it.",
             )
 
 
@@ -72,14 +71,14 @@ class PlacedOnCluster(Protocol):
     """Settings of a component whose processes may be placed on the run's Ray cluster."""
 
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
-        """Return the room that it needs there; None where these settings place nothing on it."""
+        """Return the room that the component needs there, or None."""
         ...
 
 
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
-    """Yield (key of the section, what it needs) of everything that this run places on its cluster.
+    """Yield (key of the section, need) of everything that this run places on its cluster.
 
-    Ranks come first: they need whole machines, which others would take pieces of.
+    Ranks come first: they need whole machines, before engines take parts of machines.
     """
     sections = [(path, section) for path, section in sections_within(run) if isinstance(section, PlacedOnCluster)]
     needs = [(path, need) for path, section in sections if (need := section.cluster_need(run)) is not None]
@@ -99,18 +98,17 @@ def cluster_request(run: RunConfig) -> ClusterRequest:
 
 @contextmanager
 def room_on_cluster(run: RunConfig) -> Iterator[None]:
-    """Reserve all room of the run on the cluster while the context is open, and check the machines first.
+    """Reserve all room of the run on the cluster while the context is open, and check the machines.
 
     Raises:
-        ConfigError: There is too little room, with the numbers; or machines are not alike, or do not share the run
-            directory.
-        UserError: The cluster cannot be joined.
+        ConfigError: If there is too little room, or machines differ or do not share the run directory.
+        UserError: If the cluster cannot be joined.
     """
     needs = dict(cluster_needs(run))
     if not needs:
         yield
         return
-    # Every run is in this context, and few have a cluster.
+    # Every run opens this context, and few have a cluster.
     from spurline_models.machine import check_ray
     from spurline_ranks.cluster_checks import check_machines
 
@@ -127,7 +125,7 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
 
 
 def names_cluster(values: Mapping[str, Any]) -> bool:
-    """Return whether the settings of a file, not validated yet, place the run on a cluster."""
+    """Return whether the settings of a file, before validation, place the run on a cluster."""
     section: Any = expand_shorthand(values.get("cluster"), "address")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
     return settings.get("address", "none") != "none"

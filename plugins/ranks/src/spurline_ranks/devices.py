@@ -1,4 +1,4 @@
-"""The GPU and the network interfaces of each rank of this machine, and the GPUs that are left for others."""
+"""Choose GPUs and network interfaces for the ranks of this machine, and find the GPUs that no rank has."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _INTERFACE = "lo"
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
-    """Return the environment variables of each rank here, which sees one GPU of its own with `cuda`, else none.
+    """Return the environment variables of each rank here. With `cuda` each sees one GPU, otherwise none.
 
-    Raises ConfigError when there are too few GPUs.
+    Raises:
+        ConfigError: If there are too few GPUs.
     """
     gpus = gpus_of_ranks(request) if request.device == "cuda" else [""] * request.count
     common = {**variables_of_one_machine(peers_elsewhere=request.peers_elsewhere), **request.variables}
@@ -24,10 +25,7 @@ def local_environments(request: RankRequest) -> list[dict[str, str]]:
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
-    """Return the GPUs of ranks on this machine, by rank, as CUDA_VISIBLE_DEVICES names them.
-
-    Raises ConfigError when there are too few.
-    """
+    """Return the GPU of each rank on this machine, as CUDA_VISIBLE_DEVICES names it. Raises ConfigError if too few."""
     seen = visible_gpus()
     if wrong := [gpu for gpu in request.gpus or () if gpu >= len(seen)]:
         exists = f"this machine has {', '.join(map(str, range(len(seen))))}" if seen else "this machine has none"
@@ -56,13 +54,12 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
-    """Return environment variables that keep exchanges on this machine's loopback; those that are set are left.
+    """Return environment variables that keep exchanges on this machine's loopback, without those that are set.
 
-    Neither gloo nor NCCL asks who connects, and by default both take the interface that other machines reach.
+    Neither gloo nor NCCL authenticates peers, and by default both take the interface that other machines reach.
 
     Args:
-        peers_elsewhere: Whether some exchanges are with other machines, by NCCL. It has one interface for all of them,
-            where a group of gloo may depart from the default.
+        peers_elsewhere: Whether NCCL also exchanges with other machines: it has one interface for all groups.
     """
     if _INTERFACE not in (name for _, name in socket.if_nameindex()):
         return {}

@@ -1,7 +1,6 @@
-"""Start the ranks of a run without a model, and let them try what a run needs: each other and their devices.
+"""Start the ranks of a run without a model, and test their devices and their exchanges for `spurline doctor`.
 
-In: a config. Out: findings for `spurline doctor`. The controller's side asks; a `DoctorRank` answers in every rank. A
-backend adds its groups of ranks.
+The controller asks, and a `DoctorRank` answers in every rank. A backend adds its groups of ranks.
 """
 
 from __future__ import annotations
@@ -29,16 +28,14 @@ from spurline_ranks.messages import plain_run, read_run
 
 EXCHANGED_BYTES = 64 * 2**20
 """Bytes of each rank in one exchange."""
-
 LIMIT_S = 120.0
-"""Seconds for an exchange, and for a call: ranks that need longer for 64 MB will not train."""
-
+"""Seconds for an exchange and for a call: ranks that need longer for 64 MB will not train."""
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The result of all-reduces: seconds of the fastest, bytes that a rank sent, and whether all values were right."""
+    """The seconds of the fastest of some all-reduces, the bytes that a rank sent, and whether all values were right."""
 
     seconds: float
     sent: float
@@ -55,7 +52,7 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
     """
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
-    # Nothing may be left in the run directory.
+    # Without logs nothing is left in the run directory.
     cluster = replace(cluster_request(run), log_dir=None)
     request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
     with ExitStack() as stack:
@@ -71,13 +68,13 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
             if request.launch == "ray":
                 yield access_to(cluster)
         except SpurlineError as error:
-            yield Finding("ranks", "ended before they had answered", _words(error))
+            yield Finding("ranks", "ended before they answered", _words(error))
 
 
 def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
     found: list[dict[str, Any]] = ranks.call("look")
     yield _placement(found, seconds)
-    # A cluster whose machines have other versions is refused before.
+    # All ranks have the same versions: a cluster with different ones was refused before.
     yield Finding("versions of the ranks", found[0]["versions"])
     yield from _devices(found)
     for group in found[0]["groups"]:
@@ -85,7 +82,7 @@ def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Say who may use the cluster. An open one is not wrong where nobody else reaches the machines."""
+    """Find out who may use the cluster. An open cluster is safe only in a network of its own."""
     from spurline_ranks.ray_cluster import RayCluster
 
     cluster = RayCluster(request)
@@ -95,15 +92,14 @@ def access_to(request: ClusterRequest) -> Finding:
     finally:
         cluster.close()
     who = (
-        "everybody who reaches its ports, as it asks for no token: they can run code on its machines. Set "
-        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN where `ray start` and `spurline` run, or keep others out of its "
-        "network"
+        "everybody who reaches its ports can run code on its machines, as it asks for no token. Set "
+        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN for `ray start` and `spurline`, or keep others out of its network"
     )
     return Finding("who may use the cluster", who if is_open else "those who have its token")
 
 
 def _words(error: SpurlineError) -> str:
-    # An error that was not raised by loading the config names no file.
+    # Errors that loading the config has not raised name no file.
     return "\n".join([str(error).removeprefix("config: "), *getattr(error, "__notes__", ())])
 
 
@@ -143,7 +139,7 @@ def _exchanged(group: str, outcomes: Sequence[Exchange]) -> Finding:
 
 
 class DoctorRank:
-    """A `Worker` without a model; a backend says which groups of ranks its runs have."""
+    """A worker without a model. A backend adds the groups of ranks of its runs."""
 
     libraries: ClassVar[tuple[str, ...]] = ("torch", "transformers")
     """Distributions whose versions are findings."""
@@ -159,11 +155,11 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Open the other groups of this rank, by what they do; None for one of this rank alone. A collective."""
+        """Open the other groups of this rank by their names; None for a group of one rank. A collective."""
         return {}
 
     def look(self) -> dict[str, Any]:
-        """Say what this rank finds around it."""
+        """Describe this rank's machine, device and groups."""
         libraries = (f"{library} {version(library)}" for library in self.libraries)
         return {
             "node": self._place.node,
@@ -175,12 +171,12 @@ class DoctorRank:
         }
 
     def exchange(self, group: str, num_bytes: int) -> Exchange:
-        """Sum so many bytes over a group of ranks, a few times."""
+        """Sum this number of bytes over a group of ranks, a few times."""
         self._place.doing(f"all-reduce, {group}")
         process_group = self._groups[group]
         size, values = dist.get_world_size(process_group), num_bytes // 4
         seconds, right = [], True
-        # The first one also makes the connections.
+        # The first exchange also makes the connections.
         for _ in range(1 + _REPEATS):
             summed = torch.full((values,), dist.get_rank(process_group) + 1.0, device=self._profile.device)
             dist.barrier(process_group)
@@ -189,6 +185,6 @@ class DoctorRank:
             dist.all_reduce(summed, group=process_group)
             self._profile.synchronize()
             seconds.append(time.perf_counter() - began)
-            # Rank r put in r + 1.
+            # Rank r adds r + 1.
             right = right and bool((summed == size * (size + 1) / 2).all())
         return Exchange(min(seconds[1:]), 2 * (size - 1) / size * 4 * values, right)

@@ -1,4 +1,4 @@
-"""How ranks lie on machines, in numbers and in words, for `spurline plan`."""
+"""Describe for `spurline plan` how ranks lie on machines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from spurline_ranks.configs import RankBackendConfig
 
 
 def ranks_of_machine(config: RankBackendConfig) -> int | None:
-    """Return the ranks of the fullest machine; None on a cluster where neither settings nor GPUs tell."""
+    """Return the ranks of the fullest machine; None on a cluster if neither settings nor GPUs tell."""
     if config.launch == "local" or config.num_ranks == 1:
         return config.num_ranks
-    # A machine of the cluster that has GPUs is taken for one like the others.
+    # All machines of the cluster are assumed to have as many GPUs as this machine.
     fitting = config.ranks_per_node or (num_gpus() if config.on == "cuda" else 0)
     return min(config.num_ranks, fitting) if fitting else None
 
 
 def device_bytes(config: RankBackendConfig) -> int | None:
-    """Return the memory that one rank has here; None for a config that trains elsewhere."""
+    """Return the memory of one rank here; None for a config that trains elsewhere."""
     if config.missing_here() or config.launch == "ray":
         return None
     memory = device_profile.device_bytes(config.on)
@@ -29,19 +29,19 @@ def device_bytes(config: RankBackendConfig) -> int | None:
 
 
 def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
-    """Yield sentences on where the ranks are. groups: their division in words, such as `4 data x 2 context`."""
+    """Yield sentences on the places of the ranks and their `groups`, such as `4 data x 2 context`."""
     local = ranks_of_machine(config)
     yield f"{counted(config.num_ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {groups}"
     if local is None:
-        yield "on how many machines they are, only the cluster knows: set backend.ranks_per_node to plan for it"
+        yield "the number of machines is not known: set backend.ranks_per_node to plan for it"
 
 
 def describe_lack_of_gpus(config: RankBackendConfig) -> Iterator[str]:
-    """Yield a sentence where `auto` stands for the CPU."""
+    """Yield a sentence if `auto` stands for the CPU."""
     if config.device == "auto" and config.on == "cpu":
         yield (
-            "there is no GPU here, so these are processes on the CPU, and all memory is that of fp32. To plan for GPUs "
-            "elsewhere: --set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
+            "there is no GPU here, so these are processes on the CPU that compute in fp32. To plan for GPUs elsewhere: "
+            "--set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
         )
 
 
@@ -54,17 +54,17 @@ def _where(config: RankBackendConfig, local: int | None) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`."""
+    """Return a text such as `1 rank` or `2 ranks`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in order; none of 0."""
+    """Return the divisors of a positive number in order."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield bounds of a micro-batch, each half of the one before, down to one row."""
+    """Yield smaller and smaller bounds of a micro-batch, down to one row."""
     share = math.ceil(tokens / config.layout().data)
     bound = min(share, config.max_tokens_per_microbatch or share)
     while bound > row_length:

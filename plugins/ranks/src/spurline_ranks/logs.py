@@ -1,7 +1,4 @@
-"""The log of a process, which is asked for when the process says nothing any more.
-
-A rank that hangs or has died says nothing itself: its log has its last words, and its stacks after SIGUSR1.
-"""
+"""Write the logs of processes, and read the last words and the stacks of a process that hangs or has died."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ from spurline_models.machine import why_silent
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
 _WRITING_S = 0.1
-"""Seconds after which a file that does not grow any more counts as written."""
+"""Seconds after which a file that no longer grows counts as written."""
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
-"""Ray begins lines so that it writes into a process's output for its own use."""
+"""The beginnings of lines that Ray writes into a process's output."""
 
 
 def write_into(log: str) -> None:
-    """Make this file, and its folder, the output of this process and of those that it will start."""
+    """Send the output of this process, and of those that it will start, to this file. Makes its folder."""
     file = begin_log(log)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -34,9 +31,9 @@ def write_into(log: str) -> None:
 
 
 def begin_log(log: str) -> int:
-    """Open this file, and make its folder, for the output of this process or of those that it starts.
+    """Open this file for the output of this process or of a process that it starts. Makes its folder.
 
-    The output of earlier processes stays there; a line says where this one begins.
+    Earlier output stays in the file; a line marks where the new output begins.
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -45,7 +42,7 @@ def begin_log(log: str) -> int:
 
 
 def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of what the last process wrote into this file, by its path or while it is open."""
+    """Return the end of the last process's output in this file: a path or an open file."""
     if isinstance(log, str):
         if not Path(log).is_file():
             return ""
@@ -57,7 +54,7 @@ def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
 
 
 def stacks_of(pid: int, log: int, limit_s: float) -> str:
-    """Return the stack of each thread, which a process writes into its open log at SIGUSR1, or why it writes none."""
+    """Return the stack of each thread that a process writes into its open log at SIGUSR1, or why it writes none."""
     begin = size = os.fstat(log).st_size
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)

@@ -1,7 +1,6 @@
 """Turn a run's settings and an objective into plain data for ranks, and back.
 
-A rank reads the run's settings again and makes the loss of every call from its config, through a registry of its own:
-no config, loss or plugin is ever pickled.
+A rank reads the settings again, and makes the loss of every call from its config: no config, loss or plugin is pickled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from spurline_models.trainable import refuse_stateful
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
     """Return the settings as JSON values, with absolute paths."""
-    # A section of a run that was built by hand may have another class than its field.
+    # A run that code has built may have a section of another class than the field's.
     plain = run.model_dump(mode="json", serialize_as_any=True)
     return plain | {"run_dir": str(Path(run.run_dir).absolute())}
 
@@ -29,7 +28,7 @@ def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
     """Read the settings of `plain_run`, with the run's plugins loaded in this process.
 
     Raises:
-        PluginError, ConfigError: If this process has other plugins, or other versions of them.
+        PluginError, ConfigError: If this process has other plugins or other versions of them.
     """
     loaded = load_config(plain, recorded=True)
     return loaded.config, loaded.host.registry
@@ -47,8 +46,8 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
     config: Any = getattr(loss, "config", None)
     if config is None:
         raise PluginError(
-            f"The loss {type(loss).__name__} has no attribute `config`, from which ranks would make it again. Set "
-            "`self.config = config` in its constructor, or choose backend.name: local."
+            f"The loss {type(loss).__name__} has no attribute `config`, from which ranks make it. Set `self.config = "
+            "config` in its constructor, or choose backend.name: local."
         )
     return {
         "loss": config.model_dump(mode="json", serialize_as_any=True),
@@ -58,7 +57,6 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
 
 
 def read_objective(plain: Mapping[str, Any], registry: Registry) -> Objective:
-    """Read the objective of `plain_objective`."""
     settings = plain["loss"]
     config = registry.get("loss", settings["name"]).config.model_validate(settings)
     return Objective(registry.create("loss", config), plain["normalizer"], plain["temperature"])

@@ -1,6 +1,6 @@
-"""The outcome of a call on one rank, and the error that the calling process raises.
+"""The outcome of a call on one rank, and the error that the controller raises.
 
-A SpurlineError is carried as it is; a `RankFailedError` stands for every other exception, with its traceback as text.
+A SpurlineError is raised as it is, and any other exception becomes a `RankFailedError` with its traceback as text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Raised:
-    """The rank's code raised an exception: its class and message, its traceback, and itself if a SpurlineError."""
+    """The rank's code raised an exception; `error` is the exception if it is a SpurlineError."""
 
     text: str
     traceback: str
@@ -31,7 +31,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        # Without the frame that called the rank's code.
+        # The frame that called the rank's code is left out.
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return cls(f"{type(error).__name__}: {error}", shown, _ours(error))
@@ -39,7 +39,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended, with the end of its log. how: Such as `was killed by SIGKILL`."""
+    """The rank's process ended: `how`, such as `was killed by SIGKILL`, with the end of its log."""
 
     how: str
     last_words: str = ""
@@ -49,7 +49,7 @@ Outcome = Value | Raised | Died
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the process that asked; an answer that cannot be pickled becomes an error."""
+    """Return the outcome as bytes for the controller. An answer that cannot be pickled becomes an error."""
     try:
         return packed(outcome)
     except Exception as error:  # noqa: BLE001 - raised where the call was made
@@ -68,7 +68,7 @@ def unpacked(wire: bytes) -> Any:
 
 @dataclass(frozen=True)
 class Identity:
-    """A rank with its machine's name and its process id there."""
+    """A rank with its machine's name and its process id."""
 
     rank: int
     world: int
@@ -80,7 +80,7 @@ class Identity:
 
     @property
     def at_beginning(self) -> str:
-        """The rank as the beginning of a sentence."""
+        """The text with a capital letter."""
         return f"R{str(self)[1:]}"
 
     def failed(self, text: str, call: str, traceback: str = "") -> RankFailedError:
@@ -88,15 +88,15 @@ class Identity:
         return RankFailedError(text, self.rank, self.node, self.pid, call, traceback)
 
 
-class _TracebackOfRank(Exception):  # noqa: N818 - shows where another error began
+class _TracebackOfRank(Exception):  # noqa: N818 - the cause of another error
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Identity, Raised | Died]:
-    """Return the failure that explains the others: a death, else an error of ours, else the first.
+    """Return the failure that explains the others: a death, else a SpurlineError, else the first.
 
-    When a rank dies, the others fail in the exchange with it, and may say so before its death is noticed.
+    When a rank dies, the others fail in the exchange with it, perhaps before its death is noticed.
     """
 
     def importance(failure: tuple[Identity, Raised | Died]) -> int:
@@ -116,7 +116,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
         return who.failed(text, call)
     if failure.error is not None:
         failure.error.add_note(f"This is from {who}, during `{call}`.")
-        # Python shows it with a traceback; the message for the user needs none.
+        # Python shows the cause in its tracebacks, but the user's message has none.
         failure.error.__cause__ = _TracebackOfRank(failure.traceback)
         return failure.error
     text = f"{who.at_beginning} failed during `{call}`: {failure.text}\n{failure.traceback}"
@@ -124,11 +124,11 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
 
 
 def _ours(error: BaseException) -> SpurlineError | None:
-    """Return a SpurlineError that another process can read."""
+    """Return the error if it is a SpurlineError that another process can read."""
     if not isinstance(error, SpurlineError):
         return None
     try:
         unpacked(packed(error))
-    except Exception:  # noqa: BLE001 - any code of its attributes may run; text and traceback stand for such an error
+    except Exception:  # noqa: BLE001 - reading runs code of the error's class
         return None
     return error

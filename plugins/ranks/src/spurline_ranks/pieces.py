@@ -1,11 +1,8 @@
-"""Keep tensors that many processes hold parts of: each process writes its parts, and any others read what they need.
+"""Write tensors that many processes hold parts of, and read any parts of them in any number of processes.
 
-A *piece* is a part of one tensor: a box of it, or a range of the values of a box, counted row by row. Every process
-writes its pieces into files of its own, `rank-00003.part-001.safetensors`, whose headers describe them, and hashes them
-while it writes. A reader makes an index of all headers, counts the values of each tensor, and then reads the boxes that
-it needs, on any number of processes.
-
-It knows no model and no optimizer. Naming the folder and renaming it into place are the caller's work. No pickle.
+A *piece* is a part of one tensor: a box, or a range of the values of a box, counted row by row. Every process writes
+its pieces into its own files, `rank-00003.part-001.safetensors`, whose headers describe them, and hashes them while it
+writes. A reader makes an index of all headers, counts the values of each tensor, and reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from spurline_models.optimizers.state import describe
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
 PART_BYTES = 2 << 30
-"""Bytes of values in one file, at most."""
+"""Most bytes of values in one file."""
 
 _METADATA = "spurline_pieces"
 
@@ -39,14 +36,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: where it begins in each dimension, and its shape."""
+    """A part of a tensor: its first position in each dimension, and its shape."""
 
     offset: Shape
     shape: Shape
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Self:
-        """Return the box of all of a tensor."""
+        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -59,7 +56,7 @@ class Box:
         return tuple(map(sum, zip(self.offset, self.shape, strict=True)))
 
     def common(self, other: Box) -> Box | None:
-        """Return the box that is in both, if any is."""
+        """Return the intersection of both boxes, or None."""
         begin = tuple(map(max, zip(self.offset, other.offset, strict=True)))
         end = tuple(map(min, zip(self.end, other.end, strict=True)))
         if any(low >= high for low, high in zip(begin, end, strict=True)):
@@ -67,7 +64,7 @@ class Box:
         return Box(begin, tuple(high - low for low, high in zip(begin, end, strict=True)))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Return the slices that cut this box out of a tensor that holds the outer one."""
+        """Return the slices that cut this box out of a tensor that holds the outer box."""
         begin = [here - there for here, there in zip(self.offset, outer.offset, strict=True)]
         return tuple(slice(low, low + size) for low, size in zip(begin, self.shape, strict=True))
 
@@ -77,7 +74,7 @@ class Piece:
     """A part of the tensor `key` of this shape, to be written.
 
     Attributes:
-        values: The values of the box, in its shape; or a vector of the range `span` of them.
+        values: The values of the box in its shape, or a vector of the range `span` of these values.
         span: The range of the box's values, counted row by row; None for all.
     """
 
@@ -93,7 +90,7 @@ class Piece:
 
 
 def held_box(tensor: Tensor) -> Box:
-    """Return the part of a tensor that this process holds: all of it, or the local part of a DTensor."""
+    """Return the box of a tensor that this process holds: all of it, or the local part of a DTensor."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -102,12 +99,12 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return the values of `held_box`: the very memory of the tensor."""
+    """Return the values of `held_box`, in the memory of the tensor."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece]:
-    """Yield the pieces that this process has to write, so that all processes together write each value once.
+    """Yield the pieces that this process writes, so that all processes together write each value once.
 
     Args:
         tensors: The tensors of this process, by key.
@@ -127,7 +124,7 @@ def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece
 def write_pieces(
     folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
 ) -> dict[str, FileDigest]:
-    """Write the pieces of one process, with memory for one block, without empty ones. Raises CheckpointWriteError.
+    """Write the pieces of one process, with memory for one block. Raises CheckpointWriteError.
 
     Returns:
         The digests of the files by name, when they are safe on the disk.
@@ -143,7 +140,7 @@ def write_pieces(
 
 
 def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each file, large ones cut."""
+    """Yield the pieces of each file, with large pieces cut."""
     part: list[Piece] = []
     filled = 0
     for piece in pieces:
@@ -182,7 +179,7 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in a file, from the byte `begin` on."""
+    """A piece in a file, at the byte `begin`."""
 
     file: str
     begin: int
@@ -199,7 +196,6 @@ class StoredTensor:
     pieces: tuple[StoredPiece, ...]
 
     def describe(self) -> str:
-        """Describe shape and dtype as `describe` does."""
         return describe(torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
@@ -212,11 +208,7 @@ class PieceIndex:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers.
-
-        Raises:
-            DamagedCheckpointError: If files are damaged or missing, with the names of file and tensor.
-        """
+        """Read the headers. Raises DamagedCheckpointError if files are damaged or missing."""
         found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
             for key, shape, dtype, piece in _stored_pieces(path):
@@ -227,11 +219,11 @@ class PieceIndex:
             for other_shape, other_dtype, piece in entries:
                 if (other_shape, other_dtype) != (shape, dtype):
                     raise DamagedCheckpointError(
-                        f"{folder / piece.file} does not belong to the files beside it: {key} is {list(other_shape)} "
+                        f"{folder / piece.file} does not belong to the other files: {key} is {list(other_shape)} "
                         f"{other_dtype} there, and {list(shape)} {dtype} in {entries[0][2].file}."
                     )
             pieces = tuple(piece for _, _, piece in entries)
-            # Digests find files that have changed. This finds a file that is missing, or one too many.
+            # Digests find changed files. This finds a missing file, or a file too many.
             held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
             if held != needed:
                 files = ", ".join(sorted({piece.file for piece in pieces}))
@@ -242,13 +234,13 @@ class PieceIndex:
         return cls(folder, tensors)
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Read a box of a tensor onto the CPU, and nothing else."""
+        """Read a box of a tensor onto the CPU."""
         result = torch.empty(box.shape, dtype=self.tensors[key].dtype)
         self._read_into(result, key, box)
         return result
 
     def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
-        """Read the values `begin` to `end` of a box, counted row by row, as a vector on CPU."""
+        """Read the values `begin` to `end` of a box, counted row by row, as a vector on the CPU."""
         result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
         filled = 0
         for inner in _boxes_of_span(box.shape, begin, end):
@@ -259,7 +251,7 @@ class PieceIndex:
         return result
 
     def fill(self, target: Tensor, key: str) -> None:
-        """Fill a tensor of the same shape and dtype; this process may hold all of it or a part."""
+        """Fill the part of a tensor of the same shape and dtype that this process holds."""
         local, box = held_values(target), held_box(target)
         if local.device.type == "cpu":
             self._read_into(local, key, box)
@@ -287,24 +279,24 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """Read the same part of a tensor as this process holds of `like`, onto its device.
+        """Read the part of a tensor that this process holds of `like`, onto the device of `like`.
 
-        A tensor of another shape is read whole, onto the CPU.
+        A tensor of another shape is read whole onto the CPU.
         """
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:
             return self.read(key, Box.whole(stored.shape))
-        # Not `DTensor.from_local`, which moves offloaded weights to the device of the mesh.
+        # `DTensor.from_local` would move offloaded weights to the device of the mesh.
         result = torch.empty_like(like, dtype=stored.dtype, requires_grad=False)
         self.fill(result, key)
         return result
 
     def _values(self, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
-        """Map the piece's values as a vector: only values that are used are read from the file."""
+        """Map the piece's values as a vector; only values that are used are read from the file."""
         num_bytes = (piece.span[1] - piece.span[0]) * dtype.itemsize
         path = self.folder / piece.file
         try:
-            # Copy-on-write, since torch has no tensors that cannot be written to.
+            # The map is copy-on-write, since torch has no read-only tensors.
             mapped = np.memmap(path, np.uint8, "c", offset=piece.begin, shape=(num_bytes,))
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} is missing or truncated ({error}).") from error
@@ -337,7 +329,7 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
 
 
 def _boxes_of_span(shape: Shape, begin: int, end: int) -> Iterator[Box]:
-    """Cut a range of a box's values, counted row by row, into boxes whose values follow one another."""
+    """Cut a range of a box's values, counted row by row, into consecutive boxes."""
     if begin >= end:
         return
     if not shape:

@@ -1,8 +1,8 @@
 """Run ranks as processes of this machine.
 
-The controller keeps one process for each worker module that has imported torch, transformers and that module, and forks
-ranks from it (`rank_server`): a group of ranks starts in a tenth of the time that the imports take. Each rank has one
-connection for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
+For each worker module the controller keeps a process that has imported torch, transformers and the module, and forks
+ranks from it (`rank_server`): ranks start in a tenth of the time of the imports. Each rank has one connection for its
+calls. The controller hosts the store where ranks meet; only this machine can reach it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 2.0
-"""Seconds that a rank has to answer what it does, and to write its stacks."""
+"""Seconds that a rank has to say what it does, or to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
 
 
 class LocalRanks(RankGroup):
-    """A `RankGroup` of processes of this machine."""
+    """The ranks of this machine."""
 
     def __init__(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], limits: TimeLimits) -> None:
         super().__init__(request.count, limits)
@@ -81,7 +81,7 @@ class LocalRanks(RankGroup):
         for rank, process in enumerate(self._ranks):
             own = packed(() if per_rank is None else (per_rank[rank],))
             if not process.send(message, own):
-                # The call has failed for all ranks.
+                # One rank's failure ends the call.
                 break
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
@@ -130,7 +130,7 @@ class _Process:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `release`
         ours, theirs = socket.socketpair()
         with theirs:
-            # A rank that reads nothing counts as dead after a while.
+            # A rank that reads nothing counts as dead after this time.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(order.limits.call_s) or 1, 0))
             self._connection = Connection(ours.detach())
             self.pid = server.fork(self, theirs.fileno(), self._log.fileno())
@@ -140,7 +140,7 @@ class _Process:
         self.send(packed((dict(os.environ), path, os.getcwd(), order)))
 
     def send(self, *messages: bytes) -> bool:
-        """Send the messages of one call. Returns False if the rank reads nothing; its outcome is then `Died`."""
+        """Send the messages of one call. Return False if the rank reads nothing; its outcome is then `Died`."""
         try:
             for message in messages:
                 self._connection.send_bytes(message)
@@ -160,7 +160,7 @@ class _Process:
             self._connection.send_bytes(packed((None, None)))
 
     def said(self, until: float) -> str | None:
-        """Return the answer to `ask`, or None if it does not come until this time of the monotonic clock."""
+        """Return the answer to `ask`, or None if there is none by this time of the monotonic clock."""
         try:
             return self._answers.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
@@ -174,12 +174,12 @@ class _Process:
             kill_group(self.pid)
 
     def wait_for_end(self, until: float) -> None:
-        """Wait until the killed process has ended. Raises RunFailedError if it has not by then."""
+        """Wait until the killed process has ended. Raises RunFailedError after this time of the monotonic clock."""
         if not self.ended.wait(max(0.0, until - time.monotonic())):
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {_END_TIMEOUT_S:g} s later.")
 
     def release(self) -> None:
-        # The process has ended, so its reader ends too.
+        # The process has ended, so the reader ends too.
         self._reader.join(_ANSWER_TIMEOUT_S)
         self._connection.close()
         self._log.close()
@@ -235,7 +235,7 @@ class _Server:
             )
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Wait for the imports. Raises RunFailedError if they fail or take longer than the limit."""
+        """Wait for the imports. Raises RunFailedError if they fail or take too long."""
         self._ready.wait(limit_s)
         if self.has_ended:
             raise RunFailedError(
@@ -245,12 +245,12 @@ class _Server:
         if not self._ready.is_set():
             self._child.end()
             raise RunFailedError(
-                f"Importing torch, transformers and {self._module} for the ranks took longer than {limit_s:g} s, the "
-                "limit by backend.start_timeout_s."
+                f"Importing torch, transformers and {self._module} for the ranks took longer than {limit_s:g} s "
+                "(backend.start_timeout_s)."
             )
 
     def fork(self, rank: _Process, connection: int, log: int) -> int:
-        """Fork a rank with these open files; return its process id."""
+        """Fork a rank that gets these open files; return its process id."""
         with self._lock:
             try:
                 socket.send_fds(self._control, [b"f"], [connection, log])
@@ -258,7 +258,7 @@ class _Server:
             except OSError:
                 answer = b""
             if not answer:
-                # An answer that came later would be taken for the next rank's.
+                # A late answer would be taken for the answer to the next fork.
                 self.has_ended = True
                 self._child.kill()
                 raise RunFailedError(f"The process that ranks are forked from did not fork: {self._child.how_it_ended}")
@@ -281,7 +281,7 @@ class _Server:
         self._ready.set()
         self._control.close()
         with self._lock:
-            # Linux has killed them with the process that they are forked from.
+            # Linux has killed the ranks with the process that they were forked from.
             for rank in self._ranks.values():
                 rank.code = -signal.SIGKILL
                 rank.ended.set()
@@ -292,7 +292,7 @@ _servers_lock = threading.Lock()
 
 
 def _server_for(module: str, limit_s: float) -> _Server:
-    """Return the server of a worker's module. It lives as long as this process, so that later ranks use it too."""
+    """Return the server of a worker's module. It stays for later ranks until this process ends."""
     with _servers_lock:
         server = _servers.get(module)
         if server is None or server.has_ended:

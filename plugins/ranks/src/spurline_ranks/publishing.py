@@ -1,8 +1,8 @@
-"""Make buckets of weights in the ranks that a choice names, so that no weight ever comes to the controller.
+"""Make buckets of weights in ranks, so that no weight comes to the controller.
 
 Place on the way: parts of weights -> one bucket at a time, gathered in the first rank, its owner or all ranks -> a
-maker there -> a description of the bucket, which the controller passes on. One call makes one bucket, so that a
-consumer may stop after any of them.
+maker there -> a description of the bucket, which the controller passes on. Each call makes one bucket, so a consumer
+may stop after any bucket.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 
 
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
-    """Join the descriptions of the same weights in several processes, which differ in mappings of `where` alone.
+    """Join the descriptions of the same weights from several processes.
 
-    Mappings are joined, and the first of equal keys is kept.
+    Only mappings within `where` may differ: they are joined, and of equal keys the first is kept.
     """
     first, *others = buckets
     where = dict(first.where)
@@ -50,7 +50,7 @@ def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The plan that follows from a `MakerChoice`, the same in all ranks: buckets, and the ranks that make each."""
+    """The plan for a `MakerChoice`, the same in all ranks: buckets, and the ranks that make each bucket."""
 
     gathering: WeightGathering
     dtype: torch.dtype | None
@@ -59,7 +59,6 @@ class _Plan:
 
     @property
     def senders(self) -> list[int]:
-        """The ranks that make any bucket, in order."""
         return sorted({rank for makers in self.makers for rank in makers})
 
 
@@ -67,10 +66,10 @@ class Publishing:
     """Makes buckets in a rank.
 
     Args:
-        place: The rank.
+        place: The place of this rank.
         model: Gathers all weights.
-        dtype: The model's weights are cast to it before they are gathered, unless a choice has another dtype.
-        adapter: Gathers the adapter's tensors alone; None without an adapter.
+        dtype: The dtype in which weights are gathered, unless a choice has another one.
+        adapter: Gathers only the adapter; None without an adapter.
     """
 
     def __init__(
@@ -82,11 +81,11 @@ class Publishing:
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """Return the number of buckets of a publish. The maker of this `MakerChoice` stays until another is chosen."""
+        """Return the number of buckets. The maker of this `MakerChoice` stays until another choice comes."""
         return len(self._planned(choice).buckets)
 
     def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """Make the bucket of this number, from 1; None in ranks that do not make it. A collective."""
+        """Make the bucket of this number, counted from 1; return None if other ranks make it. A collective."""
         plan = self._planned(choice)
         bucket, makers, count = plan.buckets[number - 1], plan.makers[number - 1], len(plan.buckets)
         self._place.doing(f"gathering weights for engines, bucket {number} of {count}")
@@ -94,16 +93,15 @@ class Publishing:
         if self._place.rank not in makers:
             return None
         assert self._maker is not None, (self._place.rank, makers)
-        self._place.doing(f"bringing weights to engines, bucket {number} of {count}")
+        self._place.doing(f"sending weights to engines, bucket {number} of {count}")
         return self._maker.make(version, number, _given_up(weights)).to_plain()
 
     def taken(self) -> None:
-        """Tell the maker that every engine has the last bucket."""
         if self._maker is not None:
             self._maker.taken()
 
     def _planned(self, choice: Mapping[str, Any]) -> _Plan:
-        """Return the plan of this choice. For a new choice, close the old maker, and make one if this rank sends."""
+        """Return the plan of this choice. A new choice closes the old maker, and makes one if this rank sends."""
         if self._plan is not None and choice == self._choice:
             return self._plan
         maker, self._maker, self._plan = self._maker, None, None
@@ -137,6 +135,6 @@ class Publishing:
 
 
 def _given_up(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (hf_name, tensor), and free each when the next is asked for: a maker's copies take their place."""
+    """Yield (hf_name, tensor), and free each tensor before the next: a maker's copies replace them."""
     for name in [*weights]:
         yield name, weights.pop(name)

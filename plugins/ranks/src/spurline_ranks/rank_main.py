@@ -22,15 +22,15 @@ from spurline_ranks.outcomes import Raised, Value, pack
 
 @dataclass(frozen=True)
 class RankOrder:
-    """A rank that is to be made, as plain data.
+    """Plain data from which a process becomes a rank.
 
     Attributes:
         local_world: The number of ranks on its machine.
         node: The machine's name in messages.
-        worker: `module:Class`, made with its place and `arguments`.
+        worker: `module:Class` of the worker, which is made with a `Place` and `arguments`.
         num_threads: CPU threads of torch; None divides the cores of the machine among its ranks.
         store: Host and port of the store where the ranks meet.
-        environment: Variables that are added to the environment of the process.
+        environment: Variables to add to the environment of the process.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class RankOrder:
 
 
 class RankMain:
-    """One rank. Its methods are called one at a time; any thread may call `doing`."""
+    """One rank. Its methods are called one at a time, but any thread may call `doing`."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
@@ -82,7 +82,7 @@ class RankMain:
         self._doing = (text, time.monotonic())
 
     def doing(self) -> str:
-        """Say what the rank does, and since when."""
+        """Return what the rank does and for how long."""
         text, since = self._doing
         return f"{text}, for {time.monotonic() - since:.0f} s"
 
@@ -92,7 +92,7 @@ class RankMain:
         profile = device_profile(order.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
-        # The limit of the store is for ranks that start late, and that of the group for each exchange.
+        # The store's limit is for ranks that start late, the group's limit for each exchange.
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
         dist.init_process_group(
             profile.process_group,

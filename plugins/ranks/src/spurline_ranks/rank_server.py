@@ -1,8 +1,8 @@
-"""The process that ranks of this machine are forked from; it has imported what is slow to import, nothing else.
+"""The process that ranks of this machine are forked from. It has imported what is slow to import.
 
-The controller hands it a connection and a log for each rank over a socket, and gets the id of the new process and later
-its exit code. Every rank has a session of its own, so that the controller alone handles Ctrl-C. Linux kills the ranks
-when this process dies, and this process when the controller dies.
+Over a socket the controller sends a connection and a log for each rank, and gets the id of the new process, later its
+exit code. Every rank has a session of its own, so that only the controller handles Ctrl-C. Linux kills the ranks when
+this process dies, and this process when the controller dies.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def main(parent: Parent) -> None:
         importlib.import_module(module)
     parent.send({"ready": True})
     files = _serve(parent, socket.socket(fileno=int(control)))
-    # Only in a fork: here ends the server, and a rank begins.
+    # From here on this is a fork, and a rank.
     if files is not None:
         _be_a_rank(*files)
 
 
 def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
-    """Fork ranks until the controller is gone. Returns a second time in each rank: its connection and log."""
-    # Systems send these to all processes of a job that they stop; the controller alone handles them.
+    """Fork ranks until the controller is gone, then return None; return connection and log in each forked rank."""
+    # Systems send these signals to all processes of a job that they stop. Only the controller handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wake = socket.socketpair()
@@ -83,7 +83,7 @@ def _reap(ranks: set[int], parent: Parent) -> None:
     for pid in list(ranks):
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             continue
-        # Also the processes that the rank has started.
+        # This also ends processes that the rank has started.
         kill_group(pid)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         ranks.remove(pid)
@@ -95,13 +95,13 @@ def _be_a_rank(connection: int, log: int) -> None:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    # Shows the stacks of a rank that stands still, even where Python cannot run.
+    # This shows the stacks of a rank that hangs, even if no Python code can run.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     _Rank(Connection(connection)).serve()
 
 
 class _Rank:
-    """A rank at its end of the connection. It lives as long as the other end is open."""
+    """A rank at its end of the connection. It ends when the controller's end is closed."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -120,7 +120,7 @@ class _Rank:
             self._say(self._main.call(*self._calls.get()))
 
     def _listen(self) -> None:
-        """Take calls and questions. When the controller is gone, end the rank whatever it does."""
+        """Receive calls and questions. Kill this process when the controller is gone."""
         try:
             while True:
                 method, common = self._connection.recv()

@@ -1,8 +1,8 @@
 """Ranks as actors of a Ray cluster.
 
-One placement group holds them: a bundle for each machine, so that ranks with neighbouring numbers share a machine.
-Rank 0 hosts the store where they meet. Beside them runs one `NodeActor` on each machine. Ray never starts a dead rank
-again, and ends all ranks with the process that asked for them. Imported with `launch: ray` only.
+One placement group holds them, with a bundle for each machine, so that ranks with neighbouring numbers share a machine.
+Rank 0 hosts the store where they meet. One `NodeActor` runs on each machine. Ray never restarts a dead rank, and ends
+all ranks with the controller. Imported only with `launch: ray`.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from spurline_ranks.ray_node import NodeActor
 from spurline_ranks.store import open_store
 
 _END_TIMEOUT_S = 30.0
-"""Seconds that a process may take to be gone after it was killed."""
+"""Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 3.0
 """Seconds that a machine has to answer for a rank."""
 _PING_TIMEOUT_S = 15.0
 """Seconds that a busy machine has to answer before it counts as lost."""
 _TELLING_S = 10.0
-"""Seconds that Ray has to report the end of a process."""
+"""Seconds within which Ray must report the end of a process."""
 _WATCH = "watch"
 """The thread of an actor that answers while another one computes."""
-_LOST = Died("was lost with its machine, which does not answer any more,")
+_LOST = Died("was lost with its machine, which no longer answers,")
 
 
 class RankActor:
     """One rank; every method is called through Ray."""
 
     def __init__(self) -> None:
-        # Systems send these to all processes of a job that they stop; the controller alone handles them.
+        # Systems send these signals to all processes of a job that they stop. Only the controller handles them.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # One log for both.
+        # Both outputs have one log.
         os.dup2(2, 1)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Return the outcome: this process's id and log, and the place of its store if it hosts one."""
+        """Return the outcome: this process's id and log, and the address of its store if it hosts one."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -85,7 +85,7 @@ class RankActor:
 
 @dataclass
 class _Rank:
-    """The controller's handle of an actor, which tells its process id and log file with its first answer."""
+    """The controller's handle of an actor. The first answer has the process id and the log file."""
 
     actor: Any
     node: Node
@@ -95,7 +95,7 @@ class _Rank:
 
 
 class RayRanks(RankGroup):
-    """A `RankGroup` of actors."""
+    """The ranks of a cluster."""
 
     def __init__(
         self, request: RankRequest, worker: str, arguments: tuple[Any, ...], limits: TimeLimits, cluster: ClusterRequest
@@ -126,7 +126,6 @@ class RayRanks(RankGroup):
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
         waiting = [answer for answer, rank in self._answers.items() if rank in missing]
-        # One at a time, as each comes.
         ready, _ = ray.wait(waiting, num_returns=1, timeout=timeout_s)
         return {(rank := self._answers.pop(answer)): self._outcome(rank, answer) for answer in ready}
 
@@ -145,7 +144,7 @@ class RayRanks(RankGroup):
         return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        # A rank that has never answered has no known process.
+        # The process of a rank that has never answered is not known.
         known = [(number, self._ranks[number]) for number in missing if self._ranks[number].pid]
         asked = {
             number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
@@ -194,7 +193,7 @@ class RayRanks(RankGroup):
         self._cluster.close()
 
     def _place_ranks(self, request: RankRequest) -> None:
-        """Make an actor for each rank and each machine in the room of the run."""
+        """Make an actor for each rank and each machine."""
         need = request.cluster_need()
         assert need is not None, request
         (place,) = room_for(self._cluster, need, "backend", self._cluster_request.room_timeout_s)
@@ -208,7 +207,7 @@ class RayRanks(RankGroup):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor has answered; return the place of the store of each, or None."""
+        """Wait until every actor has answered; return the address of the store of each, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())
@@ -232,7 +231,7 @@ class RayRanks(RankGroup):
                 num_threads=request.num_threads,
                 local_world=self.size // len(self._watchers),
                 store=store,
-                # The processes have the variables that the user has set for the machines.
+                # Variables that the user has set for the cluster take precedence.
                 environment={name: value for name, value in request.variables.items() if name not in chosen},
             )
             folder = self._cluster_request.log_dir
@@ -251,7 +250,7 @@ class RayRanks(RankGroup):
         return _LOST
 
     def _left(self) -> list[str]:
-        """Name killed ranks that have not ended. A lost machine cannot be asked."""
+        """Return the names of killed ranks that have not ended, except on lost machines."""
         pids = self._pids_by_node([number for number, rank in enumerate(self._ranks) if rank.pid])
         asked = {
             node: watcher.end.remote(list(pids.get(node, ())), _END_TIMEOUT_S)

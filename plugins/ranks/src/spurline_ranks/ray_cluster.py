@@ -1,7 +1,7 @@
 """The Ray cluster that this process has joined.
 
-All processes that a run places on Ray share one connection, from the first `RayCluster.open` to the last `close`. Only
-modules that import this one import Ray, and they are imported only if something is placed on Ray.
+All code of this process shares one connection, from the first `RayCluster.open` to the last `close`. Modules that
+import Ray are imported only if a run places something on it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Bundle = Mapping[str, float]
 """Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds until a cluster has been joined, or has answered a stranger."""
+"""Seconds within which a cluster must be joined, or must answer a process without a token."""
 _ANSWER_TIMEOUT_S = 5.0
-"""Seconds that the head of a cluster has to answer at its address."""
+"""Seconds within which the head of a cluster must answer at its address."""
 _RESTART = (
     "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set cluster.address or RAY_ADDRESS to "
     "another one."
@@ -43,7 +43,7 @@ _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sy
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster that is alive, with all its resources, and those that nobody has."""
+    """A live machine of the cluster, with all its resources and the free ones."""
 
     id: str
     name: str
@@ -55,12 +55,12 @@ class Node:
 
 
 class RayCluster:
-    """One user's hold on the cluster, from `open` to `close`. All holds of a process share one connection."""
+    """A use of the cluster, from `open` to `close`. All uses in a process share one connection."""
 
     _lock: ClassVar = threading.Lock()
     _holds: ClassVar[list[RayCluster]] = []
     _has_joined: ClassVar = False
-    """Whether Ray was initialized here; otherwise other code of this process also ends it."""
+    """Whether Ray was initialized here; other code that initialized it also shuts it down."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
@@ -78,8 +78,8 @@ class RayCluster:
                 known, own = other._request, self._request
                 if (known.address, known.env_vars) != (own.address, own.env_vars):
                     raise UserError(
-                        "This process has joined a Ray cluster with another address or runtime_env, and can be in one "
-                        "alone. Give both runs the same."
+                        "This process has joined a Ray cluster with another address or runtime_env, and can join only "
+                        "one. Use the same settings for both runs."
                     )
             if not RayCluster._holds and not ray.is_initialized():
                 _join_in_time(self._request)
@@ -87,7 +87,7 @@ class RayCluster:
             RayCluster._holds.append(self)
 
     def close(self) -> None:
-        """Leave the cluster with the last hold. May be called again."""
+        """End this use; the last one leaves the cluster. May be called again."""
         with RayCluster._lock:
             if self not in RayCluster._holds:
                 return
@@ -97,7 +97,7 @@ class RayCluster:
                 ray.shutdown()
 
     def obeys_strangers(self) -> bool:
-        """Return whether the head answers a process that has no token. Raises RunFailedError if it cannot be asked."""
+        """Return whether the head answers a process without a token. Raises RunFailedError if it cannot be asked."""
         address = ray.get_runtime_context().gcs_address
         environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
         command = [sys.executable, "-c", _STRANGER, address]
@@ -117,7 +117,7 @@ class RayCluster:
         return asked.returncode == 0
 
     def nodes(self) -> list[Node]:
-        """Return the machines that are alive, in an order that stays."""
+        """Return the live machines, ordered by name."""
         alive = [node for node in ray.nodes() if node["Alive"]]
         there = Counter(node["NodeManagerHostname"] for node in alive)
         free = available_resources_per_node()
@@ -130,16 +130,16 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
     def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
-        """Ask for a placement group, each bundle on one machine; wait for its `ready()`."""
+        """Ask for a placement group with each bundle on one machine, without waiting for it."""
         return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
 
     def release(self, group: PlacementGroup) -> None:
-        """Give its resources back, and kill the processes there."""
+        """Free the resources of a placement group, and kill the processes there."""
         if ray.is_initialized():
             remove_placement_group(group)
 
     def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
-        """Return the options of an actor in that bundle, which Ray never starts a second time."""
+        """Return the options of an actor in that bundle, which Ray never restarts."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
@@ -150,12 +150,12 @@ class RayCluster:
 
 
 def amounts(resources: Mapping[str, float]) -> str:
-    """Such as `2 GPU, 8 CPU`."""
+    """Return a text such as `2 GPU, 8 CPU`."""
     return ", ".join(f"{count:g} {resource}" for resource, count in resources.items())
 
 
 def free_of(nodes: Sequence[Node]) -> str:
-    """Such as `2 of 4 GPU, 8 of 8 CPU on node1; 0 of 4 GPU, 8 of 8 CPU on node2`."""
+    """Return a text such as `2 of 4 GPU, 8 of 8 CPU on node1; 0 of 4 GPU, 8 of 8 CPU on node2`."""
     return "; ".join(
         ", ".join(
             f"{node.free.get(kind, 0.0):g} of {node.has(kind):g} {kind}" for kind in ("GPU", "CPU") if node.has(kind)
@@ -174,7 +174,7 @@ def _join_in_time(request: ClusterRequest) -> None:
         except BaseException as error:  # noqa: BLE001 - raised where it is awaited
             joined.set_exception(error)
 
-    # On the main thread Ray would take SIGTERM for itself.
+    # On the main thread Ray would replace the handler of SIGTERM.
     threading.Thread(target=join, name="spurline-ray", daemon=True).start()
     try:
         joined.result(CONNECT_TIMEOUT_S)
@@ -185,13 +185,13 @@ def _join_in_time(request: ClusterRequest) -> None:
 def _join(request: ClusterRequest) -> None:
     """Raise UserError if there is no such cluster, or it does not answer."""
     try:
-        # The address that Ray would join, so that it is asked before Ray waits for it; None is for any.
+        # The head is asked before Ray waits for it. None makes Ray choose the address.
         wanted: Any = None if request.address == "auto" else request.address
         address = canonicalize_bootstrap_address(wanted)
         if address is None:
             raise ConnectionError("there is none on this machine. Start one with `ray start --head`")
         _check_answers(address)
-        # log_to_driver would write over the terminal's tracker; errors carry the last words of their process.
+        # log_to_driver would disturb the console tracker. Errors carry the last words of their process.
         environment = {"env_vars": dict(request.env_vars)}
         ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ConnectionError, RuntimeError, ValueError) as error:
@@ -199,11 +199,11 @@ def _join(request: ClusterRequest) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError where nobody answers at the address of a head: Ray itself asks for minutes."""
+    """Raise ConnectionError if the address of a head does not answer. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S).close()
     except OSError as error:
         raise ConnectionError(
-            f"nobody answers at {address} ({error.strerror or error}), where the head of the cluster should be"
+            f"the head of the cluster does not answer at {address} ({error.strerror or error})"
         ) from error

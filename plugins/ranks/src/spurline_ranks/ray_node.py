@@ -1,4 +1,4 @@
-"""The process that runs once on each machine of a Ray cluster: it answers for the machine, and for its dead.
+"""The process that runs once on each machine of a Ray cluster and answers questions about the machine's ranks.
 
 Imports no torch.
 """
@@ -17,21 +17,21 @@ from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Raised, Value, pack
 
 _RAYS_TIME_S = 2.0
-"""Seconds that Ray has for killing a rank by itself: Ray reports a rank that is killed otherwise on the terminal."""
+"""Seconds that Ray has to kill a rank: Ray reports a rank that others kill on the terminal."""
 
 
 class NodeActor:
-    """Every method is called through Ray."""
+    """The actor of one machine; every method is called through Ray."""
 
     def __init__(self) -> None:
         self._raylet = os.getppid()
 
     def missing(self, pids: Sequence[int]) -> list[int] | None:
-        """Return those of these processes that are gone; None if Ray has ended here, which ends all of them soon."""
+        """Return the processes that are gone; None if Ray has ended here, since then all end soon."""
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
-        """Call `module:function`; returns the packed outcome."""
+        """Call `module:function`; return the packed outcome."""
         try:
             return pack(Value(resolve_name(function)(*arguments)))
         except Exception as error:  # noqa: BLE001 - raised where it was asked for
@@ -47,9 +47,9 @@ class NodeActor:
             return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """See these ranks end, which Ray has killed; returns those that are still there when the time is over.
+        """Wait until ranks that Ray has killed have ended; return those that are left after the limit.
 
-        Ray gives each a group of its own, but does not kill what else is in it, nor a rank that is stopped.
+        Ray kills neither a stopped rank nor other processes of the rank's group.
         """
         left = _left(pids, _RAYS_TIME_S)
         for pid in pids:
@@ -59,7 +59,7 @@ class NodeActor:
 
 
 def _left(pids: Sequence[int], limit_s: float) -> list[int]:
-    """Wait for their end; returns those that are still there when the time is over."""
+    """Wait for the end of processes; return those that are left after the limit."""
     until = time.monotonic() + limit_s
     while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
         time.sleep(0.02)

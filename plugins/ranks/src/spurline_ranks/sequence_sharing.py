@@ -1,27 +1,23 @@
 """Share each sequence among ranks, for sequences too long for one.
 
-Place on the way: `TokenStream` -> this rank's part of it -> model -> logprobs of the part -> logprobs of the stream, on
-every rank of the group. Each rank runs the model on consecutive tokens. In attention it computes some heads of all
-tokens, and two exchanges swap tokens and heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509). A loss sees
-whole segments.
+Place on the way: `TokenStream` -> this rank's part -> model -> logprobs of the part -> logprobs of the stream, on every
+rank of the group. Each rank runs the model on consecutive tokens. In attention it computes some heads of all tokens,
+and two exchanges swap tokens and heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from transformers import PreTrainedModel
 
 from spurline.errors import ModelError
-from spurline.protocols.loss import TokenLossInputs
 from spurline_models.architecture import vocabulary_size
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.probe import probe_sequences, probe_stream
@@ -30,9 +26,9 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 
 
 class SequenceSharing:
-    """A group of ranks, this one included, that share each of their sequences.
+    """The group of ranks that share each sequence of this rank.
 
-    Without a group the rank shares with no other: only the length of streams changes, and no method is a collective.
+    Without a group the rank shares with no other: streams are only padded, and no method is a collective.
     """
 
     def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
@@ -44,8 +40,8 @@ class SequenceSharing:
     def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
         """Return this rank's consecutive tokens, and the slice of the positions with loss that they predict.
 
-        Attention is over the whole stream. Segments of one token are put in front of it until the stream has `at_least`
-        so many tokens, and each rank has the same multiple of `multiple`.
+        Attention is over the whole stream. One-token segments are put in front of the stream until it has `at_least`
+        tokens, and each rank the same multiple of `multiple`.
         """
         total = self.padded_length(max(stream.num_tokens, at_least), multiple)
         padding = total - stream.num_tokens
@@ -54,7 +50,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss rise, so those of a part are consecutive. This is the only wait for the device.
+        # Positions with loss rise, so those of a part are consecutive. Only here the host waits for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
@@ -86,7 +82,7 @@ class SequenceSharing:
         return joined
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Keys and values that queries share are repeated until the ranks divide them evenly.
+        # Keys and values are repeated until the ranks divide them evenly.
         times = math.lcm(key.shape[1], self._size) // key.shape[1]
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -122,7 +118,7 @@ def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tens
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchange [ranks, ...] by rank. The function is its own inverse, and so is its gradient."""
+    """Exchange [ranks, ...] by rank. The function is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
@@ -141,7 +137,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """Join the ranks' parts of a vector. All compute the same loss of it, so each gets the gradient of its own part."""
+    """Join the ranks' parts of a vector. All ranks compute the same loss, so each takes the gradient of its part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:
@@ -158,22 +154,14 @@ class _Join(torch.autograd.Function):
 
 _PROBE_LENGTHS = (2, 5, 9)
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
-"""Allowed difference of a logprob, in standard deviations of logprobs: matrices of other sizes round differently."""
+"""Allowed differences of a logprob, in standard deviations: matrices of other sizes round differently."""
 
 
-class SharesSequences(Protocol):
-    """A `StreamModel` that computes with the ranks of its `sharing`, or alone without."""
-
-    causal: PreTrainedModel
-    sharing: SequenceSharing | None
-
-    def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs: ...
-
-
-def check_sharing(model: SharesSequences, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
+def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
     """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
 
-    Such a model mixes tokens outside of attention.
+    Such a model mixes tokens outside of attention. `model` is a `StreamModel` that computes with the ranks of its
+    attribute `sharing`, or alone if that is None.
     """
     stream = probe_stream(probe_sequences(vocabulary_size(model.causal), _PROBE_LENGTHS), profile)
     sharing = model.sharing

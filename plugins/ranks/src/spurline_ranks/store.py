@@ -1,4 +1,4 @@
-"""The key-value store where processes of a run meet, before they exchange tensors.
+"""The key-value store where processes of a run meet before they exchange tensors.
 
 Every process that reaches the store can read and change its values.
 """
@@ -14,9 +14,9 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """Open a store at a free port of this address alone; a plain `TCPStore` listens on all interfaces.
+    """Open a store at a free port of this address; a plain `TCPStore` listens on all interfaces.
 
-    If no interface has the address, as behind network address translation, the store listens on all of them.
+    The store listens on all interfaces if none has the address, as behind network address translation.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,7 @@
-"""Bring whole tensors together out of the parts that ranks hold, a few at a time.
+"""Gather whole tensors from the parts that ranks hold, a few at a time.
 
 Place on the way: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
-the ranks write, or numpy arrays from the first rank. No process ever holds more than a bucket and its converted copy.
+the ranks write, or numpy arrays from the first rank. No process holds more than a bucket and its converted copy.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from spurline_models.weight_files import FilePlan, WeightFile
 from spurline_models.weights import GroupedWeights, WeightGroup
 
 BUCKET_BYTES = 64 << 20
-"""Bytes that are gathered at a time."""
+"""Bytes of one bucket."""
 
 Bucket = tuple[int, int]
-"""Groups of tensors that leave the model together: number of the first, and of the one after the last."""
+"""The range of the numbers of groups of tensors that are gathered together."""
 
 
 class Gathers(Protocol):
-    """A backend's way to bring the parts of tensors together."""
+    """Gathers the tensors of a backend's ranks."""
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Bring whole tensors to the ranks that want them. A collective.
+        """Send whole tensors to the ranks that want them. A collective.
 
         Args:
             wanted: Names by rank, the same on all ranks; ranks that want nothing may be left out.
@@ -43,32 +43,31 @@ class Gathers(Protocol):
         ...
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the rank to which these tensors are brought with the fewest bytes sent, the same on all ranks."""
+        """Return the rank on which these tensors are gathered with the fewest bytes sent, the same on all ranks."""
         ...
 
 
 class WeightGathering:
-    """Gathers the weights of a divided model, all or adapters. Every rank makes the same plan from names and shapes."""
+    """Gathers the weights of a divided model, or its adapter. Every rank makes the same plan from names and shapes."""
 
     def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
         self._named, self._gathers = named, gathers
 
     @cached_property
     def _owners(self) -> list[int]:
-        """The rank that each group of tensors is brought to most cheaply."""
         return [self._gathers.owner_of(group.sources) for group in self._named.groups]
 
     def owner_of(self, bucket: Bucket) -> int:
-        """Return the rank to which the first weights of a bucket are brought with the fewest bytes sent."""
+        """Return the owner of the first weights of a bucket; see `Gathers.owner_of`."""
         return self._owners[bucket[0]]
 
     def buckets(
         self, max_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None, *, by_owner: bool = False
     ) -> Iterator[Bucket]:
-        """Yield all weights in order, in buckets of at most so many bytes; a larger group of tensors has its own.
+        """Yield all weights in order, in buckets.
 
         Args:
-            max_bytes: Bytes of a bucket.
+            max_bytes: Most bytes of a bucket; a larger group of tensors has a bucket of its own.
             dtype: The dtype in which floating point weights are gathered; None keeps the model's.
             by_owner: Whether all weights of a bucket have the same owner.
         """
@@ -91,10 +90,10 @@ class WeightGathering:
     def write(
         self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
     ) -> OSError | None:
-        """Write the weights as `Backend.write_weights` says; the ranks take turns with the files. A collective.
+        """Write the weights as in `Backend.write_weights`, each rank some of the files. A collective.
 
         Returns:
-            The error for which this rank could not write its files, if there is one.
+            The error, if this rank could not write its files.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
@@ -111,14 +110,14 @@ class WeightGathering:
                 for name, weight in weights:
                     if plan.file_of[name] in files:
                         files[plan.file_of[name]].put(name, weight)
-                    # Freed before the next one is gathered.
+                    # It is freed before the next weight is gathered.
                     del weight
             if rank == 0:
                 plan.write_index(folder)
         except OSError as error:
-            # Without its frames, which hold a weight.
+            # The frames would hold a weight.
             failure = error.with_traceback(None)
-        # The others can gather only together with this rank.
+        # The other ranks need this rank to gather theirs.
         for _ in weights:
             pass
         return failure
@@ -126,7 +125,7 @@ class WeightGathering:
     def _all(
         self, plan: FilePlan, writer_of: Mapping[str, int], dtype: torch.dtype, doing: Callable[[str], None]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this rank's files; each step to the next group of tensors is a collective."""
+        """Yield the weights of this rank's files. Gathering each group of tensors is a collective."""
         count = len(self._named.groups)
         for number, group in enumerate(self._named.groups, start=1):
             doing(f"writing weights, {number} of {count}")
@@ -137,7 +136,7 @@ class WeightGathering:
         self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
     ) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
-        # Cast weights are half the bytes to send. Adapters are merged in full precision, and cast afterwards.
+        # Casting before sending halves the bytes. Adapters are merged in full precision, and cast afterwards.
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:

@@ -1,6 +1,6 @@
 """The calls of a rank that do not depend on how a model is divided.
 
-A backend's rank inherits them and adds the other calls of `spurline_ranks.backend`. Every method is a collective: all
+A backend's rank inherits them and adds the other calls of `spurline_ranks.backend`. Every call is a collective: all
 ranks run it with the same common arguments, and make the same exchanges in the same order.
 """
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -65,44 +65,33 @@ class StepTotals:
 
 
 def clip_factor(grad_norm: float, limit: float | None) -> float | None:
-    """Return the factor that brings gradients down to a norm of `limit`; None if they are small enough."""
+    """Return the factor that brings gradients down to the norm `limit`; None if they are small enough."""
     return limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
 
 
-class TrainedPart(Protocol):
-    """This rank's part of a model that is trained, with its optimizer. Every method is a collective."""
-
-    updates: int
-
-    def totals(self, loss: float) -> StepTotals: ...
-
-    def step(self, grad_norm: float) -> dict[str, float]: ...
-    def tensors(self) -> DeviceTensors: ...
-
-
 class RankWorker:
-    """The base of a backend's `Worker`.
+    """The base of the class that every rank makes.
 
-    A subclass sets the attributes below, all but `_counts` in `build`. It adds these calls, in which a wire is a
-    `RankShare.to_wire`:
+    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these calls, in
+    which a wire is a `RankShare.to_wire`:
 
-    - build(): loads the models. Errors of a user are raised on all ranks alike.
-    - gradients(wire, plain objective, role): (name, whole gradient) of each trained parameter, from the first rank.
-    - evaluate(wire, plain objective): the `SumsPart`, from ranks that count.
-    - logprobs(wire, role, temperature): float32 values of the share, from ranks that count; see `Dealing.gather`.
-    - facts(): see `Backend.facts`; from the first rank.
+    - build(): loads the models.
+    - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter, on the first
+      rank.
+    - evaluate(wire, plain objective): returns the `SumsPart`, on ranks that count.
+    - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather`, on ranks that count.
+    - facts(): returns `Backend.facts`, on the first rank.
     """
 
     _saved_model: ClassVar[type[StoredModel]]
-    """Reads a checkpoint of this backend's ranks."""
     _gathering: WeightGathering
     _publishing: Publishing
     _policy: Any
-    """The `TrainedPart` of the policy."""
+    """This rank's part of the policy with its optimizer: `updates`, and the collectives `totals`, `step`, `tensors`."""
     _critic: Any = None
-    """The `TrainedPart` of the critic, if it is trained."""
+    """The same of the critic, if it is trained."""
     _counts: bool
-    """True for the one rank that counts the sums of rows that several ranks compute together."""
+    """True on one of the ranks that compute the same rows together: it counts their sums."""
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._place, self._run, self._registry, self._total = place, run, registry, total_updates
@@ -113,12 +102,12 @@ class RankWorker:
             torch.use_deterministic_algorithms(True)
 
     def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
-        """Take one optimizer step, unless loss or gradient norm are not finite: then nothing changes.
+        """Take one optimizer step, or change nothing if loss or gradient norm are not finite.
 
         Returns:
-            `loss` (sum of weight * loss of all ranks), `grad_norm`, `finite`, `updates` so far, the `rates` of
-            `Optimization.step`, `part` (the `SumsPart`, from ranks that count), the rank's `expert_loads`, and the
-            seconds `time/forward_backward` and `time/optimizer`.
+            `loss` (sum of weight * loss over all ranks), `grad_norm`, `finite`, `updates` so far, the `rates` of
+            `Optimization.step`, `part` (the `SumsPart` on ranks that count), the rank's `expert_loads`, and the seconds
+            `time/forward_backward` and `time/optimizer`.
         """
         trained = self._trained[role]
         started = time.perf_counter()
@@ -145,7 +134,7 @@ class RankWorker:
         }
 
     def load(self, path: str) -> CheckpointError | None:
-        """Take a checkpoint over. If it does not fit, change nothing, and return the error on all ranks.
+        """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing.
 
         Raises:
             CheckpointError: If files fail while values are read, which leaves the models half changed.
@@ -162,7 +151,7 @@ class RankWorker:
         return list(self._gathering.buckets())
 
     def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (hf_name, whole tensor) of these weights of the policy on the first rank."""
+        """Gather (hf_name, whole tensor) of these weights on the first rank."""
         whole = self._gathering.gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
@@ -172,7 +161,6 @@ class RankWorker:
         return None if failure is None else OSError(self._named(failure))
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """See `Publishing.num_buckets`."""
         return self._publishing.num_buckets(choice)
 
     def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
@@ -182,15 +170,15 @@ class RankWorker:
         self._publishing.taken()
 
     def yield_device(self, keep_weights: bool) -> None:
-        self._place.doing("moving its tensors to the memory of the host")
+        self._place.doing("moving tensors to host memory")
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
     def take_device(self) -> None:
-        self._place.doing("taking the memory of its device back")
+        self._place.doing("moving tensors back to the device")
         self._memory.take()
 
     def save(self, path: str) -> Mapping[str, FileDigest] | CheckpointWriteError:
-        """Write this rank's part of all models that are trained; return digests by path, or the failure."""
+        """Write this rank's part of all trained models; return digests by path, or the failure."""
         self._place.doing("writing a checkpoint")
         try:
             return self._save(Path(path))
@@ -198,7 +186,7 @@ class RankWorker:
             return CheckpointWriteError(self._named(error))
 
     def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
-        """Check these files; return the error, if there is one."""
+        """Check the digests of these files; return the error, if there is one."""
         self._place.doing(f"verifying {len(digests)} files of a checkpoint")
         try:
             verify_files(Path(path), digests)
@@ -211,14 +199,14 @@ class RankWorker:
         return {"policy": self._policy, **({} if self._critic is None else {"critic": self._critic})}
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
-        """Compute the gradient of all rows, summed over all ranks; return the sums of this rank's own rows."""
+        """Compute the gradient of all rows, summed over all ranks; return the sums of this rank's rows."""
         raise NotImplementedError
 
     def _drop_gradients(self, role: Role) -> None:
         """Free the gradients after an update, if they have memory of their own."""
 
     def _read_fitting(self, path: Path) -> Callable[[], None]:
-        """Check a checkpoint's headers; return a function that reads its values into place. Raises CheckpointError."""
+        """Check a checkpoint's headers; return a function that reads the values. Raises CheckpointError."""
         saved = self._saved_model.read_fitting(path, self._trained)
 
         def take_over() -> None:
@@ -228,19 +216,21 @@ class RankWorker:
         return take_over
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
-        """Write this rank's part into the folder; return digests by path in it. Raises CheckpointWriteError."""
+        """Write this rank's part into the folder; return digests by path. Raises CheckpointWriteError."""
         raise NotImplementedError
 
     def _device_tensors(self) -> DeviceTensors:
         """Return the tensors on this rank's device between two updates. Exchanges nothing."""
-        models = [trained.tensors() for trained in self._trained.values()]
-        weights = [tensor for tensors in models for tensor in tensors.weights]
-        state = [tensor for tensors in models for tensor in tensors.state]
-        scratch = [tensor for tensors in models for tensor in tensors.scratch]
-        return DeviceTensors([*weights, *self._reference_tensors()], state, scratch)
+        weights, state, scratch = list(self._reference_tensors()), list[Tensor](), list[Tensor]()
+        for trained in self._trained.values():
+            tensors: DeviceTensors = trained.tensors()
+            weights += tensors.weights
+            state += tensors.state
+            scratch += tensors.scratch
+        return DeviceTensors(weights, state, scratch)
 
     def _reference_tensors(self) -> Sequence[Tensor]:
-        """Return the tensors of the reference model; none before it is loaded."""
+        """Return the tensors of the reference model, which may not be loaded yet."""
         raise NotImplementedError
 
     def _named(self, failure: Exception) -> str:
