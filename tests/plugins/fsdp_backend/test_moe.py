@@ -40,8 +40,7 @@ def test_layouts_that_cannot_be_are_refused_before_anything_starts(settings: dic
 
 
 @pytest.mark.parametrize(
-    ("experts", "message"),
-    [(None, "the model has no experts. Set expert to 1"), (3, "does not divide the 3 experts")],
+    ("experts", "message"), [(None, "the model has no experts. Set expert to 1"), (3, "does not divide the 3 experts")]
 )
 def test_models_whose_experts_ranks_cannot_share_equally_are_refused_before_ranks_start(
     tmp_path: Path, experts: int | None, message: str

@@ -57,10 +57,7 @@ def _product(config: FsdpBackendConfig) -> str:
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
     """Raise ConfigError for a model that the ranks cannot divide, ModelError for one that cannot be read."""
     model = load_model_config(run.model).get_text_config()
-    divided = {
-        "context": (_heads(model), "attention heads"),
-        "expert": (num_experts(model), "experts"),
-    }
+    divided = {"context": (_heads(model), "attention heads"), "expert": (num_experts(model), "experts")}
     problems: list[Problem] = []
     for key, (count, what) in divided.items():
         size = getattr(config, key)
