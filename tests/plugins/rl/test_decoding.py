@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import DataError, ModelError
 from spurline_models.local.backend import LocalBackend
 from spurline_rl.engines.in_process.attention import generating
-from spurline_rl.engines.in_process.decoder import Decoder, probed_decoder
-from spurline_rl.engines.in_process.own_cache import OwnCacheDecoder
+from spurline_rl.engines.in_process.decoder import Decoder, OwnCacheDecoder, probed_decoder
 from spurline_rl.engines.in_process.response import Response
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_text.stop_texts import StopTexts
@@ -53,19 +52,13 @@ def make_backend(folder: Path, **changes: Any) -> LocalBackend:
     return excite(local_backend(write_model_folder(folder, **changes)))
 
 
-def make_decoder(backend: LocalBackend, rows_per_pass: int | None = None, **limits: int) -> Decoder:
+def make_decoder(backend: LocalBackend, kind: type[Decoder] = Decoder, **limits: int) -> Decoder:
     limits = {"max_responses": 256, "max_cache_tokens": 100_000} | limits
-    return Decoder(backend.generation_model(), tiny_tokenizer(), rows_per_pass=rows_per_pass, **limits)
-
-
-def make_slow(backend: LocalBackend) -> OwnCacheDecoder:
-    return OwnCacheDecoder(backend.generation_model(), tiny_tokenizer(), max_responses=256, max_cache_tokens=100_000)
+    return kind(backend.generation_model(), tiny_tokenizer(), **limits)
 
 
 def probed(backend: LocalBackend, *, deterministic: bool = False) -> Decoder:
-    return probed_decoder(
-        lambda rows: make_decoder(backend, rows), lambda: make_slow(backend), deterministic=deterministic
-    )
+    return probed_decoder(lambda kind: make_decoder(backend, kind), deterministic=deterministic)
 
 
 def row(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> Response:
@@ -75,23 +68,16 @@ def row(prompt: Sequence[int], seed: int = 0, **sampling: Any) -> Response:
     return Response(request, list(prompt), StopTexts(tiny_tokenizer(), stop) if stop else None)
 
 
-def write(decoder: Decoder, arrivals: dict[int, list[Response]], torch_threads: int = 1) -> int:
-    """Decode until all rows have ended; arrivals: from the step at which they come. Returns the most rows at once."""
+def write(decoder: Decoder, arrivals: dict[int, list[Response]]) -> None:
+    """Decode until all rows have ended; `arrivals` holds them by the step at which they come."""
     waiting: deque[Response] = deque()
-    most, step = 0, 0
-    before = torch.get_num_threads()
-    torch.set_num_threads(torch_threads)
-    try:
-        with generating(decoder.model.causal, decoder.attention):
-            while waiting or decoder.responses or any(later >= step for later in arrivals):
-                waiting.extend(arrivals.get(step, []))
-                taken, _ = decoder.take(waiting)
-                most = max(most, len(decoder.responses) + len(taken))
-                decoder.advance(taken, step)
-                step += 1
-    finally:
-        torch.set_num_threads(before)
-    return most
+    step = 0
+    with generating(decoder.model.causal, decoder.attention):
+        while waiting or decoder.responses or any(later >= step for later in arrivals):
+            waiting.extend(arrivals.get(step, []))
+            taken, _ = decoder.take(waiting)
+            decoder.advance(taken, step)
+            step += 1
 
 
 def greedy_without_cache(backend: LocalBackend, prompt: list[int], max_new_tokens: int) -> list[int]:
@@ -107,25 +93,22 @@ def greedy_without_cache(backend: LocalBackend, prompt: list[int], max_new_token
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("rows_per_pass", [None, 4, 1])
-def test_greedy_decoding_equals_a_loop_without_a_cache(tmp_path: Path, model: str, rows_per_pass: int | None) -> None:
+@pytest.mark.parametrize("kind", [Decoder, OwnCacheDecoder])
+def test_greedy_decoding_equals_a_loop_without_a_cache(tmp_path: Path, model: str, kind: type[Decoder]) -> None:
     backend = make_backend(tmp_path / "model", **MODELS[model])
     rows = [row(prompt, temperature=0.0) for prompt in PROMPTS]
-    write(make_decoder(backend, rows_per_pass), {0: rows[:3], 2: rows[3:4], 5: rows[4:]})
+    write(make_decoder(backend, kind), {0: rows[:3], 2: rows[3:4], 5: rows[4:]})
     for written in rows:
         assert written.tokens == greedy_without_cache(backend, written.prompt, 12)
 
 
-@pytest.mark.parametrize("rows_per_pass", [None, 4])
-def test_logprobs_do_not_depend_on_who_else_is_decoded(tmp_path: Path, rows_per_pass: int | None) -> None:
+def test_logprobs_do_not_depend_on_who_else_is_decoded(tmp_path: Path) -> None:
     backend = make_backend(tmp_path / "model")
     expected = [row(prompt, seed) for seed, prompt in enumerate(PROMPTS * 6)]
     for alone in expected:
-        write(make_decoder(backend, rows_per_pass), {0: [alone]})
+        write(make_decoder(backend), {0: [alone]})
     together = [row(prompt, seed) for seed, prompt in enumerate(PROMPTS * 6)]
-    write(
-        make_decoder(backend, rows_per_pass, max_responses=7), {0: together[:11], 3: together[11:13], 4: together[13:]}
-    )
+    write(make_decoder(backend, max_responses=7), {0: together[:11], 3: together[11:13], 4: together[13:]})
     for got, wanted in zip(together, expected, strict=True):
         assert got.tokens == wanted.tokens
         assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
@@ -144,75 +127,6 @@ def test_bfloat16_and_float64_models_decode_as_they_train(tmp_path: Path) -> Non
         for got, wanted in zip(rows, again, strict=True):
             assert got.tokens[0] == wanted.tokens[0]
             assert got.logprobs[0] == pytest.approx(wanted.logprobs[0], abs=tolerance)
-
-
-def deterministic_rows_per_pass(backend: LocalBackend, torch_threads: int) -> int | None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(torch_threads)
-    try:
-        return probed(backend, deterministic=True)._rows_per_pass
-    finally:
-        torch.set_num_threads(before)
-
-
-def fuzzed_schedule(seed: int, requests: list[GenerationRequest]) -> Iterator[tuple[int, dict[int, list[Response]]]]:
-    """The requests in random order, some left out, arriving at random steps; with the width of the batch."""
-    draw = random.Random(seed)
-    for _ in range(3):
-        chosen = draw.sample(requests, draw.randint(1, len(requests)))
-        arrivals: dict[int, list[Response]] = {}
-        for request in chosen:
-            arrivals.setdefault(draw.choice([0, 0, 0, 1, 3, 8]), []).append(
-                Response(request, list(request.prompt_ids), None)
-            )
-        yield draw.choice([1, 2, 5, 16, 33, 64, 100]), arrivals
-
-
-@pytest.mark.parametrize(
-    ("model", "torch_threads"), [("qwen3", 1), ("qwen3", 2), ("odd-sizes", 1), ("mixed-windows", 1), ("experts", 1)]
-)
-def test_deterministic_decoding_gives_the_same_bits_alone_and_in_any_company(
-    tmp_path: Path, model: str, torch_threads: int
-) -> None:
-    backend = make_backend(tmp_path / "model", **MODELS[model])
-    draw = random.Random(torch_threads)
-    prompts = [[draw.randrange(4, 61) for _ in range(draw.choice([1, 2, 7, 20, 63, 90]))] for _ in range(7)]
-    requests = [
-        GenerationRequest(
-            draw.choice(prompts),
-            Sampling(draw.choice([0.0, 0.7, 1.0]), max_new_tokens=draw.choice([1, 4, 9])),
-            seed,
-            "fuzzed",
-        )
-        for seed in range(12)
-    ]
-    rows_per_pass = deterministic_rows_per_pass(backend, torch_threads)
-    assert rows_per_pass == (1 if model == "experts" else 32)
-    expected: dict[int, Any] = {}
-    for request in requests:
-        alone = Response(request, list(request.prompt_ids), None)
-        write(make_decoder(backend, rows_per_pass), {0: [alone]}, torch_threads)
-        expected[request.seed] = (alone.tokens, alone.logprobs, alone.raw_logprobs)
-    for max_responses, arrivals in fuzzed_schedule(torch_threads, requests):
-        write(make_decoder(backend, rows_per_pass, max_responses=max_responses), arrivals, torch_threads)
-        for written in (one for arrived in arrivals.values() for one in arrived):
-            assert (written.tokens, written.logprobs, written.raw_logprobs) == expected[written.request.seed]
-
-
-def test_where_a_full_pass_computes_its_rows_differently_each_row_gets_a_pass_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = make_backend(tmp_path / "model")
-    assert deterministic_rows_per_pass(backend, 1) == 32
-    head = backend._model.head
-    forward = head.forward
-
-    def uneven(hidden: torch.Tensor) -> torch.Tensor:
-        # As a matrix product whose last rows take another way.
-        return torch.cat([forward(hidden[:, :30]), forward(hidden[:, 30:]) * (1 + 1e-6)], dim=1)
-
-    monkeypatch.setattr(head, "forward", uneven)
-    assert deterministic_rows_per_pass(backend, 1) == 1
 
 
 def test_the_batch_keeps_to_its_rows_and_tokens_and_to_the_order_of_requests(tmp_path: Path) -> None:

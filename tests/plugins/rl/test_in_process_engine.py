@@ -27,7 +27,7 @@ from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.engines.configs import InProcessEngineConfig
-from spurline_rl.engines.in_process.decoder import Decoder
+from spurline_rl.engines.in_process.decoder import Decoder, OwnCacheDecoder
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
@@ -92,15 +92,16 @@ class TestContractSharingWeights(RolloutEngineContract):
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """Decode steps wait until the test lets them pass."""
     gate = Gate()
-    step = Decoder.step
+    steps = {kind: kind.step for kind in (Decoder, OwnCacheDecoder)}
 
     def gated(self: Decoder, version: int) -> None:
         if not self.responses[0].request.name.startswith("start-up"):
             gate.reached.set()
             assert gate.steps.acquire(timeout=30), "the test let no further step pass"
-        step(self, version)
+        steps[type(self)](self, version)
 
-    monkeypatch.setattr(Decoder, "step", gated)
+    for kind in steps:
+        monkeypatch.setattr(kind, "step", gated)
     yield gate
     gate.open()
 
@@ -118,10 +119,9 @@ class Gate:
             await asyncio.sleep(0.005)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("temperature", "deterministic"), [(1.0, False), (0.6, False), (1.7, True)])
 def test_rollout_logprobs_equal_the_trainers(
-    spurline_tiny_model: Path, deterministic: bool, temperature: float
+    spurline_tiny_model: Path, temperature: float, deterministic: bool
 ) -> None:
     backend = make_backend(spurline_tiny_model)
     engine = make_engine(spurline_tiny_model, deterministic=deterministic)
@@ -198,10 +198,10 @@ def _bits(result: GenerationResult) -> tuple[list[int], bytes, bytes]:
     return result.token_ids.tolist(), result.logprobs.tobytes(), result.raw_logprobs.tobytes()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     clients=st.lists(st.lists(st.sampled_from(range(len(POOL))), min_size=1, max_size=4), min_size=1, max_size=12),
-    copies=st.integers(1, 5),
+    copies=st.integers(1, 3),
     which=st.sampled_from([0, 1]),
 )
 def test_a_deterministic_request_gets_the_same_bits_alone_and_in_any_company_shared_or_copied(

@@ -25,30 +25,29 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     name: str = "in_process"
     deterministic: bool = False
-    """Make a request's tokens and logprobs independent of its neighbours, bit for bit; slower. Otherwise neighbours
-    change each other's logprobs by about 1e-6."""
+    """Generate each response on its own, so that it never depends on its neighbours, bit for bit. That is many times
+    slower. Otherwise neighbours change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses decoded together; further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Tokens the KV cache may hold: responses decoded together, times the longest of them with its prompt. A larger
-    request is decoded alone."""
+    """Tokens of the KV cache: responses decoded together, times the longest of them with its prompt. A larger request
+    is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one decode step, or loading the model, may take."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """The device of the engine's own copy of the model. `auto` takes the first GPU, unless a rank of the backend has
-    it."""
+    """The device of the engine's own copy of the model. `auto` takes the first GPU unless a rank uses it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """The dtype of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, compute keys and values of responses in flight again, which is exact, or keep the old ones,
-    which is faster and approximate: later tokens then come from neither version."""
+    """Keys and values of responses in flight after an update. `recompute` is exact. `keep` is faster and approximate:
+    later tokens come from neither version."""
 
     @property
     def notes_experts(self) -> bool:
         return True
 
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
-        """Return the device of its own copy; `auto` never takes the GPU of a rank."""
+        """Return the device of the engine's own copy."""
         if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
             return "cpu"
         return self.device
@@ -57,16 +56,16 @@ class InProcessEngineConfig(RolloutEngineConfig):
         ranks = run.backend.rank_request()
         if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
             if ranks.launch == "ray":
-                text = "a GPU of this machine, and Ray, where the backend is launched, would not know of it. Set it"
+                text = "a GPU of this machine without the knowledge of Ray, which launches the backend. Set device"
             else:
-                text = "the first GPU, which is that of a rank. Name others in backend.gpus, or set this"
+                text = "the first GPU, which a rank uses. Name other GPUs in backend.gpus, or set device"
             yield Problem("device", f"is cuda, which takes {text} to cpu.")
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
         if not run.backend.facts.lends_model:
-            # Its copy is on no device of the backend.
+            # The engine's copy is not on a device of the backend.
             return {}
-        # By name, as factories are: the estimate builds the architecture with torch, which a config must not import.
+        # By name, since the estimate imports torch, which a config must not.
         estimate = resolve("spurline_models.memory:estimate_cache", "memory estimate of engine 'in_process'")
         together = min(responses, self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))

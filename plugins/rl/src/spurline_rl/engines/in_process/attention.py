@@ -2,12 +2,11 @@
 
 Place on the way: decoder layer -> attention of a pass, which writes a `KvCache` and reads it back -> hidden states. It
 is registered with transformers as "spurline_cached". Prompts are computed by the function that training uses,
-`segment_attention`. A row of the cache is the slot of one response. The decoder assigns the slots, from the first on
-and without gaps.
+`segment_attention`. A row of the cache is the slot of one response. The decoder fills slots from the first one, without
+gaps.
 
-The caches of transformers know batches of one length, padded on the left. Here each row has a length of its own, so
-rows come and go at any step without moving others. Deterministic decoding shares everything but attention among rows,
-which makes it several times faster than a pass per row.
+The caches of transformers hold batches of one length, padded on the left. Here each row has its own length, so rows
+come and go at any step without moving others.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +38,7 @@ class KvCache:
         self._capacity = 0
 
     def reserve(self, slots: int, capacity: int, used: int) -> None:
-        """Grow to so many rows of at most so many tokens. The first `used` slots keep their content."""
+        """Grow to this many rows and tokens per row. The first `used` slots keep their content."""
         if slots <= self._slots and capacity <= self._capacity:
             return
         self._slots = slots
@@ -54,11 +53,10 @@ class KvCache:
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
-    def append(self, layer: int, start: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [rows, heads, D] after the first `lengths` [rows] tokens of slots from `start`. Returns the slots."""
+    def append(self, layer: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [rows, heads, D] after the first `lengths` [rows] tokens of the first slots. Returns these slots."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
-        slots = slice(start, start + lengths.shape[0])
-        stored_keys, stored_values = (stored[slots] for stored in self._layers[layer])
+        stored_keys, stored_values = (stored[: lengths.shape[0]] for stored in self._layers[layer])
         stored_keys[rows, :, lengths] = keys
         stored_values[rows, :, lengths] = values
         return stored_keys, stored_values
@@ -87,14 +85,6 @@ class KvCache:
 CACHED_ATTENTION = "spurline_cached"
 
 
-class KvPass(Protocol):
-    """The work of attention in one forward pass of the model, which hands it on as the keyword `kv_pass`."""
-
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        """query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D]."""
-        ...
-
-
 @torch.compiler.disable
 def cached_attention(
     module: nn.Module,
@@ -102,7 +92,7 @@ def cached_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    kv_pass: KvPass | None = None,
+    kv_pass: PromptPass | TokenPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attention in the form transformers calls it."""
@@ -166,22 +156,16 @@ _NOT_CACHED = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class TokenPass:
-    """Read the next token of some rows.
+    """Read the next token of each row.
 
     Attributes:
-        start: Slot of the first row.
-        lengths: int64 [rows], tokens cached before this one, on the device. Further rows of the pass are filling, and
-            their output is 0.
+        lengths: int64 [rows], tokens cached before this one, on the device.
         widths: The same plus the new token, on the host.
-        one_by_one: Compute each row with exactly its own tokens, in a call of its own: masked tokens after them would
-            change the order of sums, and kernels may compute a row otherwise at another place in memory.
     """
 
     cache: KvCache
-    start: int
     lengths: Tensor
     widths: Sequence[int]
-    one_by_one: bool
     _masks: dict[int | None, Tensor] = field(default_factory=dict["int | None", Tensor])
 
     def attend(
@@ -196,31 +180,15 @@ class TokenPass:
     ) -> Tensor:
         asked = [name for name in _NOT_CACHED if options.get(name) is not None]
         if asked:
-            raise ModelError(f"{type(module).__name__} uses {', '.join(asked)}, which the cache does not.")
+            raise ModelError(f"{type(module).__name__} uses {', '.join(asked)}, which the cache does not support.")
         rows, heads = query.shape[:2]
-        count = self.lengths.shape[0]
-        keys, values = self.cache.append(
-            _layer(module), self.start, self.lengths, key[:count, :, 0], value[:count, :, 0]
-        )
+        keys, values = self.cache.append(_layer(module), self.lengths, key[:, :, 0], value[:, :, 0])
         # Query heads that share a key head lie together, as if they were several tokens: nothing is repeated.
         grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
-        output = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
-
-        def compute(members: slice, width: int, mask: Tensor | None) -> None:
-            first = max(width - sliding_window, 0) if mask is None and sliding_window is not None else 0
-            output[members] = F.scaled_dot_product_attention(
-                grouped[members].clone(),
-                keys[members, :, first:width],
-                values[members, :, first:width],
-                attn_mask=mask,
-                scale=scaling,
-            )
-
-        if self.one_by_one:
-            for row, width in enumerate(self.widths):
-                compute(slice(row, row + 1), width, None)
-        else:
-            compute(slice(count), max(self.widths), self._mask(sliding_window))
+        mask, width = self._mask(sliding_window), max(self.widths)
+        first = max(width - sliding_window, 0) if mask is None and sliding_window is not None else 0
+        keys, values = keys[:, :, first:width], values[:, :, first:width]
+        output = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
         return output.reshape(rows, 1, heads, -1)
 
     def _mask(self, window: int | None) -> Tensor | None:

@@ -3,42 +3,35 @@
 New responses get one pass over their prompts. Then each pass gives a token of every response. Responses are added and
 removed between steps. Threads and waiting are in `engine.py`.
 
-A decoder is tested on a few random prompts before it is used: its cache must be right, and passes of one fixed shape
-must be deterministic. Such passes are several times faster than a pass per response. They are exact only if matrix
-products compute all rows in the same way, which no library promises.
+A second decoder generates each response on its own. It serves deterministic engines, and models whose layers remember
+more than keys and values. A decoder is tested on a few random prompts before it is used: its cache must be right.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
 from spurline.protocols.backend import GenerationModel
-from spurline_models.architecture import find_decoder, has_experts, vocabulary_size
+from spurline_models.architecture import find_decoder, vocabulary_size
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.generation import model_stop_tokens
+from spurline_models.streams.stream_model import library_attention
 from spurline_models.streams.token_logprobs import OutputLogits
 from spurline_models.streams.token_stream import plan_segments
-from spurline_rl.engines.in_process.attention import (
-    CACHED_ATTENTION,
-    KvCache,
-    KvPass,
-    PromptPass,
-    TokenPass,
-    generating,
-)
+from spurline_rl.engines.in_process.attention import CACHED_ATTENTION, KvCache, PromptPass, TokenPass, generating
 from spurline_rl.engines.in_process.response import Response
 from spurline_rl.engines.in_process.sampling import sample, uniform
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
@@ -48,24 +41,22 @@ _LOGITS_AT_ONCE = 2**24
 """Largest number of logits in a call, which bounds the memory of sampling with large vocabularies."""
 _SLOTS_PER_CALL = 32
 """See `plan_segments`."""
-_ROWS = 32
-"""Rows of a deterministic pass. A larger number is slower for few requests, and a smaller one for many."""
-_SHAPE_PROBES = 6
-_TOKENS = 5
+_PROBED_TOKENS = 5
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
 """Allowed mean difference of logprobs, in standard deviations of logprobs; a wrong cache gives about 1."""
+_MODEL_CACHES = ("past_key_values", "cache_params")
+"""Names of the cache among the arguments and outputs of models."""
 
 
 class Decoder:
     """Generates responses.
 
     Args:
-        rows_per_pass: Fixed number of rows of every pass over tokens and of logits, so that a response does not depend
-            on its neighbours. Prompts are then read one by one. With None, a pass has a row for each response.
         routing: Experts of the model, if responses record the experts of their tokens.
 
     Attributes:
         responses: Unfinished responses, in the order of their slots in the cache.
+        attention: The transformers name of the attention that the model uses for generation.
     """
 
     def __init__(
@@ -75,12 +66,12 @@ class Decoder:
         *,
         max_responses: int,
         max_cache_tokens: int,
-        rows_per_pass: int | None = None,
         routing: ExpertRouting | None = None,
     ):
         causal = model.causal
         self.model = model
         self.responses: list[Response] = []
+        self.attention = CACHED_ATTENTION
         self._run_decoder: Any = find_decoder(causal)
         self._logits = OutputLogits(causal)
         self._device = causal.device
@@ -91,18 +82,12 @@ class Decoder:
         )
         self._max_responses = max_responses
         self._max_cache_tokens = max_cache_tokens
-        self._rows_per_pass = rows_per_pass
         self._routing = routing
         self._cache = KvCache()
         self._is_outdated = False
 
-    @property
-    def attention(self) -> str:
-        """Return the transformers name of the attention that the model uses for generation."""
-        return CACHED_ATTENTION
-
     def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
-        """Take responses from the front of `waiting` while they fit. Returns these, and those that are refused."""
+        """Take responses from the front of `waiting` while they fit. Returns the taken and the refused ones."""
         taken: list[Response] = []
         refused: list[Response] = []
         longest = max((response.most_cached_tokens for response in self.responses), default=0)
@@ -138,7 +123,7 @@ class Decoder:
         return ended
 
     def outdate(self) -> None:
-        """Mark all keys and values as outdated, since the weights have changed. They are computed again."""
+        """Compute all keys and values again before the next step, since the weights have changed."""
         self._is_outdated = True
 
     def free_cache(self) -> None:
@@ -152,26 +137,20 @@ class Decoder:
         order = sorted(more, key=lambda response: (len(response.context), response.context))
         self.responses.extend(order)
         self._cache.reserve(len(self.responses), max(response.most_cached_tokens for response in self.responses), used)
-        for responses in _cut_into_streams(order, 1 if self._rows_per_pass else _PROMPT_TOKENS_PER_PASS):
+        for responses in _cut_into_streams(order):
             self._read_prompts(responses, used, version)
             used += len(responses)
 
     def step(self, version: int) -> None:
         """Generate the next token of every response."""
-        size = self._rows_per_pass or len(self.responses)
-        for start in range(0, len(self.responses), size):
-            responses = self.responses[start : start + size]
-            lengths = np.array([response.cached_tokens for response in responses])
-            widths = (lengths + 1).tolist()
-            one_by_one = self._rows_per_pass is not None
-            kv_pass = TokenPass(self._cache, start, self._send(lengths), widths, one_by_one)
-            filling = [0] * (size - len(responses))
-            ids = np.array([*(response.tokens[-1] for response in responses), *filling])
-            hidden, experts = self._hidden(ids[:, None], np.array([*lengths, *filling])[:, None], kv_pass)
-            if experts is not None:
-                for response, length, chosen in zip(responses, lengths.tolist(), experts, strict=False):
-                    response.experts.add(length, chosen[None])
-            self._write(responses, hidden[: len(responses), 0], version)
+        lengths = np.array([response.cached_tokens for response in self.responses])
+        last = np.array([response.tokens[-1] for response in self.responses])
+        kv_pass = TokenPass(self._cache, self._send(lengths), (lengths + 1).tolist())
+        hidden, experts = self._hidden(last[:, None], lengths[:, None], kv_pass)
+        if experts is not None:
+            for response, length, chosen in zip(self.responses, lengths.tolist(), experts, strict=True):
+                response.experts.add(length, chosen[None])
+        self._write(self.responses, hidden[:, 0], version)
 
     def drop_abandoned(self) -> None:
         """Remove the responses that nobody waits for."""
@@ -229,7 +208,7 @@ class Decoder:
         self._write(responses, hidden[0, self._send((ends - 1)[which])], version)
 
     def _hidden(
-        self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: KvPass
+        self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: PromptPass | TokenPass
     ) -> tuple[Tensor, NDArray[np.int16] | None]:
         """Return last hidden states [rows, tokens, H] and, if noted, experts [rows * tokens, layers, top_k]."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
@@ -241,14 +220,11 @@ class Decoder:
 
     def _write(self, responses: Sequence[Response], hidden: Tensor, version: int) -> None:
         """Draw the next token of each response from its last hidden state [rows, H]."""
-        size = self._rows_per_pass or max(1, _LOGITS_AT_ONCE // self._vocabulary)
+        size = max(1, _LOGITS_AT_ONCE // self._vocabulary)
         for start in range(0, len(responses), size):
             chunk = responses[start : start + size]
-            states = hidden[start : start + size]
-            if self._rows_per_pass:
-                states = F.pad(states, (0, 0, 0, size - len(chunk)))
             with self.model.computing():
-                logits = self._logits(states)[: len(chunk)]
+                logits = self._logits(hidden[start : start + size])
             sampled = sample(
                 logits,
                 [response.request.sampling for response in chunk],
@@ -268,14 +244,14 @@ class Decoder:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
 
 
-def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterator[list[Response]]:
-    """Cut sorted responses into passes of different contexts, of up to `max_tokens` tokens or a single context."""
+def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]:
+    """Cut sorted responses into passes. Only a single context may be longer than the limit of a pass."""
     stream: list[Response] = []
     tokens = 0
     for response in responses:
         length = len(response.context)
         if not stream or response.context != stream[-1].context:
-            if stream and tokens + length > max_tokens:
+            if stream and tokens + length > _PROMPT_TOKENS_PER_PASS:
                 yield stream
                 stream, tokens = [], 0
             tokens += length
@@ -284,75 +260,105 @@ def _cut_into_streams(responses: Sequence[Response], max_tokens: int) -> Iterato
         yield stream
 
 
+class OwnCacheDecoder(Decoder):
+    """Generates each response with a pass of its own per token, and a cache that transformers makes.
+
+    So a response never depends on its neighbours. This also serves linear attention, state spaces and convolutions, and
+    attention that `KvCache` does not support (softcaps, sinks, chunks).
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.attention = library_attention(self.model.causal)
+        # By `id` of the response.
+        self._caches: dict[int, dict[str, Any]] = {}
+
+    def step(self, version: int) -> None:
+        for response in self.responses:
+            last = self._read(response, response.tokens[-1:], self._caches[id(response)], response.cached_tokens)
+            self._write([response], last, version)
+
+    def free_cache(self) -> None:
+        self._caches.clear()
+        super().free_cache()
+
+    def _read_prompts(self, responses: Sequence[Response], start: int, version: int) -> None:
+        read: list[int] = []
+        state: Tensor | None = None
+        first = responses[0]
+        for response in responses:
+            context = response.context
+            if state is None or context != read:
+                read, first = context, response
+                self._caches[id(response)] = {}
+                state = self._read(response, context, self._caches[id(response)], 0)
+            else:
+                # Attempts at one prompt read it once.
+                self._caches[id(response)] = copy.deepcopy(self._caches[id(first)])
+                response.experts = copy.deepcopy(first.experts)
+            self._write([response], state, version)
+
+    def _remove(self, slots: Sequence[int]) -> list[Response]:
+        removed = super()._remove(slots)
+        for response in removed:
+            self._caches.pop(id(response), None)
+        return removed
+
+    def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
+        """Return the last hidden state [1, H] after these tokens and `before` cached ones. Changes the cache."""
+        noting = nullcontext() if self._routing is None else self._routing.noting()
+        with self.model.computing(), noting as noted:
+            output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)
+        cache.update({name: output[name] for name in _MODEL_CACHES if output.get(name) is not None})
+        if self._routing is not None and noted is not None:
+            response.experts.add(before, self._routing.as_array(noted))
+        return output.last_hidden_state[:, -1]
+
+
 @torch.no_grad()
-def probed_decoder(
-    make_decoder: Callable[[int | None], Decoder], make_slow: Callable[[], Decoder], *, deterministic: bool
-) -> Decoder:
+def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: bool) -> Decoder:
     """Return a decoder that has been tested with the model.
 
     Args:
-        make_decoder: Makes an empty decoder, with the rows per pass as its argument (see `Decoder`).
-        make_slow: Makes a decoder for models that do not work with the other one.
+        make: Makes an empty decoder of this class.
+        deterministic: Whether responses must not depend on their neighbours.
 
     Raises:
-        ModelError: For a model that neither can decode.
+        ModelError: For a model that no decoder gets right.
     """
-    decoder = make_decoder(_ROWS if deterministic else None)
-    causal = decoder.model.causal
-    if not (decoder.model.reads_streams and _is_decoded_by(decoder)):
-        slow = make_slow()
-        with generating(causal, slow.attention):
-            _check_cache(slow)
-        return slow
-    with generating(causal, decoder.attention):
-        # An expert computes the tokens of all responses together, so the shape of its pass varies.
-        if deterministic and (
-            has_experts(causal.config.get_text_config())
-            or not all(_computes_rows_alike(decoder, seed) for seed in range(_SHAPE_PROBES))
-        ):
-            return make_decoder(1)
-    return decoder
-
-
-def _is_decoded_by(decoder: Decoder) -> bool:
-    try:
-        with generating(decoder.model.causal, decoder.attention):
+    decoder = make(Decoder)
+    if decoder.model.reads_streams and not deterministic:
+        with suppress(ModelError):
             _check_cache(decoder)
-    except ModelError:
-        return False
-    return True
+            return decoder
+    decoder = make(OwnCacheDecoder)
+    _check_cache(decoder)
+    return decoder
 
 
 def _check_cache(decoder: Decoder) -> None:
     """Raise ModelError unless tokens generated one by one have the same logprobs as when they are read as a prompt."""
-    written = [_probe(_random_prompt(decoder, length, seed=length), _TOKENS) for length in range(1, 7)]
-    _write(decoder, written)
-    read = [
-        _probe([*response.prompt, *response.tokens[:count]], 1)
-        for response in written
-        for count in range(len(response.tokens))
-    ]
-    _write(decoder, read)
+    causal = decoder.model.causal
+    written = [_probe(_random_prompt(decoder, length, seed=length), _PROBED_TOKENS) for length in range(1, 7)]
+    with generating(causal, decoder.attention):
+        _write(decoder, written)
+        read = [
+            _probe([*response.prompt, *response.tokens[:count]], 1)
+            for response in written
+            for count in range(len(response.tokens))
+        ]
+        _write(decoder, read)
     expected = np.array([response.raw_logprobs[0] for response in read])
     difference = np.abs(np.concatenate([response.raw_logprobs for response in written]) - expected).mean()
     with decoder.model.computing():
-        half_precision = torch.is_autocast_enabled(decoder.model.causal.device.type)
+        half_precision = torch.is_autocast_enabled(causal.device.type)
     allowed = (_HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE) * expected.std()
     if not difference <= allowed:
         raise ModelError(
-            f"{type(decoder.model.causal).__name__} gives other log-probabilities token by token than at once: "
-            f"{difference:.2g} on average, allowed {allowed:.2g}. Its cache does not hold all that it remembers of "
-            "earlier tokens, so it cannot generate in_process. Choose another source.engine.name, or another model."
+            f"{type(causal).__name__} gives other log-probabilities token by token than at once: {difference:.2g} on "
+            f"average, allowed {allowed:.2g}. Its cache does not hold all that it remembers of earlier tokens, so it "
+            "cannot generate in_process. Choose another source.engine.name, or another model."
         )
-
-
-def _computes_rows_alike(decoder: Decoder, seed: int) -> bool:
-    """Return whether a request gets bitwise the same result alone and in every row of a full pass."""
-    prompt = _random_prompt(decoder, 1 + 3 * seed, seed)
-    alone, *full = [_probe(prompt, _TOKENS, temperature=1.0, seed=seed) for _ in range(1 + _ROWS)]
-    _write(decoder, [alone])
-    _write(decoder, full)
-    return all((response.tokens, response.raw_logprobs) == (alone.tokens, alone.raw_logprobs) for response in full)
 
 
 def _write(decoder: Decoder, responses: Sequence[Response]) -> None:
@@ -361,8 +367,8 @@ def _write(decoder: Decoder, responses: Sequence[Response]) -> None:
         decoder.advance((), 0)
 
 
-def _probe(prompt: list[int], tokens: int, *, temperature: float = 0.0, seed: int = 0) -> Response:
-    request = GenerationRequest(prompt, Sampling(temperature=temperature), seed, "start-up probe of the engine")
+def _probe(prompt: list[int], tokens: int) -> Response:
+    request = GenerationRequest(prompt, Sampling(temperature=0.0), 0, "start-up probe of the engine")
     return Response(request, prompt, None, max_tokens=tokens)
 
 

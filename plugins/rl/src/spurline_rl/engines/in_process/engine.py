@@ -1,8 +1,8 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
-Place on the way: environments ask for continuations -> the engine, on their event loop -> decode steps on one thread ->
-results. It is the engine for CPUs, small models and tests; a server such as vLLM is faster. It generates with the
-backend's model, or with a copy of its own that takes published weights.
+Place on the way: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
+It is the engine for CPUs, small models and tests; a server such as vLLM is faster. It generates with the backend's
+model, or with its own copy, which takes published weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,6 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.attention import generating
 from spurline_rl.engines.in_process.decoder import Decoder, probed_decoder
-from spurline_rl.engines.in_process.own_cache import OwnCacheDecoder
 from spurline_rl.engines.in_process.response import Response, Written, check_request
 from spurline_rl.engines.in_process.weight_writer import WeightWriter
 from spurline_rl.protocols.rollout_engine import EngineMemory, GenerationRequest, GenerationResult, TakesWeights
@@ -51,7 +50,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
         ModelError: For a model that the engine cannot compute exactly.
         ConfigError: For a GPU that is not there.
     """
-    profile = _own_profile(config, run)
+    profile = _profile(config, run)
     with profile.keeping_generators():
         causal = load_model(run.model, profile, run.seed)
     limit = check_config(causal, run.model.path, run.data.max_length)
@@ -60,39 +59,31 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     return generation_model(model, profile, limit, allow_extrapolation=run.model.allow_extrapolation)
 
 
-def _own_profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
+def _profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
     return device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
 
 
-class _OwnMemory:
-    """The memory of an engine's own model on its device."""
-
-    def __init__(self, profile: DeviceProfile) -> None:
-        self._profile = profile
-        self._memory = DeviceMemory(profile)
-        self.take = self._memory.take
-
-    def give(self, decoder: Decoder, *, keep_weights: bool) -> None:
-        """Free the cache and the weights. With `keep_weights` they are copied to the host's memory."""
-        decoder.free_cache()
-        on_host = self._profile.device.type == "cpu"
-        if not (keep_weights and on_host):
-            # Buffers stay: an update need not bring them.
-            weights = list(decoder.model.causal.parameters())
-            given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
-            self._memory.give(given, keep_weights=False)
-        if on_host:
-            return_freed_memory()
+def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) -> None:
+    """Free the cache and the weights of a model. With `keep_weights` they are copied to the host's memory."""
+    decoder.free_cache()
+    on_host = decoder.model.causal.device.type == "cpu"
+    if not (keep_weights and on_host):
+        # Buffers stay, since an update need not bring them.
+        weights = list(decoder.model.causal.parameters())
+        given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
+        memory.give(given, keep_weights=False)
+    if on_host:
+        return_freed_memory()
 
 
 class InProcessEngine(TakesWeights):
     """A `RolloutEngine` that also `SharesWeights`, and `MaySleep` where it does not share them.
 
-    Without `share` it holds a copy of `model`, loaded with the first request, whose weights change by updates only.
-    After `share` the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+    Without `share` it loads a copy of the model with the first request, and only updates change its weights. After
+    `share` the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
 
-    The engine runs on the event loop; the work on the model runs on a thread of its own, one piece after another. A
-    burst is the task that takes decode steps as long as somebody waits for a response and no pause holds it.
+    The engine runs on the event loop. All work on the model runs on one thread. A burst is the task that takes decode
+    steps while somebody waits for a response and no pause holds it.
     """
 
     transports = ("in_process",)
@@ -101,9 +92,9 @@ class InProcessEngine(TakesWeights):
         self._config = config
         self._tokenizer = tokenizer
         self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
-        self._open_memory = lambda: _OwnMemory(_own_profile(config, run))
-        self._memory: _OwnMemory | None = None
-        # True from a sleep without weights until an update has brought all of them.
+        self._open_memory = lambda: DeviceMemory(_profile(config, run))
+        self._memory: DeviceMemory | None = None
+        # True after a sleep without weights, until an update has brought them.
         self._lacks_weights = False
         self._decoder: Decoder | None = None
         self._version = 0
@@ -119,7 +110,7 @@ class InProcessEngine(TakesWeights):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="spurline-decode")
 
     def share(self, backend: Backend) -> None:
-        assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, whatever its config says"
+        assert isinstance(backend, LendsModel), f"{type(backend).__name__} lends no model, contrary to its config"
         assert not self._in_flight, f"still in flight: {[response.request.name for response in self._in_flight]}"
         self._open_model = backend.generation_model
         self._decoder = None
@@ -133,7 +124,7 @@ class InProcessEngine(TakesWeights):
     async def generate(
         self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
     ) -> GenerationResult:
-        """Generate a response; `on_tokens` is called with its new tokens after every decode step."""
+        """Generate a response. `on_tokens` gets its new tokens after every decode step."""
         check_request(request)
         if self._failure is not None:
             raise _explain(self._failure, request.name)
@@ -156,9 +147,11 @@ class InProcessEngine(TakesWeights):
                     # A cancelled caller may go on to train the model.
                     await self._wait_for_burst("a cancelled request")
 
-    async def load(self) -> None:
-        """Load the own copy now, not with the first request."""
-        await self._load_decoder()
+    async def load(self) -> Decoder:
+        """Load the model and return its decoder. The first request does this too."""
+        if self._decoder is None:
+            self._decoder = await self._compute("loading and probing the model", self._make_decoder)
+        return self._decoder
 
     async def pause(self) -> None:
         await self._hold("pause")
@@ -167,13 +160,14 @@ class InProcessEngine(TakesWeights):
         self._release("pause")
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        assert not self._shares, "the memory of shared weights is their owner's to give"
+        assert not self._shares, "only the owner of shared weights can free their memory"
         await self._hold("sleep")
         async with self._updating("falling asleep"):
-            decoder = await self._load_decoder()
+            decoder = await self.load()
             memory = self._memory = self._memory or self._open_memory()
             self._lacks_weights = self._lacks_weights or not keep_weights
-            await self._compute("falling asleep", partial(memory.give, decoder, keep_weights=keep_weights))
+            give = partial(_give_memory, memory, decoder, keep_weights=keep_weights)
+            await self._compute("falling asleep", give)
 
     async def wake(self, part: EngineMemory) -> None:
         async with self._updating(f"taking the memory of its {part} again"):
@@ -181,16 +175,15 @@ class InProcessEngine(TakesWeights):
             if part == "weights":
                 await self._compute("taking the memory of its weights again", self._memory.take)
             elif self._lacks_weights:
-                raise RunFailedError("It slept without its weights, and no update has brought them since.")
+                raise RunFailedError("It slept without weights, and no update has brought new ones.")
         if part == "cache":
-            # Keys and values take memory again as they come.
             self._release("sleep")
 
     async def begin_update(self, version: int) -> None:
-        assert not self._shares, "shared weights are updated by their owner; tell the engine with set_version"
+        assert not self._shares, "the owner of shared weights updates them, and then calls set_version"
         await self._hold("update")
         async with self._updating(_update_to(version)):
-            decoder = await self._load_decoder()
+            decoder = await self.load()
             self._writer = await self._compute("preparing an update", WeightWriter, decoder.model.causal)
 
     async def load_bucket(self, bucket: WeightBucket) -> None:
@@ -216,7 +209,7 @@ class InProcessEngine(TakesWeights):
         self._thread.shutdown(wait=False)
 
     async def _compute(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Return the result of `work` on the thread. Raises RunFailedError naming it when it takes too long."""
+        """Return the result of `work` on the thread. Raises RunFailedError with `what` if it takes too long."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -227,7 +220,7 @@ class InProcessEngine(TakesWeights):
 
     @asynccontextmanager
     async def _updating(self, what: str = "update of the weights") -> AsyncGenerator[None]:
-        """Run a part of an update, or of a sleep; an error there ends the engine."""
+        """Run a part of an update or of a sleep. An error in it ends the engine."""
         if self._failure is not None:
             raise _explain(self._failure, what)
         try:
@@ -241,10 +234,10 @@ class InProcessEngine(TakesWeights):
             self._burst = asyncio.create_task(self._decode(), name="spurline-decode")
 
     async def _decode(self) -> None:
-        """Take step after step, until nobody waits or something holds it."""
+        """Take decode steps until nobody waits or something holds the engine."""
         ended: list[Response] = []
         try:
-            decoder = await self._load_decoder()
+            decoder = await self.load()
             with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
@@ -261,12 +254,12 @@ class InProcessEngine(TakesWeights):
             self._fail(error)
         finally:
             self._burst = None
-        # Only now: the caller that gets the last response may train the model at once.
+        # The model must be free before the last response is delivered: its caller may train at once.
         self._deliver(ended)
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Return whether requests other than these are in flight, and no pause holds them."""
+        """Return whether other requests are in flight and no pause holds them."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 
@@ -282,7 +275,7 @@ class InProcessEngine(TakesWeights):
         responses.clear()
 
     def _fail(self, failure: BaseException) -> None:
-        """End the engine: all who wait, now or later, get an error."""
+        """End the engine. All callers, waiting and later ones, get an error."""
         self._failure = self._failure or failure
         for response, waiter in self._in_flight.items():
             if not waiter.done():
@@ -303,28 +296,25 @@ class InProcessEngine(TakesWeights):
 
     async def _wait_for_burst(self, who: str) -> None:
         if self._burst is not None:
-            # Longer than any step may take: the burst gives up first, and names the step.
+            # A step that takes too long ends the burst first, with a better message.
             done, _ = await asyncio.wait({self._burst}, timeout=2 * self._timeout_s)
             if not done:
                 raise RunFailedError(f"{who}: the decode step under way has not ended. {_ADVICE}")
 
-    async def _load_decoder(self) -> Decoder:
-        if self._decoder is None:
-            self._decoder = await self._compute("loading and probing the model", self._make_decoder)
-        return self._decoder
-
     def _make_decoder(self) -> Decoder:
         model = self._open_model()
-        settings: dict[str, Any] = {
-            "max_responses": self._config.max_batch,
-            "max_cache_tokens": self._config.max_cache_tokens,
-            "routing": ExpertRouting(model.causal) if self._notes_experts else None,
-        }
-        return probed_decoder(
-            lambda rows_per_pass: Decoder(model, self._tokenizer, **settings, rows_per_pass=rows_per_pass),
-            lambda: OwnCacheDecoder(model, self._tokenizer, **settings),
-            deterministic=self._config.deterministic,
-        )
+        routing = ExpertRouting(model.causal) if self._notes_experts else None
+
+        def make(kind: type[Decoder]) -> Decoder:
+            return kind(
+                model,
+                self._tokenizer,
+                max_responses=self._config.max_batch,
+                max_cache_tokens=self._config.max_cache_tokens,
+                routing=routing,
+            )
+
+        return probed_decoder(make, deterministic=self._config.deterministic)
 
 
 def _update_to(version: int) -> str:
@@ -332,7 +322,7 @@ def _update_to(version: int) -> str:
 
 
 def _explain(failure: BaseException, name: str) -> RunFailedError:
-    """Make a new error for each caller: an exception raised in several tasks would mix up their tracebacks."""
+    """Return a new error for one caller. One exception in several tasks would mix up their tracebacks."""
     kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
     error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
     error.__cause__ = failure

@@ -20,10 +20,11 @@ from spurline_text.stop_texts import StopTexts
 
 
 class Written(NamedTuple):
-    """The next tokens of a response; fields as of GenerationResult. finish_reason: None as long as more will come.
+    """The next tokens of a response, with the fields of GenerationResult.
 
     Attributes:
-        routed_experts: [tokens, layers, top_k] of the next tokens that were computed, from the prompt's first on.
+        finish_reason: None until the response has ended.
+        routed_experts: int16 [tokens, layers, top_k] of the next computed tokens. The prompt's come first.
     """
 
     token_ids: list[int]
@@ -35,10 +36,10 @@ class Written(NamedTuple):
 
 
 class ExpertRecord:
-    """The experts chosen for each token of a context, as far as it has been computed.
+    """The experts chosen for the computed tokens of a context.
 
-    The first choice stays when a token is computed again, because weights have changed or another engine goes on:
-    the tokens after it were sampled with that choice.
+    A token that is computed again, after an update or by another engine, keeps its first experts: the tokens after it
+    were sampled with them.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class ExpertRecord:
         return self._length
 
     def add(self, start: int, experts: NDArray[np.int16]) -> None:
-        """Take the choices [tokens, layers, top_k] for consecutive tokens from index `start` on."""
+        """Add the experts [tokens, layers, top_k] of consecutive tokens from index `start` on."""
         assert start <= self._length, f"tokens {self._length} to {start - 1} were never computed"
         new = experts[self._length - start :]
         if len(new):
@@ -57,7 +58,7 @@ class ExpertRecord:
             self._length += len(new)
 
     def since(self, start: int) -> NDArray[np.int16] | None:
-        """Return the choices from this token on; None where nothing was noted."""
+        """Return the experts from this token on; None if there are none."""
         if not self._parts:
             return None
         # From the end: callers ask for the last token after every step.
@@ -71,7 +72,7 @@ class ExpertRecord:
         return np.concatenate(found)
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """Return [num_tokens, layers, top_k], with -1 for tokens not computed; None where nothing was noted."""
+        """Return [num_tokens, layers, top_k], with -1 for tokens not computed; None if there are none."""
         found = self.since(0)
         if found is None:
             return None
@@ -85,10 +86,9 @@ class Response:
     """A request in flight.
 
     Attributes:
-        prompt: Its tokens as plain numbers.
-        max_tokens: Longest response, set when the model is known.
-        refused: The reason why the model cannot answer, if there is one.
-        abandoned: Whether nobody waits for the response any more.
+        max_tokens: Longest response; set when the model is known.
+        refused: An error if the model cannot answer.
+        abandoned: Whether the caller has stopped waiting.
     """
 
     request: GenerationRequest
@@ -114,16 +114,16 @@ class Response:
 
     @property
     def cached_tokens(self) -> int:
-        """Return how many tokens the model has read: all but the last one it wrote."""
+        """Return how many tokens the model has read, which are all but the last one."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def most_cached_tokens(self) -> int:
-        """Return `cached_tokens` of a response that has become as long as it may."""
+        """Return `cached_tokens` at the largest length of the response."""
         return len(self.prompt) + self.max_tokens - 1
 
     def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
-        """Take the next token, which may end the response."""
+        """Add the next token, which may end the response."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
@@ -138,7 +138,7 @@ class Response:
             self.finish_reason = "length"
 
     def tell(self) -> None:
-        """Hand the tokens since the last call to `on_tokens`."""
+        """Pass the tokens since the last call to `on_tokens`."""
         start, self._num_handed_on = self._num_handed_on, len(self.tokens)
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             tokens, versions = self.tokens[start:], self.versions[start:]
@@ -163,7 +163,7 @@ class Response:
 
 
 def check_request(request: GenerationRequest) -> None:
-    """Raise DataError for what no model could answer."""
+    """Raise DataError for a request that no model can answer."""
     asked = request.sampling
     if len(request.prompt_ids) == 0:
         raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")

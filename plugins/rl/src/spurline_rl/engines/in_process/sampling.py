@@ -18,10 +18,10 @@ from spurline_rl.protocols.rollout_engine import Sampling
 
 @dataclass(frozen=True)
 class Sampled:
-    """One entry per row.
+    """The next token of each row.
 
     Attributes:
-        logprobs: Logprobs of the distribution sampled from. Greedy rows have their raw logprobs here, as in vLLM.
+        logprobs: Logprobs of the distribution sampled from. Greedy rows have their raw logprobs, as in vLLM.
         raw_logprobs: Logprobs of the model's own distribution.
     """
 
@@ -33,7 +33,7 @@ class Sampled:
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of this seed and position of a response."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed & 0xFFFF_FFFF_FFFF_FFFF, position))
-    # With 52 bits, the product of this number and a sum of probabilities stays below the sum even after rounding.
+    # With 52 bits, the product with a sum of probabilities stays below the sum even after rounding.
     return (bits >> 12) * 2.0**-52
 
 
@@ -65,7 +65,7 @@ def _cuts(setting: Sampling) -> bool:
 
 
 def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Divide logits by the temperature, and set logits of tokens that are cut off to -inf. Greedy rows stay as is."""
+    """Divide logits by the temperature, and set logits of cut-off tokens to -inf. Greedy rows stay unchanged."""
     temperatures = torch.tensor([setting.temperature or 1.0 for setting in settings], dtype=logits.dtype)
     logits = logits / temperatures.to(logits.device).unsqueeze(-1)
     cut = [number for number, setting in enumerate(settings) if _cuts(setting)]
@@ -76,7 +76,7 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k largest logits and ties with the last of them, then the fewest that sum to top_p probability."""
+    """Keep the top_k largest logits, with ties, and of these the fewest that sum to top_p probability."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
@@ -90,7 +90,7 @@ def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Invert the cumulative distribution of each row at its random number."""
+    """Return the token at which the cumulative distribution of each row exceeds its random number."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     points = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
     # `right` never finds a token of probability zero. Rows with NaN get the last token, and a logprob of NaN.

@@ -18,10 +18,9 @@ from spurline_models.weights import NamedWeights, WeightGroup
 
 
 class WeightWriter:
-    """Replaces every weight of a model in place, as they come. After an error, some have been replaced.
+    """Replaces every weight of a model in place, one after another. After an error the model is a mixture.
 
-    Weights that the model holds in another form, such as experts joined, wait until all weights of their layer are
-    there.
+    Some weights have another form in the model, such as joined experts. They wait for all weights of their layer.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -55,16 +54,14 @@ class WeightWriter:
             if name in self._targets:
                 self._targets[name].copy_(tensor)
             else:
-                # A copy: its memory may be used for the next weights.
+                # Copied, since the sender may use the memory for the next weights.
                 self._waiting[name] = tensor.detach().clone()
                 self._join(self._groups[name])
 
     def finish(self) -> None:
         """End the update. Raises RunFailedError when weights are missing."""
         if self._missing:
-            raise RunFailedError(
-                f"New weights came without {listing(self._missing)}; a model must be published as a whole."
-            )
+            raise RunFailedError(f"New weights lack {listing(self._missing)}; all weights must be published.")
 
     def _join(self, group: WeightGroup) -> None:
         if not group.weights.keys() <= self._waiting.keys():
