@@ -172,7 +172,6 @@ class TestLocalWithMastersOnTheHost(BackendContract):
     metric_tolerance = 0.05
     test_a_wrong_gradient_scale_would_be_caught = None
     test_weights_have_their_hugging_face_names_and_values = None
-    test_logprobs_are_the_models_own_at_loss_positions = None
     test_uneven_work_gives_what_the_local_backend_gives = None
     test_a_temperature_divides_the_logits_before_their_softmax = None
     test_a_critic_learns_as_that_of_the_local_backend_and_leaves_the_policy_alone = None

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fast_collators import WithFastCollators
 from fsdp_layouts import on
 from loss_cases import CORRECTIONS, LOSSES, REGISTRY, LossGradients
 
 from spurline.protocols.backend import Backend
 from spurline.testing import PluginContract
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_runs import backend_run, opened
 
 IN_SHORT = ("loss_and_gradient_norm", "gradients_equal", "packed_and_padded", "hugging_face_names", "uneven_work")
@@ -30,7 +30,7 @@ class TestPlugin(PluginContract):
 
 
 @pytest.mark.processes
-class FsdpContract(WithFastCollators):
+class FsdpContract(BackendContract):
     plugins = ("fsdp_backend",)
     keeps_open = True
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_collators import WithFastCollators
 from fsdp_layouts import on
 
 from spurline.errors import ConfigError, ModelError
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.processes
 Pair = tuple[Backend, Backend, ParallelLayout]
 
 
-class TestContext(WithFastCollators):
+class TestContext(BackendContract):
     """In every run what ranks that share sequences compute; they save, write and lend as others do."""
 
     plugins = ("fsdp_backend",)
@@ -45,7 +44,7 @@ class TestContext(WithFastCollators):
         "narrow_or_wide",
         "alternate",
         "uneven_work",
-        "logprobs_are",
+        "temperature",
         "evaluation_sums",
         "temperature",
         "entropy",

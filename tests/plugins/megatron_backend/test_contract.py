@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fast_collators import WithFastCollators
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe, write_qwen25
 
 from spurline.testing import PluginContract
+from spurline_rl.testing import BackendContract
 
 
 class TestPlugin(PluginContract):
@@ -25,7 +25,7 @@ class TestPlugin(PluginContract):
 
 
 @pytest.mark.processes
-class MegatronContract(WithFastCollators):
+class MegatronContract(BackendContract):
     plugins = ("megatron_backend",)
     dropout = 0.0
     keeps_open = True
@@ -45,7 +45,7 @@ class TestPipeline(MegatronContract):
         "uneven_work",
         "narrow_or_wide",
         "hugging_face_names",
-        "logprobs_are",
+        "temperature",
         "evaluation_sums",
         "critic_learns",
     )

@@ -9,35 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.protocols.collator import ParallelLayout
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
-from spurline_models.weight_buckets import MakerChoice, MakesBuckets, TensorPlace, WeightBucket
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, own_logprobs, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
-
-
-class FileMaker:
-    """A `BucketMaker` that writes each bucket to a file of this folder."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-
-    def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Write the bucket to a file named after its number."""
-        held = {name: tensor.cpu().contiguous() for name, tensor in weights}
-        path = self._folder / f"{number}.safetensors"
-        save_file(held, path)
-        places = tuple(TensorPlace.of(name, tensor) for name, tensor in held.items())
-        return WeightBucket("files", places, {"path": str(path)})
-
-    def taken(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class AdapterContract:
@@ -118,25 +98,6 @@ class AdapterContract:
         assert weights.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(weights[name].float(), tensor, atol=self.merge_tolerance, rtol=1e-6)
-
-    @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-    def test_buckets_of_the_adapter_hold_its_tensors_and_nothing_else(
-        self, trained: tuple[Backend, ParallelLayout], tmp_path: Path, dtype: str | None
-    ) -> None:
-        backend, _ = trained
-        if not isinstance(backend, MakesBuckets):
-            pytest.skip("has its weights in this process")
-        wanted = _copy(_adapter_of(backend))
-        if dtype is not None:
-            wanted = {name: tensor.to(getattr(torch, dtype)) for name, tensor in wanted.items()}
-        limit = max(sum(tensor.nbytes for tensor in wanted.values()) // 3, 1)
-        choice = MakerChoice(f"{__name__}:FileMaker", {"folder": str(tmp_path)}, limit, dtype, part="adapter")
-        buckets = list(backend.weight_buckets(1, choice))
-        assert len(buckets) >= 3
-        places = [place for bucket in buckets for place in bucket.places]
-        assert [place.name for place in places] == list(wanted)
-        got = {name: tensor for bucket in buckets for name, tensor in load_file(bucket.where["path"]).items()}
-        assert_weights_equal(got, wanted)
 
     def test_the_next_update_changes_the_adapter(self, trained: tuple[Backend, ParallelLayout]) -> None:
         backend, layout = trained

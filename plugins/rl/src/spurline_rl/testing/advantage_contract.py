@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
-from spurline_rl.trajectory import Group, Trajectory, Turn
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _WRITTEN = ("advantages", "returns")
 
@@ -54,7 +54,7 @@ class AdvantageContract:
 
     def test_every_response_token_gets_a_finite_float32(self) -> None:
         assert list(self.make_advantage().advantages([])) == []
-        for turn in _turns(self.make_advantage().advantages(self.groups())):
+        for turn in turns_of(self.make_advantage().advantages(self.groups())):
             for name in _WRITTEN:
                 values = getattr(turn, name)
                 assert values is not None or name != "advantages"
@@ -65,8 +65,11 @@ class AdvantageContract:
     def test_all_else_stays_as_it_was_and_where_it_was(self) -> None:
         groups, untouched = self.groups(), self.groups()
         result = self.make_advantage().advantages(groups)
-        assert [_names(group) for group in result] == [_names(group) for group in groups]
-        for before, given, after in zip(_turns(untouched), _turns(groups), _turns(result), strict=True):
+        for group, expected in zip(result, groups, strict=True):
+            assert (group.uid, group.draw) == (expected.uid, expected.draw)
+            names, wanted = ([(t.uid, t.sample, len(t.turns)) for t in one.trajectories] for one in (group, expected))
+            assert names == wanted
+        for before, given, after in zip(turns_of(untouched), turns_of(groups), turns_of(result), strict=True):
             assert _same(before, given, [field.name for field in fields(Turn)]), "the groups passed in were changed"
             assert _same(before, after, [field.name for field in fields(Turn) if field.name not in _WRITTEN])
 
@@ -75,7 +78,7 @@ class AdvantageContract:
         turned = [replace(group, trajectories=group.trajectories[::-1]) for group in groups[::-1]]
         result = self.make_advantage().advantages(turned)
         result = [replace(group, trajectories=group.trajectories[::-1]) for group in result][::-1]
-        for one, other in zip(_turns(self.make_advantage().advantages(groups)), _turns(result), strict=True):
+        for one, other in zip(turns_of(self.make_advantage().advantages(groups)), turns_of(result), strict=True):
             np.testing.assert_allclose(_advantages(one), _advantages(other), rtol=1e-5, atol=1e-6)
 
     def test_numbers_per_sample_are_those_that_its_turns_get(self) -> None:
@@ -96,11 +99,11 @@ class AdvantageContract:
     def test_group_with_equal_rewards_has_advantage_zero(self) -> None:
         if not self.compares_samples:
             return
-        groups = self.groups()
-        flat = [_with_return(groups[0], value=0.7), *groups[1:]]
-        result = self.make_advantage().advantages(flat)
-        assert all(not _advantages(turn).any() for turn in _turns(result[:1]))
-        assert any(_advantages(turn).any() for turn in _turns(result[1:]))
+        first, *others = self.groups()
+        copies = tuple(replace(first.trajectories[0], sample=sample) for sample in range(3))
+        result = self.make_advantage().advantages([replace(first, trajectories=copies), *others])
+        assert all(not _advantages(turn).any() for turn in turns_of(result[:1]))
+        assert any(_advantages(turn).any() for turn in turns_of(result[1:]))
 
 
 def _trajectory(random: np.random.Generator, uid: str, sample: int) -> Trajectory:
@@ -137,25 +140,6 @@ def _one_token_groups(carry: Sequence[str]) -> list[Group]:
         )
         for draw, uid in enumerate(rewards)
     ]
-
-
-def _with_return(group: Group, value: float) -> Group:
-    """Return the group with `value` as reward of each trajectory's last token, and 0 elsewhere."""
-    trajectories = []
-    for trajectory in group.trajectories:
-        rewards = [np.zeros(len(turn.response_ids), np.float32) for turn in trajectory.turns]
-        rewards[-1][-1] = value
-        turns = [replace(turn, rewards=found) for turn, found in zip(trajectory.turns, rewards, strict=True)]
-        trajectories.append(replace(trajectory, turns=tuple(turns)))
-    return replace(group, trajectories=tuple(trajectories))
-
-
-def _turns(groups: Sequence[Group]) -> list[Turn]:
-    return [turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns]
-
-
-def _names(group: Group) -> tuple[object, ...]:
-    return (group.uid, group.draw, [(t.uid, t.sample, len(t.turns)) for t in group.trajectories])
 
 
 def _advantages(turn: Turn) -> np.ndarray:

@@ -97,24 +97,31 @@ def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
     return folder
 
 
-def alternate_units(batch: TrainingBatch, layout: ParallelLayout) -> TrainingBatch:
-    """Return the batch with two units per rank, each with every other row; padding rows keep units of their own."""
-    rows = torch.arange(batch.num_rows)
-    units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
-    return replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
-
-
-UNEVEN = ("one row", "a long and a short row", "one large unit", "loss in one row", "no loss")
-"""Names of batches that leave some ranks with little or nothing to do."""
+UNEVEN = (
+    "one row",
+    "a long and a short row",
+    "one large unit",
+    "few rows of alternate units",
+    "rows of alternate units",
+    "loss in one row",
+    "no loss",
+)
+"""Names of batches that leave some ranks with little to do, or whose rows must be sorted."""
 
 
 def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
     """Return one of the batches `UNEVEN`, with an objective: its mean cross-entropy."""
-    lengths = {"one row": (17,), "a long and a short row": (58, 3)}.get(name, LENGTHS)
+    # Few rows fit into one micro-batch of 40 tokens; many need several.
+    few = {"one row": (17,), "a long and a short row": (58, 3), "few rows of alternate units": (5, 9, 3, 12)}
+    lengths = few.get(name, LENGTHS)
     batch, objective = minibatch("padded", layout, 3, lengths)
     rows = torch.arange(batch.num_rows)
     if name == "one large unit":
         batch = replace(batch, unit_ids=torch.where(batch.is_padding_row, rows, 0))
+    if name.endswith("alternate units"):
+        # Each rank has two units, each with every other row.
+        units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
+        batch = replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
     if name in ("loss in one row", "no loss"):
         kept = rows == 3 if name == "loss in one row" else rows < 0
         batch = batch.with_tokens(loss_weights=batch.tokens["loss_weights"] * kept[:, None])

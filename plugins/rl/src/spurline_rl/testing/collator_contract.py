@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,51 +64,32 @@ class RolloutCollatorContract:
     @given(
         turns=_turns_strategy,
         layout=layout_strategy,
+        cuts=st.lists(st.integers(0, 6), max_size=6),
         columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
         odd_one=st.integers(0, 5),
         seed=st.integers(0, 9),
     )
     @fuzzing(60)
-    def test_rollouts_equal_the_reference_bit_for_bit(
-        self, turns: Any, layout: ParallelLayout, columns: set[str], odd_one: int, seed: int
+    def test_the_reference_and_blocks_of_flat_turns_give_the_same_batch_bit_for_bit(
+        self, turns: Any, layout: ParallelLayout, cuts: list[int], columns: set[str], odd_one: int, seed: int
     ) -> None:
-        reference = self.make_reference(PAD, layout)
-        if reference is None:
-            pytest.skip("no reference to compare with")
+        collator, reference = self.make_collator(PAD, layout), self.make_reference(PAD, layout)
         trajectories = make_trajectories(turns, seed, routed_experts=True)
-        # One turn lacks what is not in `columns`, so the batch must do without it.
+        # One turn lacks the columns that are not in `columns`, so the batch must do without them.
         place = odd_one % len(trajectories)
         first, *others = trajectories[place].turns
         missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
         trajectories[place] = replace(trajectories[place], turns=(replace(first, **missing), *others))
-        batch = self.make_collator(PAD, layout).collate_rollouts(trajectories)
-        assert_batches_equal(batch, reference.collate_rollouts(trajectories))
-
-    @given(
-        turns=_turns_strategy,
-        layout=layout_strategy,
-        cuts=st.lists(st.integers(0, 6), max_size=6),
-        columns=st.sets(st.sampled_from(_TURN_COLUMNS)),
-        seed=st.integers(0, 9),
-    )
-    @fuzzing(40)
-    def test_blocks_of_flat_turns_give_the_same_batch(
-        self, turns: Any, layout: ParallelLayout, cuts: list[int], columns: set[str], seed: int
-    ) -> None:
-        collator = self.make_collator(PAD, layout)
-        if not isinstance(collator, CollatesFlat):
-            pytest.skip("it lays out records only")
-        trajectories = make_trajectories(turns, seed, routed_experts=True)
-        first, *others = trajectories[0].turns
-        missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
-        trajectories[0] = replace(trajectories[0], turns=(replace(first, **missing), *others))
-        bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
-        blocks = [FlatTurns.of(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
-        tokens = [weakref.ref(block.tokens) for block in blocks]
-        batch = collator.collate_flat(blocks)
-        del blocks
-        assert not any(block() for block in tokens), "the batch keeps tokens of its blocks in memory"
-        assert_batches_equal(batch, collator.collate_rollouts(trajectories))
+        expected = (reference or collator).collate_rollouts(trajectories)
+        assert_batches_equal(collator.collate_rollouts(trajectories), expected)
+        if isinstance(collator, CollatesFlat):
+            bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
+            blocks = [FlatTurns.of(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
+            tokens = [weakref.ref(block.tokens) for block in blocks]
+            batch = collator.collate_flat(blocks)
+            del blocks
+            assert not any(block() for block in tokens), "the batch keeps tokens of its blocks in memory"
+            assert_batches_equal(batch, expected)
 
     def test_no_trajectories_give_padding_rows_alone(self) -> None:
         batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])

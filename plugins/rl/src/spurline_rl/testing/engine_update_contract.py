@@ -14,7 +14,7 @@ import pytest
 
 from spurline.errors import RunFailedError
 from spurline_models.testing.inputs import write_tiny_model
-from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, EngineContract, Result, all_of, model_logprobs, request
 
 if TYPE_CHECKING:
@@ -51,21 +51,6 @@ class WeightsOf:
         if self._change is not None:
             self._change(weights)
         yield from weights.items()
-
-
-class Watched:
-    """An engine that does something before it finishes an update."""
-
-    def __init__(self, engine: TakesWeights, before_finish: Callable[[], Awaitable[None]]) -> None:
-        self._engine = engine
-        self._before_finish = before_finish
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def finish_update(self, version: int) -> None:
-        await self._before_finish()
-        await self._engine.finish_update(version)
 
 
 class EngineUpdateContract(EngineContract):
@@ -140,7 +125,14 @@ class EngineUpdateContract(EngineContract):
                 ended_early = sum(task.done() for task in writing) - before
 
             await engine.generate(request(PROMPTS[0], max_new_tokens=2, temperature=0.0))
-            await self.publish(Watched(engine, look), 2, models.new)
+            finish_update = engine.finish_update
+
+            async def look_and_finish(version: int) -> None:
+                await look()
+                await finish_update(version)
+
+            engine.finish_update = look_and_finish
+            await self.publish(engine, 2, models.new)
             return ended_early, await asyncio.gather(*writing)
 
         ended_early, results = self.run_updated(models, use)

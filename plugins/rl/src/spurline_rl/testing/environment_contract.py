@@ -30,22 +30,25 @@ class ScriptedEngine:
 
     Attributes:
         requests: All requests, in order.
+        exchanges: The prompt and the response of each finished request.
     """
 
     def __init__(self, script: Script, *, context: int = 4096) -> None:
         self._script = script
         self._context = context
         self.requests: list[GenerationRequest] = []
+        self.exchanges: list[tuple[list[int], list[int]]] = []
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         self.requests.append(request)
         room = min(request.sampling.max_new_tokens, self._context - len(request.prompt_ids))
         if room < 1:
             raise DataError(f"{request.name}: no room for a response: the prompt has {len(request.prompt_ids)} tokens.")
-        # Requests take different numbers of turns of the event loop, so that attempts overtake each other.
+        # Some requests wait longer than others, so that attempts overtake each other.
         for _ in range(request.seed % 5):
             await asyncio.sleep(0)
         answer = list(self._script(request))
+        self.exchanges.append((list(request.prompt_ids), answer[:room]))
         tokens = np.asarray(answer[:room], dtype=np.int32)
         logprobs = -np.random.default_rng(request.seed).random(len(tokens)).astype(np.float32)
         return GenerationResult(
@@ -88,12 +91,12 @@ class EnvironmentContract:
         return {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}]}
 
     def test_a_trajectory_belongs_to_its_task_and_keeps_what_the_engine_wrote(self) -> None:
-        engine = _RecordingEngine(tiny_tokenizer())
+        engine = _random_engine()
         [trajectory] = self._run(engine, [0])
         assert (trajectory.uid, trajectory.sample) == ("rows:0@0", 0)
         assert trajectory.turns
         for turn in trajectory.turns:
-            exchange = tuple(turn.prompt_ids.tolist()), tuple(turn.response_ids.tolist())
+            exchange = turn.prompt_ids.tolist(), turn.response_ids.tolist()
             assert exchange in engine.exchanges, "a turn is not what the engine was given and wrote"
             for name in ("loss_mask", "logprobs", "versions", "rewards"):
                 values = getattr(turn, name)
@@ -104,11 +107,11 @@ class EnvironmentContract:
         if not isinstance(environment, ShowsPrompt):
             pytest.skip("it does not say its prompts beforehand")
         announced = environment.first_prompt(self._task(0))
-        [trajectory] = self._run(_RecordingEngine(tiny_tokenizer()), [0])
+        [trajectory] = self._run(_random_engine(), [0])
         assert trajectory.turns[0].prompt_ids.tolist() == list(announced)
 
     def test_every_attempt_gives_the_same_reward_terms_with_finite_numbers_and_info_in_json(self) -> None:
-        trajectories = self._run(_RecordingEngine(tiny_tokenizer()), range(8))
+        trajectories = self._run(_random_engine(), range(8))
         assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "weights need every term"
         for trajectory in trajectories:
             assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
@@ -117,9 +120,8 @@ class EnvironmentContract:
             json.dumps(trajectory.info)
 
     def test_attempts_at_the_same_time_do_not_touch_each_other(self) -> None:
-        tokenizer = tiny_tokenizer()
-        together = self._run(_RecordingEngine(tokenizer), range(8))
-        alone = [self._run(_RecordingEngine(tokenizer), [sample])[0] for sample in range(8)]
+        together = self._run(_random_engine(), range(8))
+        alone = [self._run(_random_engine(), [sample])[0] for sample in range(8)]
         for one, other in zip(together, alone, strict=True):
             assert _content(one) == _content(other)
 
@@ -172,19 +174,12 @@ async def _attempt(environment: Environment, engine: ScriptedEngine, task: Task)
     return await environment.run(task, policy)
 
 
-class _RecordingEngine(ScriptedEngine):
-    """Writes random hexadecimal digits; `exchanges` are pairs of prompt and answer."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        assert isinstance(tokenizer.eos_token_id, int)
-        digits = tokenizer.encode("0123456789abcdef", add_special_tokens=False)
-        super().__init__(random_text(digits, tokenizer.eos_token_id))
-        self.exchanges: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-
-    async def generate(self, request: GenerationRequest) -> GenerationResult:
-        result = await super().generate(request)
-        self.exchanges.append((tuple(request.prompt_ids), tuple(result.token_ids.tolist())))
-        return result
+def _random_engine() -> ScriptedEngine:
+    """Return an engine that writes random hexadecimal digits."""
+    tokenizer = tiny_tokenizer()
+    assert isinstance(tokenizer.eos_token_id, int)
+    digits = tokenizer.encode("0123456789abcdef", add_special_tokens=False)
+    return ScriptedEngine(random_text(digits, tokenizer.eos_token_id))
 
 
 def _content(trajectory: Trajectory) -> list[Any]:
