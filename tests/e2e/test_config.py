@@ -143,7 +143,7 @@ def test_modules_of_a_package_beside_the_config_import_each_other(project: Path)
 
 def test_a_reward_module_of_an_installed_name_is_an_error(project: Path) -> None:
     (project / "configs" / "colorsys.py").write_text("def f(answer):\n    return 3\n", encoding="utf-8")
-    with pytest.raises(PluginError, match=r"'colorsys' is .* a module that is installed.*configs/colorsys\.py:rgb"):
+    with pytest.raises(PluginError, match=r"'colorsys' is already .*configs/colorsys\.py:rgb"):
         load_function(reward(project, "colorsys:rgb_to_hls"), "reward function")
     path = str(project / "configs" / "colorsys.py")
     for written in (f"{path}:f", reward(project, "colorsys.py:f")):
@@ -231,11 +231,11 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
         ),
         (
             {"source": {"name": "rollouts", "environment": "own_environment", "reward_weights": {"sped": 1.0}}},
-            "reward_weights.sped names no reward term. Did you mean 'speed'",
+            "reward_weights.sped is 'sped', which is not a reward term. Did you mean 'speed'",
         ),
         (
             {"source": {**ROLLOUTS, "advantage_scope": "minibatch"}, "minibatches": "own_minibatches"},
-            "advantage_scope is minibatch, but minibatches: own_minibatches do not say how many prompts",
+            "advantage_scope is minibatch, but minibatches: own_minibatches does not say how many prompts",
         ),
         (
             {"source": "own_prompts", "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 4}},

@@ -200,7 +200,7 @@ def test_rows_that_only_the_environment_reads_are_shown_by_what_is_known_of_them
     rl_config["source"] |= {"environment": environment, "reward_weights": {}}
     data = show(rl_config, rows=2)
     assert len(data.rows) == 2
-    assert "its columns are read by the environment alone" in data.rows[0].sequences[0].notes
+    assert "only the environment reads its columns" in data.rows[0].sequences[0].notes
 
 
 def printed(data: ShownData, file: io.StringIO | None = None) -> str:

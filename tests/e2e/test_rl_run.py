@@ -132,7 +132,7 @@ def test_a_resume_on_other_prompts_is_refused(rl_config: Config, spurline_chat_f
     train(rl_config, steps=2)
     with spurline_chat_file.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}))
-    with pytest.raises(CheckpointError, match="prompts are not those"):
+    with pytest.raises(CheckpointError, match="prompts differ"):
         train(rl_config)
 
 
@@ -237,7 +237,7 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
         ({"loss": "value"}, "loss.name is value, the loss of a critic"),
         (
             {"critic": {"loss": "ppo"}, "source": {"advantage": "gae"}},
-            "critic.loss is ppo, which is no error of values",
+            "critic.loss is ppo, which does not train values",
         ),
         ({"backend": {"name": "local", "lora": {"dropout": 0.1}}}, "backend.lora.dropout is 0.1"),
         ({"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}}, "does not divide"),

@@ -149,7 +149,7 @@ def test_prompts_whose_agent_fails_are_given_up_with_the_reason(harness_config: 
     [
         ({"name": "harness"}, r"environment\.agent or `command` says what makes an attempt, and neither is given"),
         ({"name": "harness", "agent": "talk"}, r"environment\.agent"),
-        ({"name": "harness", "agent": "a:b", "rewards": {"right": "exact_match"}}, r"reward_weights\.early names no"),
+        ({"name": "harness", "agent": "a:b", "rewards": {"right": "exact_match"}}, r"reward_weights\.early is"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(

@@ -19,7 +19,7 @@ from spurline_rl.configs import HeldOutConfig, OverlongConfig, RolloutSourceConf
 from spurline_rl.protocols.environment import EnvironmentConfig, PolicyHandle, Task
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
-from spurline_rl.trajectory import Group, Trajectory, group_returns
+from spurline_rl.trajectory import Group, Trajectory
 
 PROMPTS: Any = [Prompt(0), Prompt(1)]
 
@@ -55,7 +55,7 @@ async def gives_overlong(task: Task, policy: PolicyHandle) -> Trajectory:
 
 def returns_of(outcomes: Sequence[Any]) -> list[float]:
     assert all(isinstance(outcome, Group) for outcome in outcomes), outcomes
-    return [value for outcome in outcomes for value in group_returns(outcome).tolist()]
+    return [value for outcome in outcomes for value in outcome.returns.tolist()]
 
 
 def test_held_out_requests_carry_the_held_out_temperature_and_keep_all_tokens() -> None:

@@ -112,4 +112,4 @@ def test_a_size_that_does_not_divide_the_step_is_refused_with_the_fix():
     [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=source)))
     assert "does not divide source.prompts_per_step: 6" in problem.message
     [problem] = config.problems(cast("RunConfig", SimpleNamespace(source=SftSourceConfig())))
-    assert "draws no prompts" in problem.message
+    assert "has no prompts" in problem.message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_attempts import decode, encode, make_policy, run, says, tokenizer_with
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from spurline.errors import DataError
 from spurline.testing.fuzzing import fuzzing
@@ -38,19 +35,6 @@ def converse(tokenizer, engine: ScriptedEngine, *between: str, opening=QUESTION,
     return policy, chat
 
 
-def tokenizer_that_merges(left: str, right: str):
-    """The byte-level test tokenizer with one token more, for two characters."""
-    tokenizer = tiny_tokenizer()
-    description = json.loads(tokenizer.backend_tokenizer.to_str())
-    description["model"]["vocab"][left + right] = len(tokenizer)
-    description["model"]["merges"] = [[left, right]]
-    merging = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(description)), pad_token="<|pad|>", eos_token="<|im_end|>"
-    )
-    merging.chat_template = tokenizer.chat_template
-    return merging
-
-
 def extends(before, after) -> bool:
     seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
     return after.prompt_ids.tolist()[: len(seen)] == seen
@@ -68,19 +52,6 @@ def test_each_prompt_is_the_tokens_so_far_and_the_encoding_of_the_new_messages()
         text = tokenizer.apply_chat_template(conversation[: 1 + 2 * number], tokenize=False, add_generation_prompt=True)
         assert turn.prompt_ids.tolist() == encode(tokenizer, str(text))
     assert [message["content"] for message in conversation] == ["add", "one", "and", "two", "more", "three"]
-
-
-def test_tokens_that_the_tokenizer_would_write_in_another_way_are_kept():
-    tokenizer = tokenizer_that_merges("h", "e")
-    letter_by_letter = [token for letter in "hello world" for token in encode(tokenizer, letter)]
-    assert letter_by_letter != encode(tokenizer, "hello world")
-    engine = ScriptedEngine(lambda request: [*letter_by_letter, tokenizer.eos_token_id])
-    policy, chat = converse(tokenizer, engine, "how")
-    first, second = policy.turns
-    assert extends(first, second)
-    assert chat.messages[1] == {"role": "assistant", "content": "hello world"}
-    added = second.prompt_ids.tolist()[len(first.prompt_ids) + len(first.response_ids) :]
-    assert decode(tokenizer, added) == "\n<|im_start|>user\nhow<|im_end|>\n<|im_start|>assistant\n"
 
 
 @given(data=st.data())
@@ -117,13 +88,6 @@ def test_a_turn_ended_by_another_token_keeps_it_and_is_ended_as_the_template_doe
     assert chat.messages[1]["content"] == "one"
 
 
-def test_a_turn_without_any_token_is_an_empty_message():
-    tokenizer = tiny_tokenizer()
-    policy, chat = converse(tokenizer, ScriptedEngine(lambda request: []), "and")
-    assert chat.messages[1] == {"role": "assistant", "content": ""}
-    assert extends(*policy.turns)
-
-
 def test_a_template_that_drops_thinking_is_caught_with_turn_and_text():
     tokenizer = tokenizer_with("strips_thinking")
     thoughtful = "<think>\n6 and 7\n</think>\n\n42"
@@ -132,7 +96,7 @@ def test_a_template_that_drops_thinking_is_caught_with_turn_and_text():
         converse(tokenizer, engine, "go on", "and then")
     message = str(caught.value)
     assert caught.value.turn == 1
-    assert message.startswith("rows.jsonl:1: the chat template rewrites turn 1 when the conversation goes on, so the")
+    assert message.startswith("rows.jsonl:1: the chat template rewrites turn 1")
     assert "There was '<think>\\n6 and 7\\n</think>\\n\\n42" in message
     assert "now there is '42<|im_end|>" in message
     assert "history: retokenize" in message
@@ -154,15 +118,6 @@ def test_the_first_changed_text_is_shown_not_the_first_of_the_turn():
         converse(tokenizer, ScriptedEngine(says(tokenizer, "this is wrong", "x")), "go on")
     assert caught.value.turn == 0
     assert "There was 'wrong', now there is 'right" in str(caught.value)
-
-
-def test_a_template_that_trims_is_caught_only_when_there_was_something_to_trim():
-    tokenizer = tokenizer_with("llama3")
-    policy, _ = converse(tokenizer, ScriptedEngine(says(tokenizer, "one", "two")), "go on")
-    assert extends(*policy.turns)
-    with pytest.raises(PrefixError) as caught:
-        converse(tokenizer, ScriptedEngine(says(tokenizer, "one ", "two")), "go on")
-    assert caught.value.turn == 0
 
 
 def test_qwen3_keeps_thinking_through_tool_results_and_loses_it_at_the_next_question():

@@ -182,7 +182,7 @@ def test_a_module_of_a_folder_is_no_other_one_of_that_name(tmp_path, monkeypatch
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "of_a_folder.py").write_text("def one(answer):\n    return 1.0\n")
     assert load_function(f"{tmp_path}/of_a_folder:one", "reward function")(ANSWER) == 1.0
-    with pytest.raises(PluginError, match=r"but 'json' is .*json/__init__\.py, a module that is installed"):
+    with pytest.raises(PluginError, match=r"but 'json' is already .*json/__init__\.py"):
         load_function(f"{tmp_path}/json:dumps", "reward function")
 
 

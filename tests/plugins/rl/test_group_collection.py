@@ -82,10 +82,7 @@ def test_at_the_limit_the_earliest_of_those_left_out_are_used_after_all():
 
 
 def test_too_many_lost_prompts_end_the_run():
-    with pytest.raises(
-        RunFailedError,
-        match=r"drew 4 prompts and 3 of them were given up, so only 1 of 2 groups.*max_draws_per_step, which is 4",
-    ):
+    with pytest.raises(RunFailedError, match=r"drew 4 .* 3 of them .* 1 of 2 groups.*max_draws_per_step: 4"):
         collect([VARIED, LOST, LOST, LOST], draw_limit=4)
 
 

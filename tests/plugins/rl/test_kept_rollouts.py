@@ -25,7 +25,7 @@ from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts import keeper as keeper_module
 from spurline_rl.kept_rollouts.files import RolloutFolder, thinned
 from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
-from spurline_rl.trajectory import Group, Trajectory, Turn, group_returns, turns_of
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 MB = 1_000_000
 
@@ -134,7 +134,7 @@ def test_attempts_come_back_as_they_were_trained(
             )
             assert kept.status == ("trained" if trained else "filtered")
             assert (kept.rewards, kept.retries) == (attempt.rewards, attempt.retries)
-            assert kept.reward == group_returns(group)[attempt.sample]
+            assert kept.reward == group.returns[attempt.sample]
             assert (kept.columns, kept.tags, kept.one_in) == ({"level": 2.0}, {"answer": "4"}, 1)
             assert kept.info["response"] == "\ud800 <b>"
             assert kept.advantage == (None if per_token or not trained else pytest.approx(0.3))

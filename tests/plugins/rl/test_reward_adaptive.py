@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,10 +80,3 @@ def test_a_prompt_without_an_outcome_does_not_come_again_as_if_it_were_new() -> 
         # The first half cannot be used, so nobody hears of them.
         order.observe(step + 1, [ScoredDraw(8 * step, int(s), (0.0, 1.0), {}) for s in drawn if s >= 32])
     assert counts[:32].sum() < counts[32:].sum() / 5
-
-
-@pytest.mark.parametrize("rewards", [(0.0, 1.0), (0.25, 0.75)])
-def test_the_mean_over_attempts_counts(rewards: tuple[float, ...]) -> None:
-    order = order_of([1], per_step=1)
-    order.observe(1, [ScoredDraw(0, 0, rewards, {})])
-    assert order.state_dict()["success"] == np.array([0.5])

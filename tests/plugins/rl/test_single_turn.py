@@ -74,13 +74,6 @@ def test_plain_text_rows_are_answered_as_they_are():
     assert trajectory.rewards == {"exact_match": 1.0}
 
 
-def test_a_prompt_longer_than_the_context_is_a_data_error():
-    engine = ScriptedEngine(lambda request: [1], context=20)
-    with pytest.raises(DataError, match="no room for a response"):
-        run(make_environment().run(make_task(), make_policy(engine)))
-    assert len(engine.requests) == 1
-
-
 def test_a_prompt_over_max_length_is_refused_where_the_data_section_says_so():
     data = DATA.model_copy(update={"max_length": 8, "too_long": "error"})
     engine = ScriptedEngine(lambda request: [1])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import runpy
+import re
 import sys
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -204,27 +203,14 @@ def test_a_conversation_that_outgrows_the_context_ends_and_is_scored():
     assert trajectory.rewards == {"exact_match": 0.0}
 
 
-def test_a_first_prompt_without_room_is_the_datas_fault():
-    with pytest.raises(DataError, match="no room for a response"):
-        attempt("42", context=10)
-
-
 def test_a_template_that_drops_thinking_ends_the_attempt_with_turn_and_text():
     tokenizer = tokenizer_with("strips_thinking")
     replies = [f"<think>\nuse it\n</think>\n\n{call(expression='6 * 7')}", "42"]
-    with pytest.raises(PrefixError) as caught:
+    place = re.escape("rows.jsonl:1 (prompt train:0@0, sample 0): the chat template rewrites turn 0")
+    with pytest.raises(PrefixError, match=f"^{place}.* There was 'hink>"):
         attempt(*replies, tokenizer=tokenizer)
-    message = str(caught.value)
-    assert message.startswith("rows.jsonl:1 (prompt train:0@0, sample 0): the chat template rewrites turn 0")
-    assert "There was 'hink>" in message
     trajectory = attempt(*replies, tokenizer=tokenizer, history="retokenize")
     assert trajectory.rewards == {"exact_match": 1.0}
-
-
-@pytest.mark.parametrize("row", [{"prompt": "6 * 7 =", "completion": "42"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}])
-def test_rows_that_are_no_conversation_are_refused_with_the_fix(row):
-    with pytest.raises(DataError, match=r"^rows\.jsonl:1: (this row is plain text|input_ids holds token ids).* chat"):
-        attempt("42", row=row)
 
 
 def test_a_demonstration_with_tool_turns_is_begun_at_its_question():
@@ -235,23 +221,18 @@ def test_a_demonstration_with_tool_turns_is_begun_at_its_question():
     assert trajectory.rewards == {"exact_match": 1.0}
 
 
-def test_the_shipped_calculator_rows_are_solved_by_following_them():
-    script = Path(__file__).parents[3] / "examples" / "data" / "make_calculator_data.py"
-    [line] = list(runpy.run_path(str(script))["rows"](1, seed=3))
-    row = json.loads(line)
-    replies = [message["content"] for message in row["messages"] if message["role"] == "assistant"]
-    trajectory = attempt(*replies, row=row)
-    assert trajectory.rewards == {"exact_match": 1.0}
-    assert list(trajectory.info["messages"]) == [
-        {"name": "calculator", **message} if message["role"] == "tool" else message for message in row["messages"]
-    ]
-
-
-def test_malformed_rows_are_refused_with_their_place():
-    with pytest.raises(DataError, match=r"^rows\.jsonl:1: messages\[0\]\.role is text \('usr'\), not a known role"):
-        attempt("42", row={"messages": [{"role": "usr", "content": "x"}]})
-    with pytest.raises(DataError, match=r"^rows\.jsonl:1: the columns \(question\) fit no format"):
-        attempt("42", row={"question": "x"})
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ({"prompt": "6 * 7 =", "completion": "42"}, "this row is plain text.* chat"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "input_ids holds token ids.* chat"),
+        ({"messages": [{"role": "usr", "content": "x"}]}, r"messages\[0\]\.role is text \('usr'\), not a known role"),
+        ({"question": "x"}, r"the columns \(question\) fit no format"),
+    ],
+)
+def test_rows_that_are_no_conversation_are_refused(row, complaint):
+    with pytest.raises(DataError, match=complaint):
+        attempt("42", row=row)
 
 
 def test_calls_are_found_in_order_among_text():
@@ -280,10 +261,6 @@ def test_a_tool_that_does_not_exist_is_refused_at_the_start():
     assert (problem.key, "Did you mean 'calculator'?" in problem.message) == ("tools.plus", True)
 
 
-def test_tools_may_be_listed_by_name():
-    assert make_environment(tiny_tokenizer(), tools=["calculator"])._config.tools == {"calculator": "calculator"}
-
-
 def test_a_template_that_never_mentions_the_tools_is_refused_before_anything_is_generated():
     with pytest.raises(DataError, match=r"environment tools: tools: the chat template .* leaves this out"):
         make_environment(tokenizer_with("chatml"), on_ignored="error")
@@ -305,7 +282,14 @@ def test_a_message_that_the_template_leaves_out_is_found_when_prompts_are_looked
 
 @pytest.mark.parametrize(
     ("formula", "value"),
-    [("6*7", "42"), ("(1 + 2) * -3", "-9"), ("7 // 2 + 7 % 2", "4"), ("1/3", "0.333333333333"), (" 2 ** 10 ", "1024")],
+    [
+        ("6*7", "42"),
+        ("(1 + 2) * -3", "-9"),
+        ("7 // 2 + 7 % 2", "4"),
+        ("1/3", "0.333333333333"),
+        (" 2 ** 10 ", "1024"),
+        ("1" + "+1" * 499, "500"),
+    ],
 )
 def test_the_calculator_computes(formula, value):
     assert calculator(formula) == value
@@ -345,7 +329,3 @@ def test_a_formula_is_too_deep_whatever_the_interpreter_allows(limit):
             calculator("-" * 600 + "1")
     finally:
         sys.setrecursionlimit(before)
-
-
-def test_the_longest_sum_is_not_too_deep():
-    assert calculator("1" + "+1" * 499) == "500"

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
-from spurline.testing.samples import PAD
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.preparation import TurnColumns
 from spurline_rl.rollouts_collator import RolloutsCollator
@@ -77,10 +76,6 @@ def test_flat_turns_are_the_records_turn_by_turn_however_blocks_are_cut(shape, s
     attempts = attempts_of(shape, seed, lacking, odd_one)
     assert_says(FlatTurns.of(attempts), attempts)
     assert_says(FlatTurns.join(in_blocks(attempts, cuts)), attempts)
-
-
-def test_no_turns_are_flat_too() -> None:
-    assert_says(FlatTurns.of([]), [])
     assert_says(FlatTurns.join([]), [])
 
 
@@ -184,17 +179,14 @@ def test_a_group_in_which_no_turns_merge_is_laid_out_once():
     assert group.merged.flat is group.flat
 
 
-def test_a_single_turn_is_left_alone():
-    trajectory = going_on([(3, 4)])
-    assert merge_turns(trajectory) is trajectory
-
-
 def test_a_column_that_some_turn_lacks_is_left_out_and_the_last_turn_says_how_it_ended():
     trajectory = going_on([(3, 4), (2, 5)])
     first, second = trajectory.turns
-    mixed = (replace(first, logprobs=None), replace(second, finish_reason="length"))
+    experts = np.zeros((14, 2, 3), np.int16)
+    mixed = (replace(first, logprobs=None), replace(second, finish_reason="length", routed_experts=experts))
     [merged] = merge_turns(replace(trajectory, turns=mixed)).turns
     assert merged.logprobs is None
+    assert merged.routed_experts is None
     assert merged.advantages is not None
     assert merged.finish_reason == "length"
 
@@ -210,13 +202,6 @@ def test_routed_experts_are_those_that_the_next_token_was_sampled_with():
     [merged] = merge_turns(replace(trajectory, turns=turns)).turns
     assert merged.routed_experts is not None
     assert np.array_equal(merged.routed_experts, np.concatenate([earlier[:6], later[6:]]))
-
-
-def test_a_turn_without_experts_leaves_the_merged_one_without():
-    first, second = (trajectory := going_on([(3, 4), (2, 5)])).turns
-    turns = (first, replace(second, routed_experts=np.zeros((14, 2, 3), np.int16)))
-    [merged] = merge_turns(replace(trajectory, turns=turns)).turns
-    assert merged.routed_experts is None
 
 
 @given(
@@ -245,11 +230,3 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes
     for tokens, turn in zip(columns.split(batch.tokens["input_ids"].float()), turns, strict=True):
         np.testing.assert_array_equal(tokens, turn.response_ids)
     assert torch.equal(column != 0, columns.responses() != 0), "exactly the response tokens are written"
-
-
-def test_optional_columns_are_there_only_when_every_turn_has_them() -> None:
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    both = make_trajectories([[(3, 4)], [(2, 5)]], optional_columns=True)
-    mixed = [both[0], *make_trajectories([[(2, 5)]], optional_columns=False)]
-    assert "advantages" in collator.collate_rollouts(both).tokens
-    assert "advantages" not in collator.collate_rollouts(mixed).tokens

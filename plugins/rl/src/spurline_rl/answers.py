@@ -28,7 +28,13 @@ from spurline_text.tokenization import open_datasets, store_labels
 
 
 class AnswersEvaluation(HeldOutEvaluation):
-    """Generates and scores answers. `datasets`: rows with a prompt and its answer, if they are open already."""
+    """Generates and scores answers.
+
+    Args:
+        config: The settings.
+        context: The run and its source.
+        datasets: Rows with a prompt and its answer; None opens those of the config.
+    """
 
     def __init__(
         self,
@@ -39,7 +45,14 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._config = config
         self._where = context.where
         self._tokenizer = context.run.tokenizer
-        self._datasets = _rows(config, context) if datasets is None else datasets
+        if datasets is None:
+            # Read the rows as the source reads them.
+            own = context.source.held_out(config.data)
+            registry = context.run.host.registry
+            datasets = (
+                own.answered() if own is not None else open_datasets(config.data, registry, context.run.row_limit)
+            )
+        self._datasets = datasets
         self._source, self._generates = context.source, context.run.config.source.facts.num_prompts is not None
         data = context.run.config.data
         every = (
@@ -53,7 +66,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
-        # Rewards must be closed, so they are made last, when no error can follow.
+        # Rewards must be closed, so no error may follow.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
@@ -77,7 +90,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
-        """Return the longest prompt, with the tokens of its longest possible answer included."""
+        """Return the longest prompt together with the longest possible answer."""
         lengths = [len(example.prompt_ids) for _, example in self._examples]
         longest = max(lengths)
         where = f"prompt {lengths.index(longest)} of the held-out data"
@@ -91,8 +104,8 @@ class AnswersEvaluation(HeldOutEvaluation):
         return self._rewards.keys()
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return the mean of each reward by its name, and every answer with its scores. Raises RunFailedError."""
-        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, whatever its config says"
+        """Return the mean of each reward, and every answer with its scores. Raises RunFailedError if a reward fails."""
+        assert isinstance(backend, Generates), f"{type(backend).__name__} does not generate, contrary to its config"
         answers: list[Answer] = []
         scores: list[dict[str, float]] = []
         for start in range(0, len(self._examples), self._config.batch_size):
@@ -118,24 +131,15 @@ class AnswersEvaluation(HeldOutEvaluation):
         return means, samples
 
     def close(self) -> None:
-        """Close the rewards."""
         close_all(self._rewards)
 
-    async def _terms(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        return await terms_of_all(self._rewards, answers, retries=self._config.retries)
-
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
+        async def terms() -> list[dict[str, float]]:
+            return await terms_of_all(self._rewards, answers, retries=self._config.retries)
+
         # Run on another thread, since a notebook has an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
-                return scoring.submit(asyncio.run, self._terms(answers)).result()
+                return scoring.submit(asyncio.run, terms()).result()
             except AttemptFailedError as error:
                 raise RunFailedError(str(error)) from error
-
-
-def _rows(config: AnswersEvaluationConfig, context: EvaluationContext) -> Sequence[DatasetToTokenize]:
-    """Return the datasets as rows of a prompt with its answer, as the source reads them."""
-    own = context.source.held_out(config.data)
-    if own is not None:
-        return own.answered()
-    return open_datasets(config.data, context.run.host.registry, context.run.row_limit)

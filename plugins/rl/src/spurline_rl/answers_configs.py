@@ -1,4 +1,4 @@
-"""Settings of answers to held-out prompts: section `evaluation.generate`, and the evaluation `answers`. No torch."""
+"""Settings of section `evaluation.generate` and of the evaluation `answers`. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class AnswerSettings(Section):
     batch_size: int = Field(default=64, gt=0)
     """Prompts generated together."""
     retries: int = Field(default=2, ge=0)
-    """Times that an answer is scored again if a reward fails on it. Then the run ends with the error."""
+    """Times that an answer is scored again after a reward failed. After that the run ends with the error."""
 
 
 class GenerationEvalConfig(EvaluationPart, AnswerSettings):
@@ -40,8 +40,8 @@ class GenerationEvalConfig(EvaluationPart, AnswerSettings):
         if not run.backend.facts.generates:
             yield Problem(
                 "",
-                f"asks for answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, "
-                "which leaves the held-out loss, or set backend.name: local.",
+                f"needs answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
+                "set backend.name: local.",
             )
 
 

@@ -1,9 +1,9 @@
-"""A conversation on top of a policy that only knows tokens. The model's responses are never tokenized again.
+"""Hold a conversation with a policy that only knows tokens. The model's responses are never tokenized again.
 
 The chat template makes text of the messages, the tokenizer encodes it, and the policy answers. The prompt of each turn
-is the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has added
-since. Some templates change earlier text when messages follow. Then such a prompt never occurs at inference, and
-PrefixError says which text changes.
+consists of the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has
+added since. Some templates change earlier text when messages follow. Inference would then never see such a prompt, so
+this is a PrefixError that shows the change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class PrefixError(DataError):
     """The chat template rewrites earlier turns or messages.
 
     Args:
-        turn: The model's turn that is rewritten; None for other messages.
+        message: The text of the error.
+        turn: Number of the model's turn that is rewritten; None for other messages.
     """
 
     def __init__(self, message: str, turn: int | None) -> None:
@@ -41,7 +42,7 @@ class PrefixError(DataError):
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's turn. `text` leaves out the end token, and contains other special tokens."""
+    """The model's turn. `text` has all special tokens but the end token."""
 
     text: str
     result: GenerationResult
@@ -49,7 +50,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A part of the conversation: its text and tokens, and the number of the model's turn if it is one."""
+    """A part of the conversation: text, tokens, and its number if it is a turn of the model."""
 
     text: str
     ids: Sequence[int]
@@ -59,7 +60,7 @@ class _Stretch:
 def opening_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, where: str
 ) -> list[int]:
-    """Return the token ids of the prompt of a conversation's first turn. Raises DataError naming `where`."""
+    """Return the token ids of the prompt of the first turn. Raises DataError with `where`."""
     require_chat_template(tokenizer, where)
     [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
     return list(encoding.ids)
@@ -78,11 +79,13 @@ class ChatFront:
     """One conversation.
 
     Args:
+        policy: The model.
+        tokenizer: Its tokenizer.
         messages: The first messages of the conversation.
         tools: Schemas for the template.
-        where: Names the row, for errors.
         history: `exact` keeps tokens as the module's docstring says. `retokenize` encodes the template's whole text
             again for each turn, so a prompt may differ from the turns before it.
+        where: Names the row in errors.
     """
 
     def __init__(
@@ -126,10 +129,10 @@ class ChatFront:
         self._messages += [dict(message) for message in messages]
 
     def open_turn(self) -> Sequence[int]:
-        """Encode the prompt of the model's next turn ahead of `reply`, and return its token ids.
+        """Encode the prompt of the model's next turn before `reply`, and return its token ids.
 
-        This is slow for long conversations. It may be called on any thread, and forks made afterwards have the prompt
-        too. Raises the errors of `reply`.
+        This is slow for long conversations. It may be called on any thread. Later forks have the prompt too. Raises the
+        errors of `reply`.
         """
         if self._opened is None:
             self._opened = self._extend_prompt()
@@ -155,25 +158,25 @@ class ChatFront:
         return list(chain.from_iterable(stretch.ids for stretch in self._stretches))
 
     def _append(self, text: str) -> None:
-        """Append the part of `text` after the stretches. Raises PrefixError when it does not begin with them."""
+        """Append the part of `text` after the stretches. Raises PrefixError if `text` does not begin with them."""
         known = "".join(stretch.text for stretch in self._stretches)
         if not text.startswith(known):
             raise self._prefix_error(known, text)
         added = text[len(known) :]
         if self._ending is None or not added.startswith(self._ending[0]):
-            # The turn was cut off or has another end token: the template's end comes after it.
+            # The turn was cut off, or the template ends turns with another token.
             self._stretches.append(_Stretch(added, self._encode(added)))
             return
         ending, end_token = self._ending
         self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
-        # The model has written the end token already. Encode the text together with it, since some tokenizers
-        # treat the beginning of a text differently.
+        # The model wrote the end token already. Encode the text with it, since some tokenizers treat the beginning of a
+        # text differently.
         ids = self._encode(added)
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))
 
     def _take_in(self, ids: list[int], result: GenerationResult, sampling: Sampling | None) -> str:
-        """Append the model's turn to the stretches; returns its text."""
+        """Append the model's turn to the stretches, and return its text."""
         ends = {*self._tokenizer.all_special_ids, *(sampling or self._policy.sampling).stop_token_ids}
         self._ending = None
         written = ids
@@ -193,7 +196,7 @@ class ChatFront:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _prefix_error(self, known: str, text: str) -> PrefixError:
-        """Return an error that names the first stretch that differs, and shows its text before and now."""
+        """Return an error that shows the first difference."""
         pairs = enumerate(zip(known, text, strict=False))
         start = next((place for place, (before, now) in pairs if before != now), len(text))
         number, end = 0, len(self._stretches[0].text)

@@ -29,13 +29,13 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """The trainer divides its logits by it too, so that its logprobs are those of the sampled distribution."""
+    """Engines and the trainer divide logits by this, so that both use the same distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
     allow_truncated: bool = False
-    """Train although top_p or top_k cut tokens off, which the trainer's logprobs do not take into account."""
+    """Train although top_p or top_k cut tokens off, which the trainer's logprobs ignore."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """Longest response of one turn."""
     stop: tuple[str, ...] = ()
@@ -56,10 +56,10 @@ class SamplingConfig(Section):
 
 
 class OverlongConfig(Section):
-    """Soft punishment of responses that come close to the limit (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    """A penalty on responses that come close to the limit (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
 
     buffer_tokens: int = Field(gt=0)
-    """Length of the zone before max_new_tokens in which the penalty grows from 0 to 1."""
+    """Tokens before max_new_tokens over which the penalty grows from 0 to 1."""
     penalty: float = Field(default=1.0, gt=0)
     """Reward taken away from a response of max_new_tokens."""
 
@@ -74,13 +74,13 @@ class KlInRewardConfig(Section):
 
 
 class SuccessConfig(Section):
-    """When an attempt at a held-out prompt has passed."""
+    """The rule by which an attempt at a held-out prompt passes."""
 
     reward: str | None = None
-    """Reward term that decides, before weights; null is the environment's only one, or the sum of the rewards of turns
-    where it names none."""
+    """Reward term that decides, before weights. null takes the environment's only term, or the sum of turn rewards if
+    it has no terms."""
     at_least: float = Field(default=1.0, allow_inf_nan=False)
-    """The attempt passes when that term reaches this."""
+    """An attempt passes if the term reaches this number."""
 
 
 class HeldOutConfig(Section):
@@ -93,7 +93,7 @@ class HeldOutConfig(Section):
     max_prompts: int | None = Field(default=200, gt=0)
     """Use the first prompts of the held-out data; null uses all."""
     success: SuccessConfig = SuccessConfig()
-    """A rule for passes: attempts whose named reward reaches a number, whatever the weighted sum is."""
+    """The rule by which attempts pass. Weights of rewards play no part in it."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -105,30 +105,28 @@ class HeldOutConfig(Section):
 
 
 def success_problems(success: SuccessConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
-    """Yield what keeps attempts from being judged.
+    """Yield the problems of these settings with the reward terms of the environment.
 
     Args:
-        success: The settings that say what a success is.
-        terms: Names of all reward terms; None where only attempts tell.
-        prefix: Begin of the keys.
+        success: The settings.
+        terms: Names of all reward terms; None if they are not known before an attempt.
+        prefix: Beginning of the keys.
     """
-    reward = success.reward
     if terms is None:
         return
-    if reward is None and len(terms) > 1:
+    if success.reward is None and len(terms) > 1:
         yield Problem(
             f"{prefix}success",
             "does not say which reward decides whether an attempt has passed, and there are several. Set it, as in "
             f"{{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}.",
         )
-    if reward is not None and reward not in terms:
-        yield Problem(f"{prefix}success.reward", unknown_term(reward, terms))
+    if success.reward is not None and success.reward not in terms:
+        yield Problem(f"{prefix}success.reward", unknown_term(success.reward, terms))
 
 
 def unknown_term(reward: str, terms: Collection[str]) -> str:
-    """Say that no reward term has this name."""
-    close = suggestion(reward, terms)
-    return f"is '{reward}', which names no reward term of the environment.{close} Terms: {listing(terms)}."
+    """Return the message that no reward term has this name."""
+    return f"is '{reward}', which is not a reward term.{suggestion(reward, terms)} Terms: {listing(terms)}."
 
 
 class FaultsConfig(Section):
@@ -139,7 +137,7 @@ class FaultsConfig(Section):
     attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
     """Seconds one attempt may take."""
     max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """Different prompts that may be given up in the whole run before it stops; bad rows are no part of these."""
+    """Different prompts that the whole run may give up before it stops. Bad rows do not count."""
 
 
 class PromptSourceConfig(SourceConfig):
@@ -162,9 +160,9 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """Attempts that an advantage normalises over, if it looks beyond a group."""
+    """Attempts over which an advantage normalizes, if it compares more than one group."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
-    """Weights against a mismatch between the distributions that sampled and that train; null for none."""
+    """Weights against the mismatch between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
     """`separate`: a training row per turn (step-wise training). `merged`: one row for an attempt in which each turn
     continues the tokens of the last one; other attempts keep a row per turn."""
@@ -172,20 +170,20 @@ class PromptSourceConfig(SourceConfig):
     """Groups whose rewards are all equal have no gradient. `keep` trains on them; `refill` filters them and draws
     further prompts (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
-    """Prompts that one step may draw, those given up or filtered included; null is 8 x prompts_per_step."""
+    """Prompts that one step may draw, including given-up and filtered ones; null is 8 x prompts_per_step."""
     router_replay: Annotated[bool, OnResume.BY_NAME] = False
     """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose
     (Ma et al. 2025, arXiv:2510.11370). Routers learn by the weights they give these. A critic chooses its own."""
     carry: tuple[str, ...] = ()
-    """Columns of the training rows, with numbers or truth values, that go along with the rollouts. Advantages read them
-    in `Group.columns`; each becomes a float32 token column of the batch, which a loss asks for in `needs`."""
+    """Columns of the training rows, numbers or truth values, that rollouts take along. Advantages read them in
+    `Group.columns`. Each becomes a float32 token column of the batch for losses that name it in `needs`."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Take reward from responses that come close to the limit."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Take reward from tokens that leave the reference model."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """MB that RUN_DIR/rollouts may take, where the attempts of every step are kept. Beyond that, some older steps are
-    deleted. 0 keeps none."""
+    """MB of RUN_DIR/rollouts, which keeps the attempts of every step. Some older steps are deleted to stay below it. 0
+    keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
@@ -208,8 +206,8 @@ class PromptSourceConfig(SourceConfig):
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
-                "is refill, but the reward of a single sample never varies, so every group would be filtered. Raise "
-                "samples_per_prompt, or set zero_variance: keep.",
+                "is refill, which filters every group of a single sample. Raise samples_per_prompt, or set "
+                "zero_variance: keep.",
             )
         if self.draw_limit < self.prompts_per_step:
             yield Problem(
@@ -219,8 +217,8 @@ class PromptSourceConfig(SourceConfig):
         if self.correction is not None and self.sampling.cuts:
             yield Problem(
                 "correction",
-                f"is {self.correction.name}, but with sampling.{next(iter(self.sampling.cuts))} the rollout logprobs "
-                "are those of the tokens left, so every ratio would be too small. Remove one of the two.",
+                f"is {self.correction.name}, but sampling.{next(iter(self.sampling.cuts))} raises the engine's "
+                "logprobs, so every ratio would be too small. Remove one of the two.",
             )
 
     def _reward_problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -230,14 +228,12 @@ class PromptSourceConfig(SourceConfig):
         if known is not None:
             terms = {*known, *([OVERLONG] if overlong is not None else ())}
             for name in sorted(self.reward_weights.keys() - terms):
-                yield Problem(
-                    f"reward_weights.{name}", f"names no reward term.{suggestion(name, terms)} Terms: {listing(terms)}."
-                )
+                yield Problem(f"reward_weights.{name}", unknown_term(name, terms))
         if overlong is not None and overlong.buffer_tokens > self.sampling.max_new_tokens:
             yield Problem(
                 "overlong.buffer_tokens",
-                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}, so "
-                "even an empty response would be punished. Choose a smaller zone.",
+                f"is {overlong.buffer_tokens}, more than sampling.max_new_tokens: {self.sampling.max_new_tokens}. "
+                "Choose a smaller number.",
             )
 
     def _replay_problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -246,7 +242,7 @@ class PromptSourceConfig(SourceConfig):
         if not self.engine.notes_experts:
             yield Problem(
                 "router_replay",
-                f"is true, and engine '{self.engine.name}' with these settings does not tell which experts it chose. "
+                f"is true, and engine '{self.engine.name}' with these settings does not record its experts. "
                 "Set router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
             )
         if not run.backend.facts.replays_experts:
@@ -268,10 +264,9 @@ class PromptSourceConfig(SourceConfig):
         if self.kl_in_reward is not None and advantage.divides_by_spread:
             yield Problem(
                 "advantage.name",
-                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns. With "
-                "source.kl_in_reward even equal answers differ by a little KL, which the division makes large. Remove "
-                "kl_in_reward and set loss.kl.coefficient, or choose an advantage that does not divide: grpo with "
-                "normalize_std: false, dr_grpo, rloo or gae.",
+                f"is {advantage.name}, which divides by the spread or the mean of a prompt's returns. That turns the "
+                "small differences of source.kl_in_reward into large ones. Remove kl_in_reward and set "
+                "loss.kl.coefficient, or choose grpo with normalize_std: false, dr_grpo, rloo or gae.",
             )
         if advantage.uses_critic and run.trained_critic is None:
             yield Problem(
@@ -282,13 +277,12 @@ class PromptSourceConfig(SourceConfig):
         if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
             yield Problem(
                 "advantage_scope",
-                f"is minibatch, but minibatches: {run.minibatches.name} do not say how many prompts one of them has. "
-                "Set advantage_scope: batch, or minibatches: by_prompt. Mini-batches of your own say it by "
-                "`minibatch_prompts` in their config.",
+                f"is minibatch, but minibatches: {run.minibatches.name} does not say how many prompts each has. Set "
+                "advantage_scope: batch, or minibatches: by_prompt, or define `minibatch_prompts` in your own config.",
             )
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Yield settings of other sections that do not go with rollouts, under the key `name`."""
+        """Yield problems with settings of other sections."""
         for section, setting, instead in (
             (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
             (run, "prefetch", "a batch of rollouts depends on the last weights and cannot be built ahead"),
@@ -297,21 +291,19 @@ class PromptSourceConfig(SourceConfig):
             if setting in section.model_fields_set:
                 key = setting if section is run else f"evaluation.{setting}"
                 yield Problem("name", f"is {self.name}, with which '{key}' has no meaning: {instead}. Remove it.")
-        # A critic's loss refuses to be the policy's on its own.
+        # `returns` is a critic's loss, which reports this mistake itself.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
                 "name",
-                f"is {self.name}, but loss: {run.loss.name} reads no advantages: all answers would be learned alike, "
-                "whatever their reward. Set loss: ppo, or remove the line. A loss of your own derives its config from "
-                "PolicyLossConfig.",
+                f"is {self.name}, but loss: {run.loss.name} reads no advantages, so rewards would have no effect. Set "
+                "loss: ppo, or remove the line. The config of your own loss must derive from PolicyLossConfig.",
             )
         if "held_out" in self.model_fields_set and not run.data.eval:
             yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
         if any(part.generates for part in run.evaluation.parts):
             yield Problem(
                 "name",
-                f"is {self.name}, which evaluates with rollouts of its own. Remove evaluation.generate and set "
-                "source.held_out.",
+                f"is {self.name}, which evaluates with rollouts. Remove evaluation.generate and set source.held_out.",
             )
         if not run.collator.one_turn_per_row:
             yield Problem(
@@ -352,12 +344,12 @@ class PromptSourceConfig(SourceConfig):
         return self.engine.estimate_memory(run, self.responses_at_once, length)
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
-        """Return the tokens of an attempt whose every response is as long as it may get."""
+        """Return the tokens of an attempt with responses of the largest length."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """Return None: no engine takes turns with the trainer. See `spurline_planning.protocols.PlansRollouts`."""
+        """See `spurline_planning.protocols.PlansRollouts`."""
         return None
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
@@ -389,7 +381,7 @@ class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
 
 
 class RolloutSourceConfig(PromptSourceConfig):
-    """Synchronous reinforcement learning: each step generates with the weights of the step before."""
+    """Synchronous reinforcement learning. Each step generates with the weights of the last step."""
 
     name: str = "rollouts"
 
@@ -405,8 +397,8 @@ class RolloutSourceConfig(PromptSourceConfig):
         if self.engine.is_colocated:
             yield Problem(
                 "engine.placement",
-                f"is colocated, and source '{self.name}' does not change between trainer and engines. Set source: "
-                "async_rollouts with max_staleness: 0, which trains on the same batches.",
+                f"is colocated, which source '{self.name}' does not support. Set source: async_rollouts with "
+                "max_staleness: 0, which trains on the same batches.",
             )
 
 

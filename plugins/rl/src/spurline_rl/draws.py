@@ -1,7 +1,7 @@
 """Draw prompts in an endless order over the rows of the datasets, given by `data.order`.
 
-Place on the way: rows -> draws (each with a uid of its own) -> attempts. Rows are read one at a time, when drawn.
-Unusable rows are remembered, so that they cost nothing when they are drawn again.
+Place on the way: rows -> draws, each with its own uid -> attempts. A row is read when it is drawn. Unusable rows are
+remembered and not read again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_rl.trajectory import Group, group_returns
+from spurline_rl.trajectory import Group
 from spurline_text.order_columns import ColumnsOfRows
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import note_of_shared
@@ -51,7 +51,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A drawn row left out by `on_bad_row: skip`. `reason` says where and why, for messages."""
+    """A drawn row that `on_bad_row: skip` leaves out. `reason` has the place and the cause, for messages."""
 
     uid: str
     draw: int
@@ -59,7 +59,7 @@ class SkippedRow:
 
 
 def row_of(uid: str) -> str:
-    """Return `LABEL:ROW` of the uid `LABEL:ROW@DRAW`: the same whenever the row is drawn."""
+    """Return `LABEL:ROW` of the uid `LABEL:ROW@DRAW`, which names the row in all its draws."""
     return uid.rpartition("@")[0]
 
 
@@ -69,7 +69,7 @@ class PromptDraws:
     Args:
         make_order: Builds the order from facts about the rows.
         per_step: Prompts that one step trains on.
-        namespace: Prefix of every uid, so that two uses of a row have different seeds.
+        namespace: Prefix of every uid. Two uses of a row with different prefixes have different seeds.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class PromptDraws:
         weights = tuple(config.weight for config in self._configs)
         columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
-        # Where generation runs during training, groups are drawn on one thread and observed on another.
+        # An asynchronous source draws on one thread and observes on another.
         self._order_lock = threading.Lock()
-        # Rows that were not read count as large as those that were.
+        # A row limit may have left rows unread, which count too.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, weights))
         """Prompts in one pass over the weighted mixture."""
@@ -113,7 +113,7 @@ class PromptDraws:
         per_step: int,
         namespace: str = "",
     ) -> PromptDraws:
-        """Open these dataset entries of the config. Raises DataError for data that cannot be found or read."""
+        """Open datasets by their settings. Raises DataError for data that cannot be found or read."""
         registry, seed = context.host.registry, context.config.seed
         return cls(
             open_datasets(configs, registry, context.row_limit),
@@ -123,12 +123,10 @@ class PromptDraws:
         )
 
     def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
-        """Return the draws number `start` to `start + count - 1`.
-
-        A row that was given to `skip`, or that cannot be read under `on_bad_row: skip`, becomes a SkippedRow.
+        """Return `count` draws from number `start` on. A row that is left out becomes a SkippedRow.
 
         Raises:
-            DataError: For other rows that cannot be read, and when no row is left.
+            DataError: For a row that cannot be read without `on_bad_row: skip`, and when no row is left.
         """
         if len(self._skipped) == sum(self._sizes):
             raise DataError(
@@ -140,7 +138,7 @@ class PromptDraws:
         return [self._draw(start + offset, index) for offset, index in enumerate(indices)]
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Give an order that learns from rewards the groups, in draw order."""
+        """Pass the groups, in draw order, to an order that learns from rewards."""
         if not isinstance(self._order, AdaptiveOrder):
             return
         with self._order_lock:
@@ -148,7 +146,7 @@ class PromptDraws:
             self._order.observe(step, draws)
 
     def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
-        """Yield the first rows of each dataset, in the order of the files, as draws with arbitrary numbers."""
+        """Yield the first rows of each dataset in file order. The numbers of these draws have no meaning."""
         for start, size in zip(self._starts, self._sizes, strict=False):
             for place in range(min(size, limit)):
                 yield self._draw(place, int(start) + place)
@@ -159,12 +157,12 @@ class PromptDraws:
         return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return hashes of the first prompts of each dataset, equal for equal ones."""
+        """Return hashes of the first prompts of each dataset. Equal prompts have equal hashes."""
         return np.array([key for key, _ in self._keyed], np.uint64)
 
-    def notes_of_shared(self, trained: NDArray[np.uint64] | None) -> list[str]:
-        """Say how many prompts are also trained on; `trained` are the keys of those."""
-        return [] if trained is None else note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
+    def notes_of_shared(self, trained: NDArray[np.uint64]) -> list[str]:
+        """Return notes on prompts that are also trained on, given the keys of all training prompts."""
+        return note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:
         """Leave this row out of later draws."""
@@ -183,7 +181,7 @@ class PromptDraws:
             self._order.load_state_dict(cast("dict[str, object]", state["order"]))
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON-able facts for `spurline plan` and the report."""
+        """Return facts in JSON for `spurline plan` and the report."""
         return {
             "prompts": sum(self._sizes),
             "sources": dict(zip(self._labels, self._sizes, strict=True)),
@@ -219,5 +217,5 @@ def _scored(group: Group, sample: int) -> ScoredDraw:
     for trajectory in group.trajectories:
         for name, value in trajectory.rewards.items():
             terms[name].append(float(value))
-    returns = tuple(group_returns(group).tolist())
+    returns = tuple(group.returns.tolist())
     return ScoredDraw(group.draw, sample, returns, {name: tuple(values) for name, values in terms.items()})

@@ -1,7 +1,7 @@
 """Import functions that a config names: rewards, tools and agents that need no plugin.
 
-A function is named as `module:function`, where the module is installed or a file in the working directory, as
-`path/to/file.py:function`, or as `FOLDER/module:function`, a module of that folder.
+A setting has one of three forms: `module:function`, with a module that is installed or in the working directory;
+`path/to/file.py:function`; `FOLDER/module:function`, with a module in that folder.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """Import a function.
 
     Args:
-        path: The name of the function.
-        what: The setting in messages, such as `reward function`.
+        path: The setting.
+        what: Its description in messages, such as `reward function`.
 
     Raises:
-        PluginError: If module or file cannot be found or imported, or has no such name; or if the function was given as
-            an object in another process.
+        PluginError: If module or file cannot be imported or has no such name, or if the function was given as an object
+            in another process.
     """
     if is_reference(path):
         given = function_of(path)
         if given is None:
             raise PluginError(
-                f"The {what} is '{path}', an object of another Python process. Train from Python with the function "
-                f"again, or write it in a file, and name that: `my_functions.py:{path.rpartition(':')[2]}`."
+                f"The {what} is '{path}', an object of another Python process. Pass the function again, or write it in "
+                f"a file and set `my_functions.py:{path.rpartition(':')[2]}`."
             )
         return given
     source, _, name = path.rpartition(":")
@@ -62,13 +62,13 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
-    # A console script does not see the folder it is started in, where a config's functions usually are.
+    # Python does not search the working directory for a console script, but functions are usually there.
     _make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
         raise PluginError(
-            f"The {what} names {path}, but '{name}' is {module.__file__}, a module that is installed or was imported "
-            f"before. Rename yours, or name its file: {folder}/{name.replace('.', '/')}.py:{path.rpartition(':')[2]}."
+            f"The {what} names {path}, but '{name}' is already the module {module.__file__}. Rename yours, or name its "
+            f"file: {folder}/{name.replace('.', '/')}.py:{path.rpartition(':')[2]}."
         )
     return module
 
@@ -83,7 +83,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
             f"{file.parent}: {listing(near)}. An installed module is written `module:function`."
         )
     content = file.read_bytes()
-    # The content is part of the name: a notebook that changed the file wants the new one.
+    # The content is part of the name, so that a file changed under a notebook is imported again.
     name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
     if name in sys.modules:
         return sys.modules[name]
@@ -91,7 +91,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
     assert spec is not None, file
     assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    # It can import files beside it, as a script can.
+    # So that it can import files beside it, as a script can.
     _make_importable(file.parent)
     sys.modules[name] = module
     try:

@@ -1,4 +1,4 @@
-"""Metrics of rewards and lengths. All are means over the step unless the name says otherwise."""
+"""Metrics of rewards and lengths: means over the step unless the name says otherwise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline_rl.trajectory import Group, group_returns, has_equal_returns, trajectories_of, turns_of
+from spurline_rl.trajectory import Group, has_equal_returns, trajectories_of, turns_of
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return `reward/mean`, `reward/std`, the terms of `mean_terms`, and the share of groups with equal returns."""
+    """Return mean and deviation of the reward, `mean_terms`, and the share of groups with equal returns."""
     returns = all_returns(groups)
     return {
         "reward/mean": float(returns.mean()),
@@ -23,7 +23,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
     """Return the return of every attempt, float64, group after group."""
-    return np.concatenate([group_returns(group) for group in groups])
+    return np.concatenate([group.returns for group in groups])
 
 
 def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
@@ -39,8 +39,8 @@ def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]
     """Return `kl_reward/mean`, the KL per trained token before its coefficient, and `reward/after_kl`, the mean return.
 
     Args:
-        groups: Groups whose rewards have been charged with the KL.
-        kl: KL of each response token, for each of their turns.
+        groups: Groups with rewards from which the KL was subtracted.
+        kl: KL of each response token, for each turn of the groups.
     """
     trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
     values = np.concatenate([np.empty(0), *trained])

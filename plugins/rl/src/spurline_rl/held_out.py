@@ -1,12 +1,12 @@
 """Evaluate by rollouts on held-out prompts: mean reward, and pass@1 and pass@k by the reward that decides success.
 
-Seeds depend on the prompt and the attempt only, so that all evaluations use the same seeds.
+Seeds depend only on the prompt and the attempt, so that all evaluations use the same seeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,36 +16,18 @@ from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
-from spurline.protocols.source import BatchSource, SourceContext
+from spurline.protocols.source import SourceContext
 from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
-from spurline_rl.group_runner import Outcome
 from spurline_rl.health import all_returns, mean_terms
-from spurline_rl.trajectory import Group, Trajectory, group_returns, trajectory_return
+from spurline_rl.trajectory import Group, Trajectory, trajectory_return
+
+if TYPE_CHECKING:
+    from spurline_rl.prompt_source import PromptSource
 
 HELD_OUT = "held-out "
-"""Prefix of the uids of held-out prompts, which gives them other seeds than training prompts."""
+"""Prefix of the uids of held-out prompts, so that their seeds differ from those of training prompts."""
 OF_SOURCE = "source.held_out."
-
-
-@runtime_checkable
-class MakesAttempts(Protocol):
-    """A source that can make attempts at any prompts. Its facts must have `makes_attempts`."""
-
-    generates_with_copies: bool
-    """True if the source's engines hold a copy of the weights, which parameter swaps in the backend do not change."""
-
-    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Make attempts with the current weights; returns when all have ended."""
-        ...
-
-    def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
-        """Return the longest prompt with a response of full length; None if only the environment knows the prompts.
-
-        Raises:
-            DataError: Names a row that cannot be used.
-        """
-        ...
 
 
 class AttemptsEvaluation(HeldOutEvaluation):
@@ -60,7 +42,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self,
         config: HeldOutConfig,
         prompts: PromptDraws,
-        source: MakesAttempts,
+        source: PromptSource,
         where: str,
         terms: Collection[str] | None,
     ) -> None:
@@ -72,8 +54,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self.measures_copies = source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
-        trained = self._source.sample_keys() if isinstance(self._source, BatchSource) else None
-        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(trained)}
+        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(self._source.sample_keys())}
 
     def longest(self) -> Longest | None:
         return self._source.longest_held_out(self._prompts)
@@ -90,8 +71,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return `reward`, `rewards/TERM`, `pass@1`, with several attempts `pass@k`, and samples for the report.
 
-        A prompt that was given up counts as not passed and in `failed`, and not in rewards. With `on_bad_row: skip`,
-        unusable rows are left out, and counted in `skipped_rows`.
+        A given-up prompt has not passed, counts in `failed`, and has no part in rewards. Rows that `on_bad_row: skip`
+        leaves out count in `skipped_rows`.
         """
         wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
         taken = self._prompts.take(0, wanted)
@@ -101,7 +82,9 @@ class AttemptsEvaluation(HeldOutEvaluation):
         if count == 0:
             raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
-        metrics = self._pass_rates(groups, count) | _rewards(groups)
+        metrics = self._pass_rates(groups, count)
+        if groups:
+            metrics |= {"reward": float(all_returns(groups).mean()), **mean_terms(groups)}
         if skipped:
             metrics["skipped_rows"] = float(len(skipped))
         if len(groups) < count:
@@ -116,7 +99,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return rates
 
     def _sample(self, group: Group) -> dict[str, Any]:
-        """Return the first attempt for the report. Fields that the environment's `info` lacks are left empty."""
+        """Return the first attempt for the report, with the fields that the environment put into `info`."""
         trajectory = group.trajectories[0]
         info = trajectory.info
         return {
@@ -124,7 +107,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
             "response": info.get("messages") or str(info.get("response", "")),
             "reference": info.get("reference"),
             "scores": {name: float(value) for name, value in trajectory.rewards.items()},
-            "reward": float(group_returns(group)[0]),
+            "reward": float(group.returns[0]),
             "passed": self._has_passed(trajectory),
         }
 
@@ -142,18 +125,14 @@ class RolloutsEvaluation(AttemptsEvaluation):
     """Evaluation `rollouts`: attempts at prompts of other data."""
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
-        source = context.source
-        assert isinstance(source, MakesAttempts), f"{type(source).__name__} makes no attempts, whatever its config says"
+        # The config refuses a source that makes no attempts.
+        source = cast("PromptSource", context.source)
         prompts = open_held_out(config.data, context.run)
         super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.facts.reward_terms)
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
-    """Return whether the deciding reward of a scored trajectory reaches `success.at_least`.
-
-    Raises:
-        ConfigError: If it is not clear which of its reward terms decides.
-    """
+    """Return whether the deciding reward of a scored trajectory is high enough. Raises as `deciding_term` does."""
     name = deciding_term(trajectory.rewards, success, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
     return value >= success.at_least
@@ -169,9 +148,3 @@ def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = O
     if problems:
         raise ConfigError(problems)
     return success.reward if success.reward is not None else next(iter(terms), None)
-
-
-def _rewards(groups: Sequence[Group]) -> dict[str, float]:
-    if not groups:
-        return {}
-    return {"reward": float(all_returns(groups).mean()), **mean_terms(groups)}

@@ -1,7 +1,7 @@
-"""The policy as an environment sees it: one handle per attempt that asks the engine and remembers every turn.
+"""Give each attempt of an environment a handle that asks the engine and remembers every turn.
 
 Place on the way: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
-Seeds depend on run, prompt, sample, turn and retry alone, so that a resumed run samples what the first would have.
+Seeds depend only on run, prompt, sample, turn and retry, so that a resumed run samples the same tokens.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
     """Return a seed in [0, 2**63) for one model call.
 
     Args:
-        uid: Names the draw of the prompt, and with it the epoch.
-        attempt: Number of earlier failures, so that a retry does not repeat them.
+        run_seed: The seed of the run.
+        uid: Names the draw of the prompt, which differs between epochs.
+        sample: Number of the attempt in its group.
+        turn: Number of the turn.
+        attempt: Number of earlier failures, so that a retry has other seeds.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-"""Fields of a sampling that decide the distribution that tokens are drawn from."""
+"""Fields of a sampling that change the distribution of tokens."""
 
 
 @dataclass(eq=False)
@@ -39,10 +42,10 @@ class EnginePolicy:
     """A PolicyHandle on a rollout engine.
 
     Attributes:
-        sampling: Used for turns for which the environment gives none.
-        attempt: Number of earlier failures of this task; part of every seed.
-        any_distribution: Accept turns with another temperature, top_p or top_k than `sampling`. Training refuses them:
-            the trainer computes all logprobs with the run's.
+        sampling: The sampling of turns, unless the environment gives another.
+        attempt: Number of earlier failures of this task.
+        any_distribution: Accept turns with another temperature, top_p or top_k than `sampling`. Training refuses such
+            turns, since the trainer computes all logprobs with the settings of the run.
     """
 
     engine: RolloutEngine
@@ -60,10 +63,10 @@ class EnginePolicy:
         return tuple(self._finished[number] for number in sorted(self._finished))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and what the engine does."""
+        """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and errors of the engine."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
-        # Counted before waiting: turns that an environment asks for together keep their numbers, whichever ends first.
+        # Counted before waiting, so that the numbers of concurrent turns do not depend on which ends first.
         number = self._num_asked
         self._num_asked += 1
         task = self.task
@@ -102,7 +105,7 @@ class EnginePolicy:
             own = ", ".join(f"{name} {getattr(self.sampling, name):g}" for name in others)
             raise PluginError(
                 f"{self.task.location}: the environment samples a turn with {asked}, but the run trains with {own}, "
-                "so importance ratios would be wrong. Change only what it must with dataclasses.replace("
+                "so importance ratios would be wrong. Change other fields only, as in dataclasses.replace("
                 "policy.sampling, max_new_tokens=...), set source.sampling, or accept the bias with "
                 "source.sampling.allow_truncated: true."
             )
@@ -114,7 +117,7 @@ class EnginePolicy:
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """Make the trajectory. Raises ValueError when there is not one reward for each turn."""
+        """Return the trajectory. Raises ValueError unless `turn_rewards` has one reward for each turn."""
         turns = self.turns
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):

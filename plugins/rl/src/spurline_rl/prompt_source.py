@@ -7,7 +7,7 @@ decides when groups are generated and which of them make a batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -38,10 +38,6 @@ from spurline_text.prompts import read_question
 from spurline_text.rows.rows import explain_bad_row
 from spurline_text.tokenization import plain_text_notes
 
-RunGroups = Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]]
-FindPrompt = Callable[[Draw], Sequence[int] | None]
-TakeDraws = Callable[[int, int], Sequence[Draw | SkippedRow]]
-
 _ROWS_BEFORE_TRAINING = 1_000
 """Rows of each dataset that are looked at before a run; the others are checked when they are drawn."""
 _SHOWN_CHARACTERS = 800
@@ -49,16 +45,16 @@ _SHOWN_CHARACTERS = 800
 
 @dataclass(frozen=True)
 class Collected:
-    """The groups of a step, and what it took to get them.
+    """The groups of a step, and counts of the other draws.
 
     Attributes:
-        groups: Exactly as many as asked for, in draw order.
-        every: All groups that were scored, those filtered included.
+        groups: The groups to train on, in draw order.
+        every: All groups that were scored, filtered ones included.
         next_draw: The first prompt not drawn.
-        given_up: Prompts given up.
-        skipped: Draws of rows that cannot be used.
-        refill_missing: Groups with equal rewards that are trained on, as the limit of draws was reached.
-        lost: The prompts given up, as far as this process has seen them.
+        given_up: Number of prompts given up.
+        skipped: Number of drawn rows that cannot be used.
+        refill_missing: Number of groups with equal rewards that are trained on because the limit of draws was reached.
+        lost: The given-up prompts that this process has seen.
     """
 
     groups: tuple[Group, ...]
@@ -71,22 +67,28 @@ class Collected:
 
 
 async def collect_groups(
-    take: TakeDraws, run: RunGroups, *, first_draw: int, count: int, draw_limit: int, filters: bool
+    take: Callable[[int, int], Sequence[Draw | SkippedRow]],
+    run: Callable[[Sequence[Draw]], Awaitable[Sequence[Outcome]]],
+    *,
+    first_draw: int,
+    count: int,
+    draw_limit: int,
+    filters: bool,
 ) -> Collected:
     """Draw until `count` groups can be trained on.
 
-    Each round draws exactly the number still missing, so that the prompts of a step depend on the results alone and
-    never on their order in time. Rows that cannot be used do not count against `draw_limit`: `take` raises DataError
-    when no other row is left.
+    Each round draws exactly the number still missing, so that the prompts of a step depend on the results and never on
+    their order in time. Rows that cannot be used do not count against `draw_limit`. When no other row is left, `take`
+    raises DataError.
 
     Args:
-        take: Returns draws by first number and count.
+        take: Returns draws, given the number of the first one and a count.
         run: Makes all attempts at prompts.
         first_draw: Number of the first draw.
         count: Groups to collect.
-        draw_limit: Prompts that may be drawn. At the limit the earliest filtered groups are used after all, since a
-            batch has a fixed number of prompts.
-        filters: Filter groups whose returns are equal, and draw further prompts (dynamic sampling, DAPO, Yu et al.
+        draw_limit: Prompts that may be drawn. At the limit the earliest filtered groups are used, since a batch has a
+            fixed number of prompts.
+        filters: Filter groups whose returns are equal, and draw further prompts (dynamic sampling of DAPO, Yu et al.
             2025, arXiv:2503.14476).
 
     Raises:
@@ -119,16 +121,21 @@ async def collect_groups(
     every = sorted([*kept, *filtered], key=lambda group: group.draw)
     if short > len(filtered):
         raise RunFailedError(
-            f"The step drew {len(every) + len(given_up)} prompts and {len(given_up)} of them were given up, so "
-            f"only {len(every)} of {count} groups are there. Correct what fails, or raise "
-            f"source.max_draws_per_step, which is {draw_limit}.{reasons_of(given_up)}"
+            f"The step drew {len(every) + len(given_up)} prompts and {len(given_up)} of them were given up, so it has "
+            f"only {len(every)} of {count} groups. Correct what fails, or raise source.max_draws_per_step: "
+            f"{draw_limit}.{reasons_of(given_up)}"
         )
     groups = sorted([*kept, *filtered[:short]], key=lambda group: group.draw)
     return Collected(tuple(groups), tuple(every), next_draw, len(given_up), skipped, short, tuple(given_up))
 
 
 class PromptSource(BatchSource):
-    """Base of sources whose batches are groups of scored attempts."""
+    """Base of sources whose batches are groups of scored attempts.
+
+    Attributes:
+        generates_with_copies: Whether the engines hold copies of the weights, which a swap of the backend's parameters
+            does not change.
+    """
 
     generates_with_copies: bool = False
     records = (ROLLOUTS_FOLDER,)
@@ -149,7 +156,7 @@ class PromptSource(BatchSource):
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError for an engine that cannot generate with this source's weights. Before anything starts."""
+        """Raise ConfigError for an engine that cannot generate with this source's weights."""
 
     def start(self, step: int, backend: Backend) -> None:
         self._backend = backend
@@ -172,13 +179,14 @@ class PromptSource(BatchSource):
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
         """Return the longest of these prompts with a whole response. Raises DataError for a row that cannot be used."""
-        return self._with_response(self._survey_of(prompts, "rendering held-out prompts", self._attempts.first_prompt))
+        return self._with_response(self._survey_of(prompts, "rendering held-out prompts"))
 
     def _with_response(self, seen: _Survey | None) -> Longest | None:
         if seen is None:
             return None
-        tokens = seen.longest + self._settings.sampling.max_new_tokens
-        return Longest(tokens, seen.where, "source.sampling.max_new_tokens", prompt_tokens=seen.longest)
+        where, ids = seen.longest
+        tokens = len(ids) + self._settings.sampling.max_new_tokens
+        return Longest(tokens, where, "source.sampling.max_new_tokens", prompt_tokens=len(ids))
 
     def preview(self) -> Sequence[str]:
         return () if self._survey is None else self._survey.lines(self._context.tokenizer)
@@ -187,8 +195,14 @@ class PromptSource(BatchSource):
         return [self._first_prompt_of(draw) for draw in self._prompts.take(0, count)]
 
     def _first_prompt_of(self, draw: Draw | SkippedRow) -> FirstPrompt:
-        if isinstance(draw, SkippedRow):
-            return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
+        if isinstance(draw, Draw):
+            ids = self._read_prompt(draw)
+            if not isinstance(ids, SkippedRow):
+                return FirstPrompt(draw.uid, ids or (), tuple(self._notes_on(draw, is_known=ids is not None)))
+            draw = ids
+        return FirstPrompt(draw.uid, (), (f"left out: {draw.reason}",))
+
+    def _notes_on(self, draw: Draw, *, is_known: bool) -> list[str]:
         environment = self._settings.environment
         notes = [f"from {draw.location}, for the environment '{environment.name}'"]
         if environment.tool_names:
@@ -196,35 +210,47 @@ class PromptSource(BatchSource):
         if environment.reward_terms:
             notes.append(f"rewards: {listing(environment.reward_terms)}")
         try:
-            ids = self._attempts.first_prompt(draw)
-        except DataError as error:
-            if draw.dataset.on_bad_row == "error":
-                raise explain_bad_row(draw.location, error) from error
-            return FirstPrompt(draw.uid, (), (f"left out: {error}",))
-        try:
             question = read_question(draw.row, draw.dataset)
         except DataError:
-            notes.append("its columns are read by the environment alone")
+            notes.append("only the environment reads its columns")
         else:
             if question.reference is not None:
                 notes.append(f"reference answer: {question.reference}")
         notes += [f"{name}: {value}" for name, value in tags_of(draw.row).items()]
-        if ids is None:
+        if not is_known:
             notes.append("the prompt is not known before the environment runs")
-        return FirstPrompt(draw.uid, ids or (), tuple(notes))
+        return notes
 
     @cached_property
     def _survey(self) -> _Survey | None:
-        def first_prompt(draw: Draw) -> Sequence[int] | None:
-            for name in self._settings.carry:
+        return self._survey_of(self._prompts, "rendering prompts", self._settings.carry)
+
+    def _survey_of(self, prompts: PromptDraws, doing: str, carry: Sequence[str] = ()) -> _Survey | None:
+        """Return the first prompts of the first rows; None if the environment does not know them beforehand."""
+        self._context.progress(doing)
+        found: list[tuple[str, Sequence[int]]] = []
+        left_out = 0
+        for draw in prompts.rows(self._context.row_limit or _ROWS_BEFORE_TRAINING):
+            ids = self._read_prompt(draw, carry) if isinstance(draw, Draw) else draw
+            if ids is None:
+                return None
+            if isinstance(draw, Draw) and not isinstance(ids, SkippedRow):
+                found.append((draw.location, ids))
+            else:
+                left_out += 1
+        return _Survey(found, left_out) if found else None
+
+    def _read_prompt(self, draw: Draw, carry: Sequence[str] = ()) -> Sequence[int] | SkippedRow | None:
+        """Return the first prompt of a row, and check its columns `carry`. Raises DataError for a bad row."""
+        try:
+            for name in carry:
                 carried(draw, name)
             return self._attempts.first_prompt(draw)
-
-        return self._survey_of(self._prompts, "rendering prompts", first_prompt)
-
-    def _survey_of(self, prompts: PromptDraws, doing: str, first_prompt: FindPrompt) -> _Survey | None:
-        self._context.progress(doing)
-        return _survey(prompts.rows(self._context.row_limit or _ROWS_BEFORE_TRAINING), first_prompt)
+        except DataError as error:
+            explained = explain_bad_row(draw.location, error)
+            if draw.dataset.on_bad_row == "error":
+                raise explained from error
+            return SkippedRow(draw.uid, draw.number, str(explained))
 
     def evaluation(self) -> HeldOutEvaluation:
         assert self._held_out is not None, "there is no held-out data"
@@ -240,7 +266,7 @@ class PromptSource(BatchSource):
 
     @abstractmethod
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Make attempts at held-out prompts with the weights as they are, and wait for them."""
+        """Make attempts at held-out prompts with the current weights, and return when all have ended."""
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
@@ -254,17 +280,25 @@ class PromptSource(BatchSource):
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
+        every = collected.every
         metrics = {
-            **_collection_metrics(collected, retries, seconds),
-            **reward_metrics(collected.every),
-            **length_metrics(collected.every),
+            "time/generate": seconds,
+            "rollout/tokens": float(sum(int(group.flat.num_response.sum()) for group in every)),
+            "groups/drawn": float(len(every) + collected.given_up),
+            "groups/filtered": float(len(every) - len(collected.groups)),
+            "groups/quarantined": float(collected.given_up),
+            "groups/skipped_rows": float(collected.skipped),
+            "groups/retries": float(retries),
+            "groups/refill_missing": float(collected.refill_missing),
+            **reward_metrics(every),
+            **length_metrics(every),
         }
         if self._kept.is_on:
             self._keep(step, collected, batch)
         return replace(batch, info={**batch.info, **metrics})
 
     def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
-        """Hand the attempts over to be written. The columns it takes are not reused as buffers."""
+        """Hand the attempts over to be written."""
         columns = self._preparation.turn_columns(batch, collected.groups)
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
@@ -289,12 +323,12 @@ class PromptSource(BatchSource):
         }
 
     def _load_prompts_state(self, state: Mapping[str, object]) -> None:
-        """Restore it. Raises CheckpointError when the data is not that of the checkpoint."""
+        """Restore the state. Raises CheckpointError if the data has changed."""
         refuse_other_data(
             state,
             self._prompts.fingerprint(),
-            "The prompts are not those the checkpoint was trained on: a file changed. Restore it, or start again with "
-            "another run_dir.",
+            "The prompts differ from those that the checkpoint was trained on: a file changed. Restore the file, or "
+            "start again with another run_dir.",
         )
         given_up, prompts = state["quarantine"], state["prompts"]
         assert isinstance(given_up, Mapping), given_up
@@ -308,71 +342,30 @@ class _Survey:
     """The first prompts of some rows.
 
     Attributes:
-        count: Prompts looked at.
-        tokens: Tokens of all of them.
-        longest, where: Tokens of the longest prompt, and its row.
-        first, first_where: Token ids of the first prompt, and its row.
-        left_out: Rows that `on_bad_row: skip` leaves out.
+        prompts: The place and the token ids of each prompt.
+        left_out: Number of rows that `on_bad_row: skip` leaves out.
     """
 
-    count: int
-    tokens: int
-    longest: int
-    where: str
-    first: Sequence[int]
-    first_where: str
+    prompts: Sequence[tuple[str, Sequence[int]]]
     left_out: int
+
+    @property
+    def longest(self) -> tuple[str, Sequence[int]]:
+        return max(self.prompts, key=lambda prompt: len(prompt[1]))
 
     def lines(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
         """Return the survey as text, with the first prompt as the model gets it."""
         left_out = f"; {self.left_out:,} rows will be left out" if self.left_out else ""
-        shown = str(tokenizer.decode(list(self.first), skip_special_tokens=False))
+        first_where, first = self.prompts[0]
+        shown = str(tokenizer.decode(list(first), skip_special_tokens=False))
         if len(shown) > _SHOWN_CHARACTERS:
             half = _SHOWN_CHARACTERS // 2
             shown = f"{shown[:half]} [... {len(shown) - 2 * half:,} characters ...] {shown[-half:]}"
+        average = sum(len(ids) for _, ids in self.prompts) / len(self.prompts)
+        where, longest = self.longest
         return [
-            f"{self.count:,} looked at, {self.tokens / self.count:.0f} tokens on average, longest {self.longest:,} "
-            f"({self.where}){left_out}",
-            f"the first, as the model gets it ({self.first_where}, {len(self.first):,} tokens):",
+            f"{len(self.prompts):,} looked at, {average:.0f} tokens on average, longest {len(longest):,} ({where})"
+            f"{left_out}",
+            f"the first, as the model gets it ({first_where}, {len(first):,} tokens):",
             *(f"  | {line}" for line in shown.splitlines()),
         ]
-
-
-def _survey(draws: Iterable[Draw | SkippedRow], first_prompt: FindPrompt) -> _Survey | None:
-    """Survey first prompts; None if the environment does not know them beforehand. Raises DataError for a bad row."""
-    count = tokens = longest = left_out = 0
-    where = first_where = ""
-    first: Sequence[int] = ()
-    for draw in draws:
-        if isinstance(draw, SkippedRow):
-            left_out += 1
-            continue
-        try:
-            ids = first_prompt(draw)
-        except DataError as error:
-            if draw.dataset.on_bad_row == "error":
-                raise explain_bad_row(draw.location, error) from error
-            left_out += 1
-            continue
-        if ids is None:
-            return None
-        if not count:
-            first, first_where = ids, draw.location
-        if len(ids) > longest:
-            longest, where = len(ids), draw.location
-        count, tokens = count + 1, tokens + len(ids)
-    return _Survey(count, tokens, longest, where, first, first_where, left_out) if count else None
-
-
-def _collection_metrics(collected: Collected, retries: int, seconds: float) -> dict[str, float]:
-    tokens = sum(int(group.flat.num_response.sum()) for group in collected.every)
-    return {
-        "time/generate": seconds,
-        "rollout/tokens": float(tokens),
-        "groups/drawn": float(len(collected.every) + collected.given_up),
-        "groups/filtered": float(len(collected.every) - len(collected.groups)),
-        "groups/quarantined": float(collected.given_up),
-        "groups/skipped_rows": float(collected.skipped),
-        "groups/retries": float(retries),
-        "groups/refill_missing": float(collected.refill_missing),
-    }

@@ -1,8 +1,8 @@
-"""Order `reward_adaptive`: draw prompts more often that some attempts solve and others do not.
+"""Order `reward_adaptive`: draw prompts more often that only some attempts solve.
 
-Sampling for learnability (Foster et al. 2025, arXiv:2502.12272): weights grow with p (1 - p), p being the mean reward
-of a prompt when it was tried last. The prompts of a step are drawn together, without replacement. Draws are kept, so
-that a position always has the same sample.
+Sampling for learnability (Foster et al. 2025, arXiv:2502.12272): weights grow with p (1 - p), where p is the mean
+reward of a prompt's last group. The prompts of a step are drawn together, without replacement. Draws are kept, so that
+a position always has the same sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spurline_rl.configs import unknown_term
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 _DRAWS = 2**33
-"""Stream of random numbers, beyond the streams of other orders."""
+"""Stream of random numbers; other orders use lower ones."""
 
 
 class RewardAdaptiveOrder:
-    """Keeps as state the draws, four bytes each, and the success of each prompt, NaN if not drawn."""
+    """Keeps all draws, four bytes each, and the success of each prompt, NaN if it was not drawn."""
 
     def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class RewardAdaptiveOrder:
         self._blocks: list[NDArray[np.int32]] = []
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop), drawing those that are not decided yet."""
+        """Return the samples at positions [start, stop). Later blocks are drawn when they are first asked for."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -45,7 +45,7 @@ class RewardAdaptiveOrder:
         return np.concatenate(self._blocks[first : last + 1])[start - offset : stop - offset].astype(np.int64)
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Take in the success of the prompts. Raises ConfigError when there is no reward of the configured name."""
+        """Update the success of these prompts. Raises ConfigError if there is no reward of the configured name."""
         failed, solved = self._config.failed, self._config.solved
         for draw in draws:
             success = (float(np.mean(self._rewards(draw))) - failed) / (solved - failed)
@@ -69,8 +69,8 @@ class RewardAdaptiveOrder:
         # The upper 53 bits, from above 0 to 1 inclusive.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
-        # Until its rewards are known a prompt counts as never solved: its attempts are under way, its row cannot be
-        # used, or it was given up.
+        # A prompt counts as never solved until its rewards are known. They may never be: its row may be unusable, or it
+        # may be given up.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)
 

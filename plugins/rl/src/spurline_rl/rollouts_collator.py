@@ -1,6 +1,6 @@
 """Collator `rollouts`: one turn of a trajectory per row. The readable reference.
 
-Tokenized samples are laid out as by `padded`, so that a run may evaluate on plain text between RL steps.
+It lays out tokenized samples as `padded` does, so that a run may evaluate on plain text between RL steps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RolloutsCollator(PaddedCollator):
     """Lays out prompt + response per row, with loss on the response tokens whose mask is 1."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        # Rows keep their order: the prompt boundaries of mini-batches depend on it. Padding rows come last.
+        # Mini-batches are cut between prompts, so rows keep their order. Padding rows come last.
         rows: list[list[Segment]] = [[segment] for segment in turn_segments(trajectories)]
         rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
         return self._lay_out(rows)

@@ -13,9 +13,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError, listing, suggestion
+from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
 from spurline.plugins.registry import Registry
 from spurline_rl.concurrency import all_or_none, in_thread, located
+from spurline_rl.configs import unknown_term
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
 from spurline_rl.trajectory import Trajectory, Turn, with_fields
@@ -35,9 +36,12 @@ async def terms_of_all(
     """Return the `reward_terms` of each answer, in order. Answers are scored side by side.
 
     Args:
-        retries: Times that an answer is scored again if a reward fails, as a judge elsewhere may.
+        rewards: Rewards by name.
+        answers: Answers to score.
+        retries: Times that an answer is scored again if a reward fails.
 
-    Raises the first failure, once the others have ended.
+    Raises:
+        AttemptFailedError: The first failure, after all other calls have ended.
     """
 
     async def score_one(answer: Answer) -> dict[str, float]:
@@ -50,8 +54,7 @@ async def terms_of_all(
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """Return a number, or an array or tensor without dimensions, as a float. Raises AttemptFailedError otherwise, and
-    for a number that is not finite."""
+    """Return a finite number, or an array or tensor of one, as a float. Raises AttemptFailedError for anything else."""
     number = value
     if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
         number = value.item()
@@ -66,7 +69,7 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
 
 
 def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
-    """Build the rewards of these settings, by name. Raises PluginError that names a reward that cannot be built."""
+    """Build the rewards of these settings. Raises PluginError with the name of a reward that cannot be built."""
     built: dict[str, Reward] = {}
     for name, config in configs.items():
         try:
@@ -80,7 +83,7 @@ def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dic
 
 
 def close_all(components: Mapping[str, Any]) -> None:
-    """Close those components that hold something."""
+    """Close the components that have `close`."""
     for component in components.values():
         if hasattr(component, "close"):
             component.close()
@@ -88,7 +91,7 @@ def close_all(components: Mapping[str, Any]) -> None:
 
 async def _call(name: str, reward: Reward, answer: Answer) -> float:
     try:
-        # Not isinstance, which takes longer with a Protocol than most rewards do.
+        # isinstance with a Protocol takes longer than most rewards.
         if hasattr(reward, "score_async"):
             value = await cast(ScoresOnLoop, reward).score_async(answer)
         else:
@@ -129,26 +132,20 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Return the trajectory with rewards on every turn.
 
-    They are the rewards that its environment set, plus the sum of weight x term on the last token the model wrote.
+    The rewards that the environment set stay. The last token that the model wrote gets the weighted sum of terms too.
 
     Args:
-        weights: Weights of reward terms, 1 where none is given.
+        trajectory: An attempt with reward terms.
+        weights: Weights of reward terms; 1 for terms that are not in it.
 
     Raises:
         ConfigError: For the weight of a term that the environment does not give.
-        AttemptFailedError: For a reward that is not finite, and for an attempt without a single response token, which
-            has no place for its reward.
+        AttemptFailedError: For a reward that is not finite, and for an attempt without a response token.
     """
     terms = trajectory.rewards
     unknown = sorted(weights.keys() - terms.keys())
     if unknown:
-        text = "names no reward term of the environment, which must give the same terms in every attempt."
-        raise ConfigError(
-            [
-                Problem(f"source.reward_weights.{name}", f"{text}{suggestion(name, terms)} Terms: {listing(terms)}.")
-                for name in unknown
-            ]
-        )
+        raise ConfigError([Problem(f"source.reward_weights.{name}", unknown_term(name, terms)) for name in unknown])
     where = f"Sample {trajectory.sample} of prompt {trajectory.uid}"
     for name, value in terms.items():
         if not math.isfinite(value):
@@ -166,8 +163,8 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     last = next((turn for turn in reversed(turns) if len(turn.response_ids)), None)
     if last is None:
         raise AttemptFailedError(
-            f"{where} has no response token, so there is nothing to train and no place for its reward of {total:g}. "
-            "The engine, or the environment, must give at least one token; an end token alone will do."
+            f"{where} has no response token, so its reward of {total:g} cannot be trained on. Engine and environment "
+            "must return at least one token; an end token is enough."
         )
     assert last.rewards is not None
     last.rewards[-1] += total

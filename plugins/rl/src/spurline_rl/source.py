@@ -1,8 +1,8 @@
 """Source `rollouts`: synchronous reinforcement learning.
 
 A step draws prompts, generates with the current weights, scores attempts, computes logprobs and other token values with
-the models, and makes a batch. The loop then updates the weights. The engine uses the backend's weights. If those are in
-other processes, it has a copy, which is replaced after every update. All tokens come from the latest weights.
+the models, and makes a batch. The loop then updates the weights. The engine uses the backend's weights. If other
+processes hold these, it has a copy, which is replaced after every update. All tokens come from the latest weights.
 """
 
 from __future__ import annotations
@@ -35,19 +35,17 @@ class RolloutSource(PromptSource):
         self._retries = 0
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError for an engine that can neither share the backend's weights nor take tensors."""
         config = self._settings.engine
         lends = self._context.config.backend.facts.lends_model or not config.borrows_model
         self._shares = isinstance(engine, SharesWeights) and lends
         if not self._shares and not (isinstance(engine, TakesWeights) and _TENSORS in engine.transports):
             raise ConfigError.at(
                 "source.engine.name",
-                f"is {config.name}, which generates with weights of its own, but the source '{self._settings.name}' "
-                "publishes none. Set engine: in_process, or choose an asynchronous source.",
+                f"is {config.name}, which has its own weights, but the source '{self._settings.name}' publishes none. "
+                "Set engine: in_process, or choose an asynchronous source.",
             )
 
     def start(self, step: int, backend: Backend) -> None:
-        """Give the engine the backend's weights."""
         super().start(step, backend)
         if self._shares:
             cast("SharesWeights", self._attempts.engine).share(backend)
@@ -113,11 +111,11 @@ class RolloutSource(PromptSource):
 
 
 _TENSORS = "in_process"
-"""The transport of an engine that takes tensors."""
+"""The transport of engines that take tensors."""
 
 
 async def _publish(engine: TakesWeights, backend: Backend, version: int) -> int:
-    """Replace every weight of the engine's copy in this process. Returns the bytes."""
+    """Replace every weight of the engine's copy in this process. Returns the number of bytes."""
     sent = 0
     await engine.begin_update(version)
     for name, tensor in backend.named_weights():

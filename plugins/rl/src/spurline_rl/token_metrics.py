@@ -1,4 +1,4 @@
-"""Numbers about the trained tokens of a batch: how far trainer and engine disagree, and how advantages spread."""
+"""Metrics of the trained tokens of a batch: the mismatch of trainer and engine, and the spread of advantages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PERCENTILES = (1, 50, 99)
 
 
 def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Return how far the trainer's logprobs are from those the tokens were sampled with; nothing without both.
+    """Return metrics of the difference between the trainer's and the engine's logprobs; {} if one is missing.
 
     These are `mismatch/logprob_diff` (mean of |trainer - rollout|, nats) and its `/max`, `mismatch/kl` (the k3 estimate
     of KL(rollout || trainer), Schulman 2020), and `mismatch/ratio_pN`, percentiles of the importance ratio.

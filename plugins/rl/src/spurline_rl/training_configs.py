@@ -34,7 +34,7 @@ class ByPromptConfig(MiniBatchesConfig):
         if num_prompts is None:
             yield Problem(
                 "name",
-                f"is by_prompt, but the source '{run.source.name}' draws no prompts. Choose a source of rollouts, or "
+                f"is by_prompt, but the source '{run.source.name}' has no prompts. Choose a source of rollouts, or "
                 "minibatches: whole.",
             )
         elif self.prompts_per_minibatch is not None and num_prompts % self.prompts_per_minibatch:
@@ -46,24 +46,24 @@ class ByPromptConfig(MiniBatchesConfig):
 
 
 class RewardAdaptiveOrderConfig(OrderConfig):
-    """Prompts that some attempts solve and others do not come more often.
+    """Draw prompts that only some attempts solve more often than others.
 
     A prompt of mean reward p is drawn with a weight that grows with p (1 - p), the variance of its success (sampling
-    for learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried yet have the largest weight.
-    The prompts of a step are drawn together, all different. `epochs` counts draws, as many as the mixture has prompts.
+    for learnability, Foster et al. 2025, arXiv:2502.12272). Untried prompts have the largest weight. All prompts of a
+    step differ. An epoch is as many draws as the mixture has prompts.
     """
 
     adaptive = True
 
     name: str = "reward_adaptive"
     reward: str | None = None
-    """Reward term that says whether an attempt succeeded; null takes the weighted sum of all."""
+    """Reward term by which an attempt succeeds; null takes the weighted sum of all."""
     failed: float = Field(default=0.0, allow_inf_nan=False)
-    """Mean reward of a prompt at which, and below which, nothing succeeded."""
+    """Mean reward of a prompt whose attempts all fail."""
     solved: float = Field(default=1.0, allow_inf_nan=False)
-    """Mean reward of a prompt at which, and above which, everything succeeded."""
+    """Mean reward of a prompt whose attempts all succeed."""
     floor: float = Field(default=0.1, gt=0, le=1)
-    """Weight of a prompt that always succeeds or never does; one that succeeds half of the time has 1."""
+    """Weight of a prompt that always succeeds or never does. A prompt that succeeds half of the time has 1."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -87,7 +87,7 @@ class RolloutCriticConfig(CriticConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_names(cls, value: Any) -> Any:
-        """Set the critic's own defaults: those of the kinds are the policy's."""
+        """Set the critic's defaults, which differ from the policy's."""
         if not isinstance(value, Mapping):
             return value
         completed = dict(cast("Mapping[str, Any]", value))
@@ -101,17 +101,17 @@ class RolloutCriticConfig(CriticConfig):
     loss: Annotated[LossConfig, Component("loss")]
     """Error of the critic's values, reduced to the mean over tokens; default is `value`."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
-    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`, with a size of its own."""
+    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
-    """How gradients become new weights; the default optimizer at a peak learning rate of 1e-5 where none is given."""
+    """How gradients become new weights; default is a peak learning rate of 1e-5."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         idle = run.source.facts.without_critic
         if idle is not None:
-            yield Problem("", f"would be trained for nothing: {idle} uses no critic. Remove it, or choose gae.")
+            yield Problem("", f"has no effect: {idle} uses no critic. Remove it, or choose gae.")
         if self.loss.trains_on != "returns":
             yield Problem(
                 "loss",
-                f"is {self.loss.name}, which is no error of values: it would read values as logprobs. Set "
-                'loss: value, or remove the line. A loss of your own says `trains_on = "returns"` in its config.',
+                f"is {self.loss.name}, which does not train values. Set loss: value, or remove the line. The config of "
+                'your own loss must have `trains_on = "returns"`.',
             )

@@ -38,14 +38,13 @@ class Turn:
 
     Attributes:
         prompt_ids: int32 [P], the whole context.
-        response_ids: int32 [A], what the model produced, stop token included. Lists, arrays and tensors are accepted
-            and converted once, here; tensors are detached and moved to the CPU.
+        response_ids: int32 [A], the tokens that the model wrote, stop token included. This and all other fields may be
+            given as lists, arrays or tensors.
         logprobs: float32 [A], of the distribution sampled from, or None.
         versions: int32 [A], weight version per token, or None.
         loss_mask: uint8 [A], 0 where a response token is not trained.
         rewards, advantages: float32 [A] or None.
-        values, returns: float32 [A] or None; a critic's estimate before each token is written, and what it is trained
-            on.
+        values, returns: float32 [A] or None; a critic's estimates before each token, and its targets.
         routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
     """
 
@@ -65,7 +64,7 @@ class Turn:
         fields = self.__dict__
         for name, dtype in _DTYPES.items():
             values = fields[name]
-            # Each stage makes the record again, mostly from arrays that are right already: those must cost nothing.
+            # Each stage replaces turns, mostly with arrays of the right type, which must cost nothing.
             if values is None or (type(values) is np.ndarray and values.dtype is dtype):
                 continue
             object.__setattr__(self, name, as_array(values, dtype))
@@ -86,7 +85,7 @@ class Trajectory:
         uid: The prompt's uid.
         sample: Which of the group's attempts this is, from 0.
         rewards: Named terms, before weights.
-        info: Anything the environment wants to log.
+        info: Facts that the environment logs.
         retries: Attempts that failed before this one.
     """
 
@@ -116,18 +115,18 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class FlatTurns:
-    """The n turns of m attempts in flat arrays: the form that batches are laid out from.
+    """The n turns of m attempts in flat arrays, from which batches are laid out.
 
-    Thousands of short arrays become a few long ones, on the thread that finishes the group; laying out a batch is then
-    a matter of copying. All token arrays are read-only.
+    The thread that finishes a group makes a few long arrays of thousands of short ones, so that laying out a batch only
+    copies. All token arrays are read-only.
 
     Attributes:
-        uids, samples, numbers, finish_reasons: One entry per turn: the prompt's uid, the attempt, the place of the
-            turn in it, and how it ended.
+        uids, samples, numbers, finish_reasons: One entry per turn: the prompt's uid, the attempt's number, the turn's
+            number in the attempt, and how the turn ended.
         attempt_turns: int64 [m], turns of each attempt.
         num_prompt, num_response: int64 [n], tokens of each turn.
         tokens: int32 [T], each turn's prompt and then its response.
-        columns: Name of a field of Turn -> its values for all response tokens [A]; a field that some turn lacks is left
+        columns: Values of a field of Turn for all response tokens [A], by name. A field that some turn lacks is left
             out.
         routed_experts: int16 [T, layers, top_k], or None where some turn lacks them.
     """
@@ -145,7 +144,7 @@ class FlatTurns:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> FlatTurns:
-        """Lay out the turns of these attempts. Raises AssertionError if a field has not one value per token."""
+        """Lay out the turns of these attempts."""
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         counts = [len(trajectory.turns) for trajectory in trajectories]
         prompts, responses = [turn.prompt_ids for turn in turns], [turn.response_ids for turn in turns]
@@ -154,14 +153,13 @@ class FlatTurns:
         columns: dict[str, NDArray[Any]] = {}
         for name, dtype in RESPONSE_FIELDS.items():
             parts = _given([getattr(turn, name) for turn in turns])
-            if parts is not None:
-                columns[name] = _joined(parts, num_response, dtype)
-            elif name == "loss_mask":
-                columns[name] = _join_parts([], dtype)
+            if parts is not None or name == "loss_mask":
+                assert [*map(len, parts or ())] == num_response, f"a turn lacks some values of {name}"
+                columns[name] = _join_parts(parts or (), dtype)
         experts = _given([turn.routed_experts for turn in turns])
         if experts is not None:
             lengths = [prompt + response for prompt, response in zip(num_prompt, num_response, strict=True)]
-            assert [*map(len, experts)] == lengths, "a turn has not the experts of each of its tokens"
+            assert [*map(len, experts)] == lengths, "a turn lacks the experts of some tokens"
         return cls(
             uids=[trajectory.uid for trajectory, count in zip(trajectories, counts, strict=True) for _ in range(count)],
             samples=np.repeat(np.array([trajectory.sample for trajectory in trajectories], np.int32), counts),
@@ -189,7 +187,8 @@ class FlatTurns:
             finish_reasons=[reason for block in blocks for reason in block.finish_reasons],
             columns={
                 name: _join_parts([block.columns[name] for block in blocks], RESPONSE_FIELDS[name])
-                for name in shared_columns(blocks)
+                for name in RESPONSE_FIELDS
+                if all(name in block.columns for block in blocks)
             },
             routed_experts=None if experts is None else _join_experts(experts),
             **{name: _join_parts([getattr(block, name) for block in blocks], dtype) for name, dtype in _ARRAYS.items()},
@@ -205,7 +204,10 @@ class FlatTurns:
 
     @cached_property
     def trained_versions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the versions of weights in ascending order, and the trained tokens of each. Needs `versions`."""
+        """Return the versions of weights in ascending order, and the number of trained tokens of each.
+
+        The column `versions` must be there.
+        """
         trained = self.columns["versions"][self.columns["loss_mask"] != 0].astype(np.int64)
         if not len(trained):
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -235,22 +237,23 @@ class Group:
 
     @cached_property
     def flat(self) -> FlatTurns:
-        """The turns of all attempts in flat arrays."""
+        """Return the turns of all attempts in flat arrays."""
         return FlatTurns.of(self.trajectories)
 
     @cached_property
     def returns(self) -> NDArray[np.float64]:
-        """The return of each attempt, float64 [n], read-only. Raises DataError for one that is not finite."""
+        """Return the return of each attempt, float64 [n], read-only. Raises DataError if one is not finite."""
         returns = np.array([trajectory_return(trajectory) for trajectory in self.trajectories], dtype=np.float64)
         returns.flags.writeable = False
         return returns
 
     @cached_property
     def merged(self) -> Group:
-        """The group with the turns of each attempt merged where they can be."""
+        """Return the group with the turns of each attempt merged where `merge_turns` can."""
         merged = replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
         if all(new is old for new, old in zip(merged.trajectories, self.trajectories, strict=True)):
-            # Laid out once. It is not `self`: a group that refers to itself is only freed by a garbage collection.
+            # Share the layout, but do not return `self`: a group that refers to itself is freed only by the garbage
+            # collector.
             merged.__dict__["flat"] = self.flat
         return merged
 
@@ -283,7 +286,7 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
 
 
 def in_one_block(group: Group) -> Group:
-    """Return the group with the arrays of its turns as views of `group.flat`, so that they are in memory once."""
+    """Return the group with turns whose arrays are views of `group.flat`, so that memory holds them once."""
     flat = group.flat
     ends = np.cumsum(flat.num_response).tolist()
     places = zip(ends, flat.num_response.tolist(), np.cumsum(flat.lengths).tolist(), flat.lengths.tolist(), strict=True)
@@ -317,33 +320,28 @@ def trajectory_return(trajectory: Trajectory) -> float:
     return total
 
 
-def group_returns(group: Group) -> NDArray[np.float64]:
-    """Return one return per trajectory, float64 [n], read-only."""
-    return group.returns
-
-
 def are_equal(returns: NDArray[np.float64]) -> bool:
     """Return whether all returns are the same, up to the rounding of float32 rewards."""
     if len(returns) == 0:
         return True
-    # Rewards that differ only in the order of their terms differ in the last bits; dividing those bits by their own
-    # standard deviation would make advantages out of nothing.
+    # Sums of the same terms in another order differ in their last bits. Divided by their own standard deviation, such
+    # differences would become large advantages.
     return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
 def has_equal_returns(group: Group) -> bool:
-    """Return whether all samples did equally well: group-relative advantages, which ask `are_equal` too, are then 0."""
-    return are_equal(group_returns(group))
+    """Return whether all samples did equally well, so that group-relative advantages are 0."""
+    return are_equal(group.returns)
 
 
 def merge_turns(trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with one turn, or unchanged if some turn does not continue the one before.
 
-    One row then holds what would take one per turn, so that shared context is computed once. Tokens between the model's
-    turns (a user's or a tool's message) become response tokens without loss, with per-token values of 0. Advantages
-    that walk along the response tokens must therefore be computed before. A column that some turn lacks is left out.
-    The finish reason is that of the last turn. Each token keeps the routed experts that were chosen first: the tokens
-    after it were sampled with them.
+    One row then replaces a row per turn, so that shared context is computed once. Tokens between the model's turns (a
+    user's or a tool's message) become response tokens without loss, with per-token values of 0. Advantages that depend
+    on the order of response tokens must therefore be computed first. A column that some turn lacks is left out. The
+    finish reason is taken from the last turn. Each token keeps the routed experts that were chosen first, since the
+    tokens after it were sampled with them.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -380,12 +378,10 @@ def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
 
 
 def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
-    columns = [getattr(turn, name) for turn in turns]
-    return None if any(column is None for column in columns) else _join(turns, columns)
-
-
-def _join(turns: Sequence[Turn], columns: Sequence[NDArray[Any]]) -> NDArray[Any]:
     """Join the values of all turns, with zeros for the tokens between a turn's response and the next one."""
+    columns = [getattr(turn, name) for turn in turns]
+    if any(column is None for column in columns):
+        return None
     parts = [columns[0]]
     for (before, after), column in zip(pairwise(turns), columns[1:], strict=True):
         between = len(after.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
@@ -393,20 +389,9 @@ def _join(turns: Sequence[Turn], columns: Sequence[NDArray[Any]]) -> NDArray[Any
     return np.concatenate(parts)
 
 
-def shared_columns(blocks: Sequence[FlatTurns]) -> list[str]:
-    """Return the names of the columns that every block has."""
-    different = {tuple(block.columns) for block in blocks}
-    return [name for name in RESPONSE_FIELDS if all(name in names for names in different)]
-
-
 def _given(parts: list[NDArray[Any] | None]) -> list[NDArray[Any]] | None:
     # Several times faster than comparing each part.
     return cast("list[NDArray[Any]]", parts) if parts and type(None) not in set(map(type, parts)) else None
-
-
-def _joined(parts: Sequence[Any], counts: list[int], dtype: np.dtype[Any]) -> NDArray[Any]:
-    assert [*map(len, parts)] == counts, "a column of a turn has not one value per token"
-    return _join_parts(parts, dtype)
 
 
 def _join_experts(parts: Sequence[Any]) -> NDArray[np.int16]:

@@ -84,7 +84,7 @@ def load() -> Iterator[Any]:
 
 def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"evaluation\.generate asks for answers, and backend 'plain' does not"
+        ConfigError, match=r"evaluation\.generate needs answers, and backend 'plain' does not"
     ) as raised:
         load(SFT | ANSWERS, "plain")
     assert "Remove evaluation.generate" in str(raised.value)
@@ -111,8 +111,8 @@ def test_a_copy_is_on_no_gpu_of_a_rank(load: Any, ranks: dict[str, Any], device:
 @pytest.mark.parametrize(
     ("ranks", "said"),
     [
-        ({}, r"source\.engine\.device is cuda.*the first GPU, which is that of a rank.*backend\.gpus"),
-        ({"launch": "ray"}, r"source\.engine\.device is cuda.*Ray.*would not know of it.*cpu"),
+        ({}, r"source\.engine\.device is cuda.*the first GPU, which a rank uses.*backend\.gpus"),
+        ({"launch": "ray"}, r"source\.engine\.device is cuda.*Ray.*cpu"),
     ],
 )
 def test_a_copy_on_the_gpu_of_a_rank_is_refused(load: Any, ranks: dict[str, Any], said: str) -> None:

@@ -46,7 +46,7 @@ def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
 def test_a_critic_is_required_by_gae_and_refused_where_nothing_reads_it() -> None:
     with pytest.raises(ConfigError, match=r"source\.advantage\.name is gae, .*Add a section `critic: \{\}`"):
         load_config(rollouts())
-    with pytest.raises(ConfigError, match=r"critic would be trained for nothing: the advantage 'grpo'"):
+    with pytest.raises(ConfigError, match=r"critic has no effect: the advantage 'grpo'"):
         load_config({**rollouts(advantage="grpo"), "critic": {}})
-    with pytest.raises(ConfigError, match=r"critic would be trained for nothing: the source 'sft'"):
+    with pytest.raises(ConfigError, match=r"critic has no effect: the source 'sft'"):
         load_config({**BASE, "critic": {}})

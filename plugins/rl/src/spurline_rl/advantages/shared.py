@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import DataError
-from spurline_rl.trajectory import Group, Trajectory, are_equal, group_returns, trajectories_of, turns_of, with_turns
+from spurline_rl.trajectory import Group, Trajectory, are_equal, trajectories_of, turns_of, with_turns
 
 Returns = NDArray[np.float64]
 Sequences = list[NDArray[np.float64]]
@@ -44,7 +44,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
     Raises:
         DataError: If the group has one sample, which has nothing to compare with.
     """
-    returns = group_returns(group)
+    returns = group.returns
     if len(returns) < 2:
         raise DataError(
             f"The group of prompt '{group.uid}' has {len(returns)} sample(s), but {name} compares the samples of a "

@@ -1,4 +1,4 @@
-"""The built-in tool `calculator`: arithmetic, and nothing else, on the text of a formula."""
+"""The built-in tool `calculator`: computes formulas, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Number = int | float
 
 _LONGEST_FORMULA = 1000
 _DEEPEST_FORMULA = 500
-"""Levels of nested operations at most."""
+"""Largest number of nested operations."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
-"""Bits of the largest whole number. A larger one is an error, so that no formula can keep the machine busy."""
+"""Bits of the largest whole number, so that no formula keeps the machine busy."""
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -42,10 +42,10 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
-    """Compute a part of the formula that nests at most `levels` deep."""
+    """Return the value of a part of the formula with at most so many nested operations."""
     if not levels:
         raise RecursionError
-    # bool is an int to Python, but True is no number in a formula.
+    # bool is an int in Python, but True is not a number in a formula.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _check_bounds(node.value)  # pyright: ignore[reportArgumentType]
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:

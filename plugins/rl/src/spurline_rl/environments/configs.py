@@ -25,7 +25,7 @@ BUILT_IN_TOOLS = {"calculator": "spurline_rl.environments.calculator:calculator"
 
 
 class RewardedEnvironmentConfig(EnvironmentConfig):
-    """Base of environments that score an attempt with reward components."""
+    """Base of the configs of environments that score an attempt with reward components."""
 
     rewards: RewardTable = Field(min_length=1)
     """Named reward terms, each a reward component, `module:function` or `file.py:function`; `source.reward_weights`
@@ -66,8 +66,8 @@ class ToolsConfig(RewardedEnvironmentConfig):
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
     """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: each turn's prompt continues the tokens of the last; a chat template that rewrites history is an error.
-    `retokenize`: each prompt is rendered and encoded again, as at inference."""
+    """`exact`: each turn's prompt continues the tokens of the last one, and a chat template that rewrites history is an
+    error. `retokenize`: each prompt is rendered and encoded again, as at inference."""
 
     @property
     def most_turns(self) -> int:
@@ -82,7 +82,7 @@ class ToolsConfig(RewardedEnvironmentConfig):
             if path not in BUILT_IN_TOOLS and not re.match(FUNCTION_PATH, path):
                 yield Problem(
                     f"tools.{name}",
-                    f"is '{path}', which is no function (`module:function` or `file.py:function`) and no built-in tool."
+                    f"is '{path}', which is neither `module:function`, `file.py:function` nor a built-in tool."
                     f"{suggestion(path, BUILT_IN_TOOLS)} Built-in: {listing(BUILT_IN_TOOLS)}.",
                 )
 
@@ -92,8 +92,8 @@ class CustomConfig(EnvironmentConfig):
 
     name: str = "custom"
     path: Annotated[str, FunctionSetting(method="run"), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
-    """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`; or an async
-    function, called with a task and a policy. From Python also the class, an object that has `run`, or the function."""
+    """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`, or an async
+    function of a task and a policy. From Python also the class, an object that has `run`, or the function."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Responses that one attempt may ask for, to estimate memory and lengths."""
     rewards: RewardTable = {}
@@ -109,7 +109,7 @@ class CustomConfig(EnvironmentConfig):
 
 
 def as_environment(value: Any) -> Any:
-    """Return an environment given by a Python program, or `file.py:Class`, as settings of `custom`."""
+    """Return settings of `custom` for an object of a Python program, or for `file.py:Class`."""
     is_written = isinstance(value, (str, Mapping, BaseModel))
     is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
     if is_given or (isinstance(value, str) and ":" in value):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -14,14 +14,13 @@ from spurline.plugins.registry import Registry
 from spurline_rl.concurrency import is_async
 from spurline_rl.environments.configs import CustomConfig
 from spurline_rl.functions import load_function
-from spurline_rl.protocols.environment import Environment, PolicyHandle, Task
-from spurline_rl.trajectory import Trajectory
+from spurline_rl.protocols.environment import Environment
 
 
 def make_custom(
     config: CustomConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Environment:
-    """Make the environment of `config.path`. Raises PluginError if it cannot be found, built or run."""
+    """Return the environment of `config.path`. Raises PluginError if it cannot be found, built or run."""
     given: Any = load_function(config.path, "environment")
     if not inspect.isclass(given) and is_async(given):
         _check_call(config.path, given, ("task", "policy"))
@@ -57,9 +56,5 @@ def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, .
 class _Function:
     """An environment of one function."""
 
-    def __init__(self, function: Callable[[Task, PolicyHandle], Coroutine[Any, Any, Trajectory]]) -> None:
-        self._function = function
-
-    async def run(self, task: Task, policy: PolicyHandle) -> Trajectory:
-        """One attempt."""
-        return await self._function(task, policy)
+    def __init__(self, run: Any) -> None:
+        self.run = run

@@ -24,7 +24,7 @@ _PROMPTS_KEPT = 256
 
 
 class SingleTurn:
-    """Scores the answer to a row's prompt. `info`: prompt, response and reference as texts."""
+    """Scores the answer to a row's prompt. `info` has prompt, response and reference as texts."""
 
     def __init__(
         self, config: SingleTurnConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig

@@ -1,10 +1,10 @@
 """Environment `tools`: a conversation in which the model may call functions before it answers.
 
 Place on the way: chat row -> first messages -> the model's turn -> tool calls in it -> their results as messages -> the
-next turn ... -> a turn without calls is the answer -> reward terms -> Trajectory with one Turn per model turn.
+next turn ... -> an answer without calls -> reward terms -> Trajectory with one Turn per model turn.
 
-A call is written as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`; a turn may
-have several. Everything that goes wrong with a call is answered with a text that begins with `error:`.
+The model writes a call as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`. A turn
+may have several calls. The result of a call that fails is a text that begins with `error:`.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _EXCHANGE: list[Message] = [
     {"role": "assistant", "content": '<tool_call>{"name": "a_tool", "arguments": {}}</tool_call>'},
     {"role": "tool", "name": "a_tool", "content": "a result"},
 ]
-"""A conversation with a tool, to test whether the chat template renders tools."""
+"""A conversation with a tool, which shows whether the chat template renders tools."""
 MAX_CALLS = 128
-"""Calls of one turn that are made."""
+"""Largest number of calls that are made in one turn."""
 MAX_RESULT_CHARACTERS = 2**18
-"""Characters that the results of one turn may have together."""
+"""Largest number of characters in all results of one turn."""
 _SHOWN_NAME = 80
-"""Characters that a message shows of a name that no tool has."""
+"""Characters of an unknown tool's name that a message shows."""
 _JSON_TYPES = {
     "str": "string",
     "int": "integer",
@@ -64,7 +64,7 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. `problem` says what is wrong with it, or is empty."""
+    """A call as the model wrote it. `problem` is empty for a call that can be made."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -81,11 +81,10 @@ class ToolResult:
 
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. Beyond `limit` there is one more call, with a problem."""
-    found = islice(_CALL.finditer(text), None if limit is None else limit + 1)
-    bodies = [(match[1], bool(match[2])) for match in found]
-    calls = [_parse(body, is_closed=is_closed) for body, is_closed in bodies[:limit]]
-    if len(bodies) > len(calls):
+    """Return the calls in a turn's text, in order. If there are more than `limit`, the last one is a problem."""
+    found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
+    calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
+    if len(found) > len(calls):
         calls.append(ToolCall("", {}, f"a turn may have {limit} tool calls; the others were not made."))
     return calls
 
@@ -94,8 +93,8 @@ class Toolbox:
     """Functions by the names that the model calls them with.
 
     Args:
-        paths: Name -> path for `load_function`, or the name of a built-in tool. A function gets the call's arguments by
-            name, and the model gets its result as text. It may be async, and may run several times at once.
+        paths: Functions for `load_function`, or built-in tools, by name. A function gets the call's arguments by name,
+            and the model gets its result as text. It may be async. Several calls may run at the same time.
         timeout_s: Seconds a call may take.
     """
 
@@ -107,11 +106,11 @@ class Toolbox:
         self._timeout_s = timeout_s
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the tools as JSON schemas for chat templates, made from signature and docstring."""
+        """Return JSON schemas of the tools for chat templates, from signatures and docstrings."""
         return [_schema(name, function, self._signatures[name]) for name, function in self._functions.items()]
 
     async def answer(self, call: ToolCall) -> ToolResult:
-        """Make the call. Raises only SpurlineErrors of the tool, which the model has not caused."""
+        """Make the call. Raises only SpurlineErrors of the tool, which the model did not cause."""
         problem, name = call.problem or self._problem(call), _encodable(call.name[:_SHOWN_NAME])
         if not problem:
             try:
@@ -160,7 +159,7 @@ def _as_text(value: Any) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Replace halves of surrogate pairs, which JSON can hold but no tokenizer or file takes."""
+    """Replace unpaired surrogates, which JSON may hold but tokenizers and files refuse."""
     return text.encode(errors="replace").decode()
 
 
@@ -168,7 +167,7 @@ def _signature(name: str, function: Callable[..., Any]) -> inspect.Signature:
     try:
         return inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise PluginError(f"The tool '{name}' does not tell its arguments: {error}. Wrap it in a function.") from error
+        raise PluginError(f"The tool '{name}' has no readable signature: {error}. Wrap it in a function.") from error
 
 
 def _schema(name: str, function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
@@ -194,11 +193,11 @@ def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
 class Tools:
     """Runs conversations with tools.
 
-    The model gets a row up to its last question. Calls after that are left out, and the last assistant turn is the
-    reference. The template shows the row's own tools where it has some, otherwise the configured ones.
+    The model gets a row up to its last question. Later calls are left out, and the last assistant turn is the
+    reference. The template shows the row's own tools, or if it has none the configured ones.
 
-    `info`: prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; `ended`, which is
-    `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
+    `info` has prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; and `ended`,
+    which is `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class Tools:
         close_all(self._rewards)
 
     def _opening(self, question: ChatQuestion, where: str) -> tuple[Sequence[Message], list[dict[str, Any]]]:
-        """Return the messages up to the last question, and the tools. Raises DataError as `_require_shown` does."""
+        """Return the messages up to the last question, and the tools."""
         messages, end = question.messages, question.answer_at
         asked = [index for index in range(end) if messages[index]["role"] == "user"]
         begun = messages[: asked[-1] + 1 if asked else end]
@@ -257,7 +256,7 @@ class Tools:
         return begun, tools
 
     def _require_shown(self, messages: Sequence[Message], tools: list[dict[str, Any]], where: str) -> None:
-        """Raise DataError when the chat template leaves out the tools, their results or another message."""
+        """Raise DataError if the chat template leaves out the tools, their results or another message."""
         require_chat_template(self._tokenizer, where)
         renderer = ChatRenderer(self._tokenizer)
         try:
@@ -268,14 +267,14 @@ class Tools:
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
-        """Talk until an answer or a limit. Returns how it ended, and per turn the numbers of calls and failed calls."""
+        """Talk until an answer or a limit. Returns the reason of the end, and calls and failed calls of each turn."""
         calls: list[int] = []
         failed: list[int] = []
         while True:
             try:
                 reply = await chat.reply()
             except DataError as error:
-                # A row that does not fit at first is the data's fault; later the conversation has grown too long.
+                # An error in the first turn is about the row. Later the conversation has grown too long.
                 if isinstance(error, PrefixError) or not calls:
                     raise
                 return "context", calls, failed
@@ -298,16 +297,11 @@ class Tools:
                 chat.add({"role": "tool", **({"name": result.name} if result.name else {}), "content": text})
 
     def _read(self, task: Task) -> ChatQuestion:
-        """Return the row as a conversation. Raises DataError for a row that is none."""
-        try:
-            question = read_question(task.row, task.dataset)
-        except BadRowError as error:
-            raise error.at(task.location) from error
-        except DataError as error:
-            raise DataError(f"{task.location}: {error}") from error
+        """Return the row as a conversation. Raises DataError for other rows."""
+        question = read_question(task.row, task.dataset)
         if not isinstance(question, ChatQuestion):
             raise DataError(
-                f"{task.location}: this row is plain text; the environment tools needs chat rows ('messages'), a list "
-                "of messages as prompt, or alpaca rows."
+                "this row is plain text; the environment tools needs chat rows ('messages'), a list of messages as "
+                "prompt, or alpaca rows."
             )
         return question

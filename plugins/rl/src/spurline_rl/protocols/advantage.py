@@ -29,8 +29,8 @@ class Advantage(Protocol):
     def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return copies of the groups, in order, with `advantages` float32 per response token.
 
-        Algorithms with a critic also set `returns`, the critic's target. Statistics over several groups are of the
-        groups passed, which are the whole batch or one mini-batch.
+        Algorithms with a critic also set `returns`, the critic's target. Statistics over several groups use the given
+        groups, which are the whole batch or one mini-batch.
 
         Raises:
             DataError: If a group is too small or its rewards cannot be used; names the prompt.
@@ -51,9 +51,9 @@ class ComparesSamples(Advantage, Protocol):
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
-        """Return the advantages of each group's attempts, float64 [n] per group, as `advantages` writes them to turns.
+        """Return the advantages of each group's attempts, float64 [n] per group; the same numbers as `advantages`.
 
-        None if tokens of an attempt differ with these settings. Raises the same errors as `advantages`.
+        Return None if tokens of an attempt differ with these settings. Raises the same errors as `advantages`.
         """
         ...
 
@@ -65,7 +65,7 @@ class AdvantageConfig(ComponentConfig):
 
     kind: ClassVar[str] = "advantage"
     uses_critic: ClassVar[bool] = False
-    """If true, the algorithm reads a critic's values, so that the run needs the section `critic`."""
+    """If true, the algorithm reads a critic's values, and the run needs the section `critic`."""
 
     @property
     def smallest_group(self) -> int:
@@ -74,6 +74,5 @@ class AdvantageConfig(ComponentConfig):
 
     @property
     def divides_by_spread(self) -> bool:
-        """Return whether a group's returns are compared in units of their own spread or mean, so that small differences
-        weigh as much as large ones."""
+        """Return whether a group's returns are divided by their spread or mean, which enlarges small differences."""
         return False

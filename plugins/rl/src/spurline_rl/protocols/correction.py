@@ -26,8 +26,7 @@ class Corrected:
 
     Attributes:
         factors: Float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
-        metrics: Named [N] values; their means over the tokens with loss of the batch are reported. Booleans give
-            shares.
+        metrics: Named [N] values. Their means over the batch's tokens with loss are reported, for booleans shares.
     """
 
     factors: Tensor
@@ -42,7 +41,7 @@ class Correction(Protocol):
     The source calls it once per batch, after the models have computed logprobs and before any update. The factors
     become the column `correction_factors`, which is 1 on tokens without loss.
     `spurline.update.reduction.reduce_corrected` applies them to each mini-batch. Rejected tokens do not count in the
-    reduction. All other factors are applied after it, since they could cancel out otherwise.
+    reduction. Other factors are applied after it, where they cannot cancel out.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:

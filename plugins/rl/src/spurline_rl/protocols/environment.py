@@ -22,12 +22,12 @@ class EnvironmentConfig(ComponentConfig):
 
     @property
     def reward_terms(self) -> Collection[str] | None:
-        """Return the names of the reward terms of every attempt; None where only attempts tell."""
+        """Return the names of the reward terms of every attempt; None if they are not known beforehand."""
         return None
 
     @property
     def most_turns(self) -> int:
-        """Return how many responses one attempt may ask for."""
+        """Return the largest number of responses of one attempt."""
         return 1
 
     @property
@@ -37,7 +37,7 @@ class EnvironmentConfig(ComponentConfig):
 
 
 class AttemptFailedError(SpurlineError):
-    """One attempt failed, and another one may succeed; the text says what went wrong and where."""
+    """One attempt failed, and another one may succeed."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Task:
 
     Attributes:
         dataset: The settings of the row's dataset.
-        uid: Names the draw of the prompt, unique in the run.
+        uid: Name of the drawn prompt, unique in the run.
         sample: Number of the attempt in its group, from 0.
         location: Where the row is, for messages.
     """
@@ -59,11 +59,11 @@ class Task:
 
 
 class PolicyHandle(Protocol):
-    """The model for an environment: tokens in, tokens out. There is one handle per attempt, which remembers every turn.
+    """The model for an environment: tokens in, tokens out. Each attempt has its own handle, which remembers every turn.
 
     Attributes:
-        sampling: Settings of the run; change limits and stops with `dataclasses.replace`. In training, temperature,
-            top_p and top_k must stay, since the trainer computes logprobs with the run's (PluginError otherwise).
+        sampling: Settings of the run. Limits and stops may be changed with `dataclasses.replace`. In training, another
+            temperature, top_p or top_k is a PluginError, since the trainer computes logprobs with those of the run.
     """
 
     sampling: Sampling
@@ -91,16 +91,16 @@ class PolicyHandle(Protocol):
         """Return all turns as the attempt's trajectory.
 
         Args:
-            rewards: Named terms of the whole attempt, before weights; the same names in every attempt.
-            turn_rewards: One number per turn, for its last token, without a weight.
-            info: JSON-able facts for the log and the report, such as `prompt` and `response`.
+            rewards: Named terms of the whole attempt, before weights. Every attempt must have the same names.
+            turn_rewards: One number per turn, for its last token. It gets no weight.
+            info: Facts for the log and the report that JSON can hold, such as `prompt` and `response`.
         """
         ...
 
 
 @runtime_checkable
 class ShowsPrompt(Protocol):
-    """An environment that knows the first prompt of an attempt beforehand, for plans and checks of length."""
+    """An environment that knows the first prompt of an attempt beforehand."""
 
     def first_prompt(self, task: Task) -> Sequence[int]:
         """Return the token ids of the first prompt. Raises DataError for a row that cannot be used."""
@@ -110,9 +110,9 @@ class ShowsPrompt(Protocol):
 class Environment(Protocol):
     """Run one attempt at a prompt.
 
-    Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance serves
-    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Code that takes
-    long without awaiting belongs in `spurline_rl.concurrency.in_thread` or in a process, where time limits reach it. An
+    Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance makes
+    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Time limits do
+    not stop code that takes long without awaiting: run it with `spurline_rl.concurrency.in_thread` or in a process. An
     environment that holds processes or files also has `close()`, plain or async.
     """
 
@@ -121,10 +121,10 @@ class Environment(Protocol):
 
         Raises:
             DataError: For a row that cannot be used, such as a prompt that fills the context. It ends the run, or with
-                `on_bad_row: skip` the row is left out. Catch that of a context that fills up in a later turn.
+                `on_bad_row: skip` the row is left out. `run` must catch it if a later turn fills the context.
             SpurlineError: Ends the run, except AttemptFailedError.
 
-        Any other exception, and a time-out, leads to another attempt; after `faults.retries` of these the prompt is
-        given up.
+        After any other exception or a time-out the attempt is made again, at most `faults.retries` times. Then the
+        prompt is given up.
         """
         ...

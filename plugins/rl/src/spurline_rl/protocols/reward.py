@@ -1,14 +1,14 @@
 """Kind `reward`: score a response.
 
-`RewardTable` is the type of a setting that names rewards, a mapping of terms to components with short ways to write it:
+`RewardTable` is the type of a setting that names rewards, a mapping of terms to components. It has short forms:
 
-rewards: exact_match                               one reward; the term is called like it
-rewards: my_module:my_function                     the reward `function`; the term is called `my_function`
-rewards: path/to/file.py:my_function               likewise, of a file
+rewards: exact_match                               one reward, whose term has its name
+rewards: my_module:my_function                     the reward `function`, whose term is `my_function`
+rewards: path/to/file.py:my_function               the same with a function of a file
 rewards: {name: exact_match, ignore_case: true}    one reward with settings
-rewards: {right: exact_match, short: my_module:f}  terms by name, each written in any of these ways
+rewards: {right: exact_match, short: my_module:f}  terms by name, each in one of these forms
 
-A Python program may give a function wherever one is named.
+A Python program may give functions in place of their names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RewardConfig(ComponentConfig):
 
     kind: ClassVar[str] = "reward"
     needs_reference: ClassVar[bool] = False
-    """If true, every row needs a reference, which is checked before training."""
+    """If true, a row without a reference is an error before training."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Answer:
 
     Attributes:
         prompt: The prompt's text as the model saw it.
-        response: The generated text, special tokens removed; in a conversation the model's last turn.
-        reference: The expected text where the data has one.
+        response: The generated text without special tokens; in a conversation the model's last turn.
+        reference: The expected text, if the data has one.
         row: The dataset row.
-        messages: The whole conversation, the model's turns included, where the environment holds one.
+        messages: The whole conversation with the model's turns, if the environment holds one.
     """
 
     prompt: str
@@ -59,12 +59,12 @@ class Reward(Protocol):
     """
 
     def score(self, answer: Answer) -> float:
-        """Return a finite number; larger is better. Rollouts call it on several threads at the same time."""
+        """Return a finite number; larger is better. Several threads call it at the same time."""
         ...
 
 
 class ScoresOnLoop(Protocol):
-    """A reward that does not block. Rollouts await it on the event loop instead of calling `score` on a thread."""
+    """A reward that does not block. Rollouts await it on the event loop, and do not call `score`."""
 
     async def score_async(self, answer: Answer) -> float:
         """Return the same number as `score`."""
@@ -87,7 +87,7 @@ def _expand(value: Any) -> Any:
 
 
 def _expand_function(reward: Any) -> Any:
-    """Return `module:function` or `file.py:function` as settings of the reward `function`; leave others unchanged."""
+    """Return settings of the reward `function` for `module:function` or `file.py:function`, and others unchanged."""
     if callable(reward):
         return {"name": "function", "path": reward}
     settings = expand_shorthand(reward, "path")
@@ -97,7 +97,7 @@ def _expand_function(reward: Any) -> Any:
 
 
 def _term(reward: Any) -> str:
-    """Return the name of a single reward: its function's, or else its component's."""
+    """Return the name of a single reward: that of its function or its component."""
     settings = expand_shorthand(reward, "name")
     path = settings.get("path")
     if callable(path):

@@ -24,20 +24,20 @@ class RolloutEngineConfig(ComponentConfig):
 
     kind: ClassVar[str] = "rollout_engine"
     borrows_model: ClassVar[bool] = False
-    """If true, its `share` takes the model from the backend, which must then be a `LendsModel`."""
+    """If true, `share` takes the model from the backend, which must be a `LendsModel`."""
     holds_copy: ClassVar[bool] = False
-    """If true, it can also generate with a copy in this process, and takes tensors for it (transport `in_process`)."""
+    """If true, it can also generate with a copy in this process, which takes tensors (transport `in_process`)."""
     takes_less: ClassVar[str] = ""
-    """Advice on settings with which a colocated engine leaves the trainer more of the device."""
+    """Advice on settings that leave the trainer more memory beside a colocated engine."""
 
     @property
     def notes_experts(self) -> bool:
-        """Return whether its results have `routed_experts` where the run's source asks for router replay."""
+        """Return whether its results have `routed_experts` if the source asks for router replay."""
         return False
 
     @property
     def is_colocated(self) -> bool:
-        """Return whether its engines, each a `MaySleep`, take turns with the backend on the same devices."""
+        """Return whether its engines take turns with the backend on the same devices. Each must be a `MaySleep`."""
         return False
 
     @property
@@ -47,48 +47,47 @@ class RolloutEngineConfig(ComponentConfig):
 
     @property
     def update_limit_s(self) -> float | None:
-        """Return the seconds an engine may take for one bucket of weights before it is ended; None for no limit."""
+        """Return the seconds after which an engine that takes a bucket of weights is ended; None for no limit."""
         return None
 
     @property
     def start_limit_s(self) -> float | None:
-        """Return the seconds its engines may take to start; None where they are there at once."""
+        """Return the seconds that its engines may take to start; None if they start at once."""
         return None
 
     @property
     def num_engines(self) -> int:
-        """Return how many engines requests are spread over."""
+        """Return the number of engines that share the requests."""
         return 1
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether it may be on another machine than this process."""
+        """Return whether it may run on another machine."""
         return False
 
     @property
     def context_tokens(self) -> int | None:
-        """Return the limit of its own settings on prompt and response together; None where the model sets the limit."""
+        """Return the largest number of tokens of prompt and response; None if the model sets it."""
         return None
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
-        """Return bytes by part on the trainer's device while so many responses of this length are written.
+        """Return bytes by part on the trainer's device while it generates; {} if it is on other devices or unknown.
 
-        The length includes the prompt. {} for an engine that generates elsewhere, or where it is not known.
+        Args:
+            run: The config of the run.
+            responses: Responses generated at the same time.
+            length: Tokens of each, with its prompt.
         """
         return {}
 
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
-        """Return bytes on the fullest device of a colocated engine that is awake; {} where they are not known.
-
-        Args:
-            device_bytes: Memory of the device.
-        """
+        """Return bytes on the fullest device of a colocated engine that is awake; {} if they are unknown."""
         return {}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
-        """Return sentences for `spurline plan`: where it generates, and how much memory it takes there."""
+        """Return sentences for `spurline plan` about its place and memory."""
         return ()
 
 
@@ -106,7 +105,7 @@ class Sampling:
         top_k: 0 keeps all tokens.
         max_new_tokens: Longest response, end token included.
         stop_token_ids: Further end tokens. An end token belongs to the response.
-        stop: Texts that end the response. The token that completes a text belongs to it.
+        stop: Texts that end the response. The token that completes a text belongs to the response.
     """
 
     temperature: float = 1.0
@@ -122,8 +121,8 @@ class GenerationRequest:
     """One continuation to generate.
 
     Attributes:
-        seed: Derived from (run, epoch, uid, sample, turn); the same request and weights give the same tokens.
-        name: Names the request in messages: `train:17@40 sample 3 turn 0`.
+        seed: Derived from (run, epoch, uid, sample, turn). The same request and weights give the same tokens.
+        name: Name in messages, such as `train:17@40 sample 3 turn 0`.
     """
 
     prompt_ids: Sequence[int]
@@ -140,10 +139,10 @@ class GenerationResult:
         token_ids: int32 [A], the end token included.
         logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
         raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens), or None.
-        versions: int32 [A], the version of the weights each token came from.
+        versions: int32 [A], the version of the weights of each token.
         finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
-        routed_experts: int16 [P + A, layers, top_k], the experts that were chosen when each token was first computed;
-            -1 for a token that was not, such as the last one. None from an engine that was not asked for them.
+        routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
+            token that was not computed, such as the last one. None unless the engine was asked for them.
     """
 
     token_ids: NDArray[np.int32]
@@ -157,8 +156,8 @@ class GenerationResult:
 class RolloutEngine(Protocol):
     """Generate continuations.
 
-    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit and says
-    what it waited for. The coroutines of one engine are awaited on one event loop.
+    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit, and its
+    error says for what it waited. The coroutines of one engine are awaited on one event loop.
     """
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -200,44 +199,43 @@ class SharesWeights(Protocol):
 class MaySleep(Protocol):
     """An engine that can give the memory of its device to others between two tokens.
 
-    Between `sleep` and the last `wake` it generates nothing; requests in flight wait, and go on afterwards: their keys
-    and values are computed again. A failure raises RunFailedError and leaves an engine that generates nothing more.
+    Between `sleep` and the last `wake` it generates nothing. Requests in flight wait. Afterwards their keys and values
+    are computed again, and they go on. After a RunFailedError the engine generates nothing more.
     """
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory between two tokens.
 
         Args:
-            keep_weights: Hold the weights in the host's memory until `wake`. Otherwise an update must bring all of
-                them.
+            keep_weights: Keep the weights in the host's memory until `wake`. Otherwise an update must bring all.
         """
         ...
 
     async def wake(self, part: EngineMemory) -> None:
-        """Take the memory of this part: `weights`, then `cache`. Weights may be updated between the two."""
+        """Take the memory of one part, first `weights`, then `cache`. Weights may be updated in between."""
         ...
 
 
 @runtime_checkable
 class MayBeDown(Protocol):
-    """An engine that cannot generate for a while, such as while its process starts again."""
+    """An engine that may be unable to generate for a while, for example while its process starts again."""
 
     def seconds_down(self) -> float:
-        """Return the seconds so far in which it could not generate. They do not count in time limits of attempts."""
+        """Return the total seconds in which it could not generate. Time limits of attempts do not count them."""
         ...
 
 
 class TakesWeights(ABC):
-    """Base of an engine with weights of its own, which a `weight_sync` replaces between two tokens.
+    """Base of an engine with its own weights, which a `weight_sync` replaces between two tokens.
 
-    An update is `begin_update`, then `load_bucket` until every weight has come, then `finish_update`; one at a time. A
-    failure raises RunFailedError and leaves an engine that generates no further token. Members with a default are for
-    engines that take long to start, consist of several, or start some again.
+    An update is `begin_update`, then `load_bucket` until every weight has come, then `finish_update`. Updates do not
+    overlap. After a RunFailedError the engine generates no further token. Members with a default are for engines that
+    take long to start, or that consist of several engines.
 
     Attributes:
         transports: Transports whose buckets it reads, the best one first.
-        takes_adapters: Whether `begin_adapter_update` works, so that adapters alone can be sent.
-        longest_start_s: Seconds that `start` and `wait_for_one` may take by the engine's own limits.
+        takes_adapters: Whether `begin_adapter_update` works, so that adapters can be sent without the model.
+        longest_start_s: Seconds after which `start` and `wait_for_one` fail.
         on_awaiting_weights: Called on the event loop when a member has started and awaits weights. The thread that owns
             the backend then publishes to `awaiting_weights`.
     """
@@ -249,32 +247,32 @@ class TakesWeights(ABC):
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        """Return the members that generate nothing until they get weights. May be read on any thread."""
+        """Return the members that wait for weights. May be read on any thread."""
         return ()
 
     @property
     def weights_dtype(self) -> str | None:
-        """Return the dtype of its weights once it has started, such as `bfloat16`; None if it takes any."""
+        """Return the dtype of its weights after the start, such as `bfloat16`; None if it takes any."""
         return None
 
     @property
     def receivers(self) -> Mapping[str, int]:
-        """Return who takes part in the update under way: name of each member -> its processes that hold weights.
+        """Return the members that take the present update: their names, and how many processes hold their weights.
 
-        A member that is started again has another name. After a `BucketLostError` of some, the others remain.
+        A member that is started again has another name. After a `BucketLostError` of some members the others remain.
         """
         return {"the engine": 1}
 
     def holder_of(self, name: str) -> str | None:
-        """Return the member with this request; None while it waits for one. May be called on any thread."""
+        """Return the member that has this request; None if it still waits. May be called on any thread."""
         return "the engine"
 
     async def start(self) -> None:
-        """Return when it and all its members can take weights; without this it starts with the first use."""
+        """Return when all members can take weights. If it is not called, the engine starts with its first use."""
         return
 
     async def wait_for_one(self) -> None:
-        """Return when it, or at least one of its members, can take weights."""
+        """Return when at least one member can take weights."""
         return
 
     @abstractmethod
@@ -282,12 +280,13 @@ class TakesWeights(ABC):
         """Stop between two tokens; requests in flight wait."""
 
     async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
-        """Begin an update with the tensors of an adapter alone, on the weights the engine was started with.
+        """Begin an update of an adapter, on the weights with which the engine was started.
 
-        Only called where `takes_adapters`. Tensors have the names of `adapter_model.safetensors`.
+        It is called if `takes_adapters`. Tensors have their names in `adapter_model.safetensors`.
 
         Args:
-            adapter: Its settings as PEFT writes them to `adapter_config.json`.
+            version: The new version.
+            adapter: The settings of the adapter, as PEFT writes them to `adapter_config.json`.
         """
         raise NotImplementedError
 
@@ -296,12 +295,12 @@ class TakesWeights(ABC):
         """Take these weights. Afterwards the transport may use the bucket's memory for the next one.
 
         Raises:
-            BucketLostError: If it did not come and nothing was taken, so that it may be sent again.
+            BucketLostError: If the bucket did not arrive. It may be sent again.
         """
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
-        """Go on with the new weights; tokens generated from now on carry this version.
+        """Go on with the new weights. Tokens generated from now on have this version.
 
         Keys and values of requests in flight are computed again, unless the engine's config says otherwise.
 

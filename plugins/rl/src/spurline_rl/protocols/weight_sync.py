@@ -18,27 +18,27 @@ class WeightSyncConfig(ComponentConfig):
 
     kind: ClassVar[str] = "weight_sync"
     needs_gpu: ClassVar[bool] = False
-    """If true, it works between GPUs only, so that it is not chosen by default where there is none."""
+    """If true, it works only between GPUs, and is not a default on machines without one."""
 
     @property
     def transport(self) -> str:
-        """Return the name of its buckets: the component's, without a plugin's prefix."""
+        """Return the name of its buckets, the component's name without a plugin's prefix."""
         return self.name.rpartition("/")[2]
 
     @property
     def bucket_bytes(self) -> int:
-        """Return the most bytes of weights in a bucket; 0 where weights are not copied."""
+        """Return the largest number of bytes in a bucket; 0 if weights are not copied."""
         return 0
 
     @property
     def sends_adapters(self) -> bool | None:
-        """Return whether adapters are sent alone; None leaves it to the engines."""
+        """Return whether adapters are sent without the model's weights; None if the engines decide."""
         return None
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The cost of publishing a version: bytes over the transport, and seconds."""
+    """The cost of publishing a version."""
 
     version: int
     bytes_sent: int
@@ -52,9 +52,9 @@ class WeightSync(Protocol):
     Factory: `Class(config, run=RunConfig)`.
 
     Attributes:
-        transport: Name of the buckets it makes; every engine's `transports` must have it.
+        transport: Name of the buckets it makes, one of every engine's `transports`.
         timeout_s: Seconds that one publish may take.
-        waits_for: Describes what a publish under way waits for. May be read on any thread.
+        waits_for: Text about the cause of waiting during a publish. May be read on any thread.
     """
 
     transport: str
@@ -64,9 +64,11 @@ class WeightSync(Protocol):
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         """Return when every engine generates with this version.
 
-        Awaited on the engines' event loop while the thread that owns the backend waits, so that any thread may call the
-        backend. Raises RunFailedError within its time limit if an engine does not take the weights; nothing that is
-        generated afterwards may be trained on.
+        It is awaited on the engines' event loop. The thread that owns the backend waits meanwhile, so any thread may
+        call the backend.
+
+        Raises:
+            RunFailedError: If an engine does not take the weights in time. Later tokens must not be trained on.
         """
         ...
 
