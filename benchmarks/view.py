@@ -23,7 +23,7 @@ from spurline_insight.view.app import make_app
 from spurline_insight.view.runs import open_runs
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.files import packed
-from spurline_rl.kept_rollouts.table import SCHEMA, ScoredGroup, TokenTexts, attempts_table
+from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 from spurline_rl.viewing import answers
 
@@ -58,13 +58,14 @@ def write_rollouts(folder: Path, attempts: int) -> None:
     (folder / ROLLOUTS_FOLDER).mkdir()
     for step, first in enumerate(range(0, attempts // SAMPLES, PROMPTS_PER_STEP), start=1):
         draws = range(first, min(first + PROMPTS_PER_STEP, attempts // SAMPLES))
-        scored: list[ScoredGroup] = []
-        for draw in draws:
-            old = rng.normal(0, 0.02, SAMPLES * RESPONSE).astype(np.float32) - 0.5
-            advantages = np.repeat(rng.normal(0, 1, SAMPLES), RESPONSE).astype(np.float32)
-            scored.append(ScoredGroup(make_group(rng, tokens, draw, step), old, advantages))
-        texts = TokenTexts(Words(), [each.group for each in scored])
-        content = packed([attempts_table(step, "trained", scored, texts, 1000, 1)], SCHEMA, texts.as_metadata())
+        groups = [make_group(rng, tokens, draw, step) for draw in draws]
+        num_attempts = len(groups) * SAMPLES
+        scores = {
+            "old_logprobs": rng.normal(0, 0.02, num_attempts * RESPONSE).astype(np.float32) - 0.5,
+            "advantages": np.repeat(rng.normal(0, 1, num_attempts), RESPONSE).astype(np.float32),
+        }
+        texts = TokenTexts(Words(), groups)
+        content = packed([attempts_table(step, "trained", groups, scores, texts, 1000, 1)], SCHEMA, texts.as_metadata())
         (folder / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet").write_bytes(content)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.files import packed
-from spurline_rl.kept_rollouts.table import SCHEMA, ScoredGroup, TokenTexts, attempts_table, given_up_table
+from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table, given_up_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 END = 256
@@ -71,21 +71,22 @@ def write_rollouts(
         responses: The attempts at each prompt: text, reward and number of old tokens.
         lost: The reason for each prompt that was given up, by uid.
     """
-    groups: list[ScoredGroup] = []
+    groups: list[Group] = []
+    gaps: list[np.ndarray] = []
     for number, (prompt, attempts) in enumerate(responses.items()):
         uid = f"rows:{number}@{step * 10 + number}"
         made = [
             make_attempt(uid, sample, prompt, *given[:1], step, *given[1:]) for sample, given in enumerate(attempts)
         ]
         tags = {"answer": str(number), "kind": prompt.split()[0]}
-        group = Group(uid, step * 10 + number, tuple(made), {"level": float(number)}, tags)
-        tokens = sum(len(turn.response_ids) for attempt in made for turn in attempt.turns)
-        old = np.full(tokens, -0.5, np.float32)
-        old[0] += 2.0 * (number == 0)
-        groups.append(ScoredGroup(group, old, np.full(tokens, 0.3, np.float32)))
-    texts = TokenTexts(BytePieces(), [each.group for each in groups])
+        groups.append(Group(uid, step * 10 + number, tuple(made), {"level": float(number)}, tags))
+        gaps.append(np.zeros(sum(len(turn.response_ids) for attempt in made for turn in attempt.turns), np.float32))
+    gap = np.concatenate(gaps)
+    gap[0] = 2.0
+    scores = {"old_logprobs": gap - 0.5, "advantages": np.full(len(gap), 0.3, np.float32)}
+    texts = TokenTexts(BytePieces(), groups)
     given_up = [GivenUpPrompt(uid, step, reason) for uid, reason in (lost or {}).items()]
-    tables = [attempts_table(step, "trained", groups, texts, 100, 1), given_up_table(step, given_up)]
+    tables = [attempts_table(step, "trained", groups, scores, texts, 100, 1), given_up_table(step, given_up)]
     path = run_dir / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(packed(tables, SCHEMA, texts.as_metadata()))

@@ -89,11 +89,11 @@ def test_a_number_or_numbers_by_name_are_the_rewards(value: Any, terms: dict[str
     ("value", "message"),
     [
         (None, "return statement"),
-        ("good", "'good' as 'reward'"),
+        ("good", "'reward' returned 'good'"),
         (float("nan"), "finite"),
         (10**400, "finite"),
         ({}, "no reward"),
-        ({"right": None}, "None as 'right'"),
+        ({"right": None}, "'right' returned None"),
     ],
 )
 def test_anything_else_fails_the_attempt(value: Any, message: str) -> None:

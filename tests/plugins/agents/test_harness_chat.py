@@ -21,7 +21,8 @@ from rl_attempts import decode, encode, make_policy, says, tokenizer_with
 
 from spurline.testing.fuzzing import fuzzing
 from spurline_agents.agents import Session
-from spurline_agents.sessions import Conversations
+from spurline_agents.configs import HarnessConfig
+from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.testing import EnvironmentContract
 from spurline_rl.testing.environment_contract import ScriptedEngine, random_text
@@ -370,7 +371,7 @@ def test_random_tokens_in_random_trees_of_conversations_are_kept_exactly(data: s
     tokens = st.lists(st.integers(3, len(TOKENIZER) - 1), max_size=6)
     engine = ScriptedEngine(lambda request: [*data.draw(tokens), END])
     policy = make_policy(engine)
-    conversations = Conversations(policy, TOKENIZER, "exact", "here")
+    session = LiveSession(policy, TOKENIZER, HarnessConfig(agent="a:b"), "here", None)  # type: ignore[arg-type]
     tree: list[tuple[list[Any], Turn | None]] = [([user("begin")], None)]
 
     def texts(messages: list[Any]) -> list[str]:
@@ -380,10 +381,10 @@ def test_random_tokens_in_random_trees_of_conversations_are_kept_exactly(data: s
     async def grow() -> None:
         for step in range(data.draw(st.integers(2, 6))):
             messages, parent = data.draw(st.sampled_from(tree))
-            chat, key = conversations.find(messages, None)
+            chat, key = session.find(messages, None)
             reply = await chat.reply()
             message = {"role": "assistant", "content": reply.text}
-            conversations.remember(key, read_messages([message], "m")[0], chat)
+            session.remember(key, read_messages([message], "m")[0], chat)
             turn = policy.turns[-1]
             assert parent is None or extends(parent, turn)
             # Equal texts of two turns could not be told apart by anyone: the later one is meant.

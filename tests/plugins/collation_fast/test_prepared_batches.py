@@ -17,9 +17,8 @@ from spurline.data.batch import TrainingBatch
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD
 from spurline_collation_fast.collators import FastRolloutsCollator
+from spurline_rl.advantages.algorithms import DrGrpo, Grpo, ReinforcePlusPlus, Rloo
 from spurline_rl.advantages.configs import DrGrpoConfig, GrpoConfig, ReinforcePlusPlusConfig, RlooConfig
-from spurline_rl.advantages.group_relative import DrGrpo, Grpo, Rloo
-from spurline_rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline_rl.configs import RolloutsCollatorConfig, RolloutSourceConfig
 from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.preparation import Preparation

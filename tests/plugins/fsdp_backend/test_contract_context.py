@@ -17,8 +17,8 @@ from spurline.protocols.ranks import RankRequest
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 from spurline_ranks.messages import plain_run
+from spurline_rl.losses.algorithms import Gspo
 from spurline_rl.losses.configs import GspoConfig
-from spurline_rl.losses.gspo import Gspo
 from spurline_rl.testing import BackendContract
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, with_noisy_columns
 from spurline_rl.testing.backend_runs import backend_run, opened

@@ -20,8 +20,8 @@ from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import LocalBackend
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, share_streams
+from spurline_rl.losses.algorithms import Gspo
 from spurline_rl.losses.configs import GspoConfig
-from spurline_rl.losses.gspo import Gspo
 from spurline_rl.testing.backend_contract import assert_gradients_close
 
 PROFILE = device_profile("cpu")

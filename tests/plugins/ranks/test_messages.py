@@ -17,8 +17,8 @@ from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_ranks.messages import plain_objective, plain_run, read_objective, read_run
+from spurline_rl.losses.algorithms import Ppo
 from spurline_rl.losses.configs import PpoConfig
-from spurline_rl.losses.ppo import Ppo
 
 
 def settings(**sections: Any) -> dict[str, Any]:

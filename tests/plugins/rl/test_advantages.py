@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from spurline import load_config
 from spurline.errors import ConfigError, DataError
+from spurline_rl.advantages.algorithms import DrGrpo, Gae, Grpo, MaxRl, ReinforcePlusPlus, Rloo
 from spurline_rl.advantages.configs import (
     DrGrpoConfig,
     GaeConfig,
@@ -22,9 +23,6 @@ from spurline_rl.advantages.configs import (
     ReinforcePlusPlusConfig,
     RlooConfig,
 )
-from spurline_rl.advantages.gae import Gae
-from spurline_rl.advantages.group_relative import DrGrpo, Grpo, MaxRl, Rloo
-from spurline_rl.advantages.reinforce_pp import ReinforcePlusPlus
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.testing.advantage_contract import AdvantageContract
 from spurline_rl.trajectory import Group, Trajectory, Turn

@@ -14,16 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
-from spurline_rl.kept_rollouts import keeper as keeper_module
-from spurline_rl.kept_rollouts.files import RolloutFolder, thinned
+from spurline_rl.kept_rollouts.files import RolloutFolder
 from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
@@ -254,15 +251,6 @@ def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedToke
     assert list(rollouts.steps) == [1]
 
 
-@given(sizes=st.lists(st.integers(1, 100), min_size=1, max_size=60), most=st.integers(1, 2000))
-def test_the_newest_steps_stay_and_some_of_the_older(sizes: list[int], most: int) -> None:
-    steps = dict(enumerate(sizes))
-    kept = thinned(steps, most)
-    assert max(steps) in kept <= steps.keys()
-    assert sum(steps[step] for step in kept) <= max(most, sizes[-1] + most // 4)
-    assert {step for step in steps if sum(sizes[step:]) <= most // 2} <= kept
-
-
 def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     steps = [make_step(step) for step in range(1, 41)]
     write(tmp_path, tokenizer, steps[:1])
@@ -270,8 +258,8 @@ def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrained
     write(tmp_path, tokenizer, steps[1:], most=12 * one)
     rollouts = KeptRollouts(tmp_path)
     assert _size(tmp_path) <= 12 * one
-    assert list(rollouts.steps)[-4:] == [37, 38, 39, 40]
-    assert next(iter(rollouts.steps)) == 1
+    assert len(rollouts.steps) > 8
+    assert list(rollouts.steps) == list(range(41 - len(rollouts.steps), 41)), "the oldest steps go"
     assert len(list(rollouts.attempts())) == 6 * len(rollouts.steps)
 
 
@@ -307,20 +295,6 @@ def test_a_disk_that_does_not_answer_holds_up_no_end_of_the_process(
     assert writer.daemon
     answers.set()
     writer.join(30)
-
-
-def test_long_steps_take_several_tables(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(keeper_module, "_TABLE_TOKENS", 50)
-    step = make_step(1, prompts=5, per_token=True, filtered=2)
-    write(tmp_path, tokenizer, [step])
-    attempts = list(KeptRollouts(tmp_path).attempts())
-    assert [attempt.draw for attempt in attempts] == [draw for draw in range(7) for _ in range(2)]
-    for kept, turn in zip(attempts[: 2 * 5], turns_of(step.groups), strict=True):
-        assert kept.turns[0].advantages is not None
-        assert kept.turns[0].advantages.tolist() == by_token(turn).tolist()
-    assert pyarrow.parquet.ParquetFile(tmp_path / ROLLOUTS_FOLDER / "step-000001.parquet").num_row_groups > 3
 
 
 def test_what_fails_beside_the_training_ends_it(

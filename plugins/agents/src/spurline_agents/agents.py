@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import re
 import shutil
@@ -21,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
-
-import numpy as np
 
 from spurline.errors import ConfigError, PluginError, RunFailedError, listing
 from spurline_rl.concurrency import in_thread, is_async
@@ -162,33 +159,6 @@ def _is_harmless(name: str, value: str) -> bool:
     # A proxy's address may hold a password, with or without `http://` before it.
     has_login = re.search("://[^/]*@", value) or ("@" in value and name.lower().endswith("_proxy"))
     return (name in _HARMLESS.split() or name.startswith("LC_")) and not has_login
-
-
-def terms_of(returned: Any, who: str) -> dict[str, float]:
-    """Return the rewards as named finite numbers; the term of a single number is `reward`.
-
-    Raises:
-        AttemptFailedError: The agent has returned something else. The message names it as `who`.
-    """
-    given = returned if isinstance(returned, Mapping) else {"reward": returned}
-    if not given:
-        raise AttemptFailedError(f"{who} has returned no reward. Give at least one term.")
-    terms: dict[str, float] = {}
-    for name, number in given.items():
-        if not isinstance(number, (int, float, np.number, np.bool_)):
-            hint = " Does it lack a return statement?" if number is None else ""
-            raise AttemptFailedError(
-                f"{who} has returned {number!r:.200} as '{name}'; return a number, or numbers by name.{hint}"
-            )
-        try:
-            value = float(number)
-        except OverflowError:
-            # An integer beyond the range of floats.
-            value = math.inf
-        if not math.isfinite(value):
-            raise AttemptFailedError(f"{who} has returned {value} as '{name}'; it must be finite.")
-        terms[str(name)] = value
-    return terms
 
 
 def _text_of(file: IO[bytes]) -> str:

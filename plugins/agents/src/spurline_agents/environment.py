@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import DataError
 from spurline.plugins.registry import Registry
-from spurline_agents.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent, terms_of
+from spurline_agents.agents import CANCEL_TIMEOUT_S, Agent, Session, command_agent, function_agent
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.responses import MODEL_NAME
 from spurline_agents.server import HarnessServer
@@ -23,7 +23,7 @@ from spurline_agents.sessions import LiveSession
 from spurline_rl.concurrency import end_tasks
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.scoring import close_all, make_rewards, reward_terms
+from spurline_rl.scoring import checked_score, close_all, make_rewards, reward_terms
 from spurline_rl.trajectory import Trajectory
 from spurline_text.prompts import ChatQuestion, TextQuestion, read_question
 from spurline_text.rows.rows import BadRowError
@@ -117,7 +117,7 @@ class HarnessEnvironment:
             "response": answer,
             "reference": session.reference,
             "turns": len(turns),
-            "conversations": live.conversations.num_begun,
+            "conversations": live.num_conversations,
             **({"messages": messages} if messages else {}),
         }
         terms = await self._terms(live, value, Answer(prompt, answer, session.reference, session.row, messages))
@@ -125,7 +125,10 @@ class HarnessEnvironment:
 
     async def _terms(self, live: LiveSession, value: Any, answer: Answer) -> Mapping[str, float]:
         if not self._rewards:
-            return terms_of(value, f"{live.where}: the agent")
+            given = value if isinstance(value, Mapping) else {"reward": value}
+            if not given:
+                raise AttemptFailedError(f"{live.where}: the agent has returned no reward. Give at least one term.")
+            return {str(name): checked_score(str(name), number, answer) for name, number in given.items()}
         if value is not None and not isinstance(value, str):
             raise AttemptFailedError(
                 f"{live.where}: the agent has returned {value!r:.200}, but the environment's `rewards` score it. "

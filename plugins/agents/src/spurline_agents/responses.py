@@ -94,7 +94,7 @@ class Answering:
             messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
         session.take_turns(body.n)
         with _requests_fault():
-            chat, key = session.conversations.find(messages, tools)
+            chat, key = session.find(messages, tools)
             chat.open_turn()
             branches = [chat.fork() for _ in range(body.n)]
 
@@ -103,7 +103,7 @@ class Answering:
             choices = [self._choice(session, body, reply) for reply in replies]
             for branch, choice in zip(branches, choices, strict=True):
                 [message] = read_messages([choice.message()], "message")
-                session.conversations.remember(key, message, branch)
+                session.remember(key, message, branch)
             session.last_chat = branches[-1]
             return choices
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -33,49 +33,6 @@ _MOST_BODIES = 4
 """Bodies of one session that are in memory at a time; further requests wait."""
 _REFUSALS = 16
 """Requests over the limit of turns that an agent may still make before its attempt is ended."""
-
-
-class Conversations:
-    """The conversations of one attempt."""
-
-    def __init__(
-        self,
-        policy: PolicyHandle,
-        tokenizer: PreTrainedTokenizerBase,
-        history: Literal["exact", "retokenize"],
-        where: str,
-    ) -> None:
-        self._policy = policy
-        self._tokenizer = tokenizer
-        self._history: Literal["exact", "retokenize"] = history
-        self._where = where
-        self._known: dict[bytes, ChatFront] = {}
-        self.num_begun = 0
-        """Requests that went on from no earlier turn."""
-
-    def find(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[ChatFront, bytes]:
-        """Return a conversation that ends with these messages, and the key that `remember` wants.
-
-        Raises DataError for a tokenizer without chat template.
-        """
-        # The template shows the tools at the beginning, so other tools make another conversation.
-        key = _digest(b"", tools)
-        known, start = None, 0
-        for number, message in enumerate(messages):
-            key = _digest(key, _identity(message))
-            if key in self._known:
-                known, start = self._known[key], number + 1
-        if known is not None:
-            chat = known.fork()
-            chat.add(*messages[start:])
-            return chat, key
-        self.num_begun += 1
-        chat = ChatFront(self._policy, self._tokenizer, messages, tools=tools, history=self._history, where=self._where)
-        return chat, key
-
-    def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
-        """Remember that `chat` has taken its turn, which the client gets as `message`."""
-        self._known[_digest(key, _identity(message))] = chat
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
@@ -165,8 +122,9 @@ class LiveSession:
         threads: ThreadPoolExecutor,
     ) -> None:
         self.policy = DeliveredPolicy(policy)
-        self.conversations = Conversations(self.policy, tokenizer, config.history, where)
         self.where = where
+        self.num_conversations = 0
+        """Requests that went on from no earlier turn."""
         self.last_chat: ChatFront | None = None
         """The conversation that the model took its last turn in."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
@@ -176,9 +134,12 @@ class LiveSession:
         self.failed = asyncio.Event()
         self.failure: Exception | None = None
         """The error that ends the attempt whatever its agent does."""
+        self._tokenizer = tokenizer
+        self._config = config
         self._threads = threads
         self._work = asyncio.Lock()
-        self._max_turns = config.max_turns
+        self._known: dict[bytes, ChatFront] = {}
+        """Conversations that end with a turn, by their messages."""
         self._num_turns = 0
         self._num_refused = 0
 
@@ -199,6 +160,32 @@ class LiveSession:
                 await asyncio.wait([working])
                 raise
 
+    def find(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[ChatFront, bytes]:
+        """Return a conversation that ends with these messages, and the key that `remember` wants.
+
+        Raises:
+            DataError: The tokenizer has no chat template.
+        """
+        # The template shows the tools at the beginning, so other tools make another conversation.
+        key = _digest(b"", tools)
+        known, start = None, 0
+        for number, message in enumerate(messages):
+            key = _digest(key, _identity(message))
+            if key in self._known:
+                known, start = self._known[key], number + 1
+        if known is not None:
+            chat = known.fork()
+            chat.add(*messages[start:])
+            return chat, key
+        self.num_conversations += 1
+        history = self._config.history
+        chat = ChatFront(self.policy, self._tokenizer, messages, tools=tools, history=history, where=self.where)
+        return chat, key
+
+    def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
+        """Remember that `chat` has taken its turn, which the client gets as `message`."""
+        self._known[_digest(key, _identity(message))] = chat
+
     def take_turns(self, count: int) -> None:
         """Count the turns that a request asks for.
 
@@ -206,12 +193,13 @@ class LiveSession:
             ApiError: The attempt has fewer turns left.
             AttemptFailedError: Its agent has been refused several times.
         """
-        if self._num_turns + count <= self._max_turns:
+        most = self._config.max_turns
+        if self._num_turns + count <= most:
             self._num_turns += count
             return
         self._num_refused += 1
         text = (
-            f"{self.where}: the attempt may take {self._max_turns} turns (environment.max_turns); {self._num_turns} "
+            f"{self.where}: the attempt may take {most} turns (environment.max_turns); {self._num_turns} "
             f"are taken, and {count} more are asked for."
         )
         if self._num_refused > _REFUSALS:

@@ -20,7 +20,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_rl.answers_configs import AnswersEvaluationConfig
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.rewards.references import check_reference
+from spurline_rl.rewards.matching import check_reference
 from spurline_rl.scoring import close_all, make_rewards, terms_of_all
 from spurline_text.prompts import GenerationExample, question_key, read_examples
 from spurline_text.sources.sft import note_of_shared

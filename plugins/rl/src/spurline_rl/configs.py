@@ -182,7 +182,7 @@ class PromptSourceConfig(SourceConfig):
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Take reward from tokens that leave the reference model."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """MB of RUN_DIR/rollouts, which keeps the attempts of every step. Some older steps are deleted to stay below it. 0
+    """MB of RUN_DIR/rollouts, which keeps the attempts of every step. The oldest steps are deleted to stay below it. 0
     keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""

@@ -41,23 +41,23 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
     add(ByPromptConfig, "spurline_rl.by_prompt:ByPrompt")
 
-    add(losses.PolicyGradientConfig, "spurline_rl.losses.policy_gradient:PolicyGradient")
-    add(losses.PpoConfig, "spurline_rl.losses.ppo:Ppo")
-    add(losses.GspoConfig, "spurline_rl.losses.gspo:Gspo")
-    add(losses.CispoConfig, "spurline_rl.losses.cispo:Cispo")
-    add(losses.SapoConfig, "spurline_rl.losses.sapo:Sapo")
-    add(losses.ValueLossConfig, "spurline_rl.losses.value:ValueLoss")
+    add(losses.PolicyGradientConfig, "spurline_rl.losses.algorithms:PolicyGradient")
+    add(losses.PpoConfig, "spurline_rl.losses.algorithms:Ppo")
+    add(losses.GspoConfig, "spurline_rl.losses.algorithms:Gspo")
+    add(losses.CispoConfig, "spurline_rl.losses.algorithms:Cispo")
+    add(losses.SapoConfig, "spurline_rl.losses.algorithms:Sapo")
+    add(losses.ValueLossConfig, "spurline_rl.losses.algorithms:ValueLoss")
     add(losses.TruncatedImportanceSamplingConfig, "spurline_rl.losses.corrections:TruncatedImportanceSampling")
     add(losses.MaskedImportanceSamplingConfig, "spurline_rl.losses.corrections:MaskedImportanceSampling")
     add(losses.GeometricRejectionConfig, "spurline_rl.losses.corrections:GeometricRejection")
     add(losses.SequenceRejectionConfig, "spurline_rl.losses.corrections:SequenceRejection")
 
-    add(advantages.GrpoConfig, "spurline_rl.advantages.group_relative:Grpo", default=True)
-    add(advantages.DrGrpoConfig, "spurline_rl.advantages.group_relative:DrGrpo")
-    add(advantages.RlooConfig, "spurline_rl.advantages.group_relative:Rloo")
-    add(advantages.MaxRlConfig, "spurline_rl.advantages.group_relative:MaxRl")
-    add(advantages.ReinforcePlusPlusConfig, "spurline_rl.advantages.reinforce_pp:ReinforcePlusPlus")
-    add(advantages.GaeConfig, "spurline_rl.advantages.gae:Gae")
+    add(advantages.GrpoConfig, "spurline_rl.advantages.algorithms:Grpo", default=True)
+    add(advantages.DrGrpoConfig, "spurline_rl.advantages.algorithms:DrGrpo")
+    add(advantages.RlooConfig, "spurline_rl.advantages.algorithms:Rloo")
+    add(advantages.MaxRlConfig, "spurline_rl.advantages.algorithms:MaxRl")
+    add(advantages.ReinforcePlusPlusConfig, "spurline_rl.advantages.algorithms:ReinforcePlusPlus")
+    add(advantages.GaeConfig, "spurline_rl.advantages.algorithms:Gae")
     add(SingleTurnConfig, "spurline_rl.environments.single_turn:SingleTurn", default=True)
     add(ToolsConfig, "spurline_rl.environments.tools:Tools")
     add(CustomConfig, "spurline_rl.environments.custom:make_custom")
@@ -65,15 +65,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(rewards.ExactMatchConfig, "spurline_rl.rewards.matching:ExactMatch")
     add(rewards.FunctionRewardConfig, "spurline_rl.rewards.function:FunctionReward")
     add(rewards.MathVerifyConfig, "spurline_rl.rewards.math_verify:MathVerify")
-    for name, panel in _PANELS.items():
+    for name in ("Reward", "Groups", "Responses", "Policy", "Mismatch"):
         config = "spurline_insight.report_panel:ReportPanelConfig"
-        registry.add_to("report_panel", config, f"spurline_rl.panels.{panel}", name=name)
-
-
-_PANELS = {
-    "reward": "rollouts:RewardPanel",
-    "groups": "rollouts:GroupsPanel",
-    "responses": "rollouts:ResponsesPanel",
-    "policy": "policy:PolicyPanel",
-    "mismatch": "policy:MismatchPanel",
-}
+        registry.add_to("report_panel", config, f"spurline_rl.panels:{name}Panel", name=name.lower())

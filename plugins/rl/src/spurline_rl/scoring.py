@@ -63,9 +63,14 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
         raise AttemptFailedError(
             f"Reward '{name}' returned {_shorten(value)} for {_place(answer)}; it must return a number.{hint}"
         )
-    if not math.isfinite(number):
-        raise AttemptFailedError(f"Reward '{name}' returned {float(number)} for {_place(answer)}; it must be finite.")
-    return float(number)
+    try:
+        found = float(number)
+    except OverflowError:
+        # An integer beyond the range of floats.
+        found = math.inf
+    if not math.isfinite(found):
+        raise AttemptFailedError(f"Reward '{name}' returned {found} for {_place(answer)}; it must be finite.")
+    return found
 
 
 def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:

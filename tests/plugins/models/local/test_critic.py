@@ -19,8 +19,8 @@ from spurline_models.configs import LoraConfig
 from spurline_models.device_profile import KeepDouble
 from spurline_models.local.backend import LocalBackend
 from spurline_models.optimizers.configs import AdamWConfig, MuonConfig
+from spurline_rl.losses.algorithms import ValueLoss
 from spurline_rl.losses.configs import ValueLossConfig
-from spurline_rl.losses.value import ValueLoss
 from spurline_rl.training_configs import ByPromptConfig
 
 POLICY = cross_entropy(9.0)

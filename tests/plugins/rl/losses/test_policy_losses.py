@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline.testing import LossContract
-from spurline_rl.losses.cispo import Cispo
+from spurline_rl.losses.algorithms import Cispo, Gspo, PolicyGradient, Ppo, Sapo, ValueLoss
 from spurline_rl.losses.configs import (
     CispoConfig,
     GspoConfig,
@@ -25,11 +25,6 @@ from spurline_rl.losses.configs import (
     SapoConfig,
     ValueLossConfig,
 )
-from spurline_rl.losses.gspo import Gspo
-from spurline_rl.losses.policy_gradient import PolicyGradient
-from spurline_rl.losses.ppo import Ppo
-from spurline_rl.losses.sapo import Sapo
-from spurline_rl.losses.value import ValueLoss
 
 Array = np.ndarray
 

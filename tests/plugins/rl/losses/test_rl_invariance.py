@@ -30,14 +30,9 @@ from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline_models.optimizers.configs import AdamWConfig
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.losses import configs as losses_configs
-from spurline_rl.losses.cispo import Cispo
+from spurline_rl.losses.algorithms import Cispo, Gspo, PolicyGradient, Ppo, Sapo, ValueLoss
 from spurline_rl.losses.configs import KlConfig
 from spurline_rl.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling, correct_batch
-from spurline_rl.losses.gspo import Gspo
-from spurline_rl.losses.policy_gradient import PolicyGradient
-from spurline_rl.losses.ppo import Ppo
-from spurline_rl.losses.sapo import Sapo
-from spurline_rl.losses.value import ValueLoss
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollouts_collator import RolloutsCollator
 from spurline_rl.testing.backend_cases import assert_gradients_close

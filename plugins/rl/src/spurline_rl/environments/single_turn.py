@@ -14,7 +14,7 @@ from spurline.plugins.registry import Registry
 from spurline_rl.environments.configs import SingleTurnConfig
 from spurline_rl.protocols.environment import PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.rewards.references import check_reference
+from spurline_rl.rewards.matching import check_reference
 from spurline_rl.scoring import close_all, make_rewards, reward_terms
 from spurline_rl.trajectory import Trajectory
 from spurline_text.chats.chat import ChatRenderer

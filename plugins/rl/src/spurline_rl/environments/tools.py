@@ -28,7 +28,7 @@ from spurline_rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError, PolicyHandle, Task
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.rewards.references import check_reference
+from spurline_rl.rewards.matching import check_reference
 from spurline_rl.scoring import close_all, make_rewards, reward_terms
 from spurline_rl.trajectory import Trajectory
 from spurline_text.chats.chat import ChatRenderer

@@ -69,7 +69,7 @@ def packed(tables: Iterable[pa.Table], schema: pa.Schema, texts: Mapping[str, st
 
 
 class RolloutFolder:
-    """The folder while a run adds to it. If its files take more than `most_bytes`, some older ones are removed."""
+    """The folder while a run adds to it. If its files take more than `most_bytes`, the oldest ones are removed."""
 
     def __init__(self, run_dir: Path, most_bytes: int) -> None:
         self._run_dir, self._most_bytes = run_dir, most_bytes
@@ -111,7 +111,7 @@ class RolloutFolder:
             temporary.replace(path)
             self._unsynced.append(path)
             self._sizes[step] = content.size
-            for old in self._sizes.keys() - thinned(self._sizes, self._most_bytes):
+            while sum(self._sizes.values()) > self._most_bytes and (old := min(self._sizes)) < step:
                 (self._folder / f"step-{old:06d}.parquet").unlink(missing_ok=True)
                 del self._sizes[old]
         except OSError as error:
@@ -132,20 +132,3 @@ class RolloutFolder:
             sync_file(self._folder)
         except OSError as error:
             raise write_failure(self._folder, error) from error
-
-
-def thinned(sizes: Mapping[int, int], most_bytes: int) -> set[int]:
-    """Choose the steps to keep.
-
-    All stay if they fit in `most_bytes`. Otherwise the newest stay that fit in half of it, at least one. Of the older
-    ones, every other is removed, again and again, until they fit in a quarter; the first step always stays.
-    """
-    if sum(sizes.values()) <= most_bytes:
-        return set(sizes)
-    newest, older, room = set[int](), sorted(sizes), most_bytes // 2
-    while older and (not newest or sizes[older[-1]] <= room):
-        room -= sizes[older[-1]]
-        newest.add(older.pop())
-    while sum(sizes[step] for step in older) > most_bytes // 4:
-        older = older[:-1][::2]
-    return newest | set(older)

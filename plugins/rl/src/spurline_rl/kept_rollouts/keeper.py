@@ -6,10 +6,10 @@ A step is written before the next one is handed over and before the checkpoint t
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import compress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,12 +21,10 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.kept_rollouts.files import RolloutFolder, packed
-from spurline_rl.kept_rollouts.table import SCHEMA, ScoredGroup, TokenTexts, attempts_table, given_up_table
+from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table, given_up_table
 from spurline_rl.trajectory import Group
 from spurline_text.token_pieces import TokenPieces
 
-_TABLE_TOKENS = 1_000_000
-"""Tokens of one table, of which up to two copies are in memory."""
 _BYTES_PER_TOKEN = 10
 """Upper estimate of a file's bytes for each token, texts included."""
 _LARGEST_SHARE = 4
@@ -40,13 +38,12 @@ class KeptStep:
     """The part of a step that is kept.
 
     Attributes:
-        step: Its number.
         groups: Groups that were trained on.
         filtered: Groups that were not trained on.
         lost: Prompts given up meanwhile.
         prompts_per_epoch: Prompts of a pass over the data.
-        column: Returns the values of a token column of the batch for each turn of `groups`. It is called on the thread
-            that writes.
+        column: Returns the values of a token column of the batch for each turn of `groups`; called on the thread that
+            writes.
     """
 
     step: int
@@ -125,41 +122,20 @@ class RolloutKeeper:
     def _write(self, taken: KeptStep) -> None:
         tokens = sum(len(group.flat.tokens) for group in (*taken.groups, *taken.filtered))
         one_in = max(1, -(-tokens * _BYTES_PER_TOKEN * _LARGEST_SHARE // self._most_bytes))
-        trained = _scored(taken)[::one_in]
-        filtered = [ScoredGroup(group) for group in taken.filtered[::one_in]]
+        trained, filtered = taken.groups[::one_in], taken.filtered[::one_in]
+        is_kept = [place % one_in == 0 for place, group in enumerate(taken.groups) for _ in range(len(group.flat))]
+        scores = {
+            name: np.concatenate([*compress(taken.column(name), is_kept)])
+            for name in ("old_logprobs", "advantages")
+            if trained
+        }
         if self._pieces is None:
             self._pieces = TokenPieces(self._tokenizer)
-        texts = TokenTexts(self._pieces, [each.group for each in (*trained, *filtered)])
-        per_epoch = taken.prompts_per_epoch
-        tables = chain(
-            (attempts_table(taken.step, "trained", part, texts, per_epoch, one_in) for part in _parts(trained)),
-            (attempts_table(taken.step, "filtered", part, texts, per_epoch, one_in) for part in _parts(filtered)),
-            [given_up_table(taken.step, taken.lost)],
-        )
+        texts = TokenTexts(self._pieces, [*trained, *filtered])
+        tables = [
+            attempts_table(taken.step, status, groups, values, texts, taken.prompts_per_epoch, one_in)
+            for status, groups, values in (("trained", trained, scores), ("filtered", filtered, {}))
+            if groups
+        ]
+        tables.append(given_up_table(taken.step, taken.lost))
         self._folder.add(taken.step, packed(tables, SCHEMA, texts.as_metadata()))
-
-
-def _scored(taken: KeptStep) -> list[ScoredGroup]:
-    """Return the trained groups with the scores of their tokens."""
-    old, advantages = iter(taken.column("old_logprobs")), iter(taken.column("advantages"))
-    return [
-        ScoredGroup(
-            group,
-            np.concatenate([*islice(old, len(group.flat))]),
-            np.concatenate([*islice(advantages, len(group.flat))]),
-        )
-        for group in taken.groups
-    ]
-
-
-def _parts(scored: Sequence[ScoredGroup]) -> Iterator[Sequence[ScoredGroup]]:
-    """Split the groups into parts of about `_TABLE_TOKENS`, at least one group each."""
-    start, size = 0, 0
-    for number, each in enumerate(scored):
-        tokens = len(each.group.flat.tokens)
-        if number > start and size + tokens > _TABLE_TOKENS:
-            yield scored[start:number]
-            start, size = number, 0
-        size += tokens
-    if start < len(scored):
-        yield scored[start:]

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from spurline.errors import RunDirectoryError
 from spurline_rl.kept_rollouts.files import ROLLOUTS_FOLDER, read_step, step_files
-from spurline_rl.kept_rollouts.table import DETAILS, SEARCHED
+from spurline_rl.kept_rollouts.table import DETAILS, SCHEMA
 from spurline_text.token_pieces import shown, text_of
 
 
@@ -134,44 +134,36 @@ class KeptAttempt:
     def turns(self) -> tuple[KeptTurn, ...]:
         """Return the calls of the model, in order."""
         stored = {name: self._values(name) for name in DETAILS if pa.types.is_list(DETAILS[name])}
-        finish = stored.pop("turn_finish")
-        turns = zip(finish, *(stored.pop(f"turn_{name}") for name in ("shared", "prompt", "response")), strict=True)
-        rewards, ids = stored.pop("turn_reward"), stored.pop("ids")
+        finish, *sizes = (stored.pop(f"turn_{name}") for name in ("finish", "shared", "prompt", "response"))
+        rewards, ids, gap = stored.pop("turn_reward"), stored.pop("ids"), stored["gap"]
+        stored["old_logprobs"] = None if gap is None else stored["logprobs"].astype(np.float32) + gap
+        stored["ages"] = None if stored["versions"] is None else self.step - 1 - stored["versions"]
+        if stored["advantages"] is not None:
+            stored["advantages"] = stored["advantages"].astype(np.float32)
+        if stored["loss_mask"] is None:
+            stored["loss_mask"] = np.ones(sizes[-1].sum(), np.uint8)
         made: list[KeptTurn] = []
         context, used, start = ids[:0], 0, 0
-        for number, (reason, shared, prompt, response) in enumerate(turns):
+        for number, (shared, prompt, response) in enumerate(zip(*sizes, strict=True)):
             own = ids[used : used + prompt - shared + response]
             context = np.concatenate([context[:shared], own])
             context.flags.writeable = False
-            used, end = used + len(own), start + response
-            columns = {name: None if values is None else values[start:end] for name, values in stored.items()}
-            start = end
             made.append(
                 KeptTurn(
                     prompt_ids=context[:prompt],
                     response_ids=context[prompt:],
-                    finish_reason=str(reason),
+                    finish_reason=str(finish[number]),
                     reward=None if rewards is None else float(rewards[number]),
-                    ages=None if columns["versions"] is None else self.step - 1 - columns["versions"],
                     _pieces=self._pieces,
-                    **_in_full(columns, response),
+                    **{name: None if of is None else of[start : start + response] for name, of in stored.items()},
                 )
             )
+            used, start = used + len(own), start + response
         return tuple(made)
 
     def _values(self, name: str) -> Any:
         values = self._table.column(name)[self._row].values
         return None if values is None else values.to_numpy(zero_copy_only=False)
-
-
-def _in_full(columns: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the columns of a turn, with the columns added that are computed from others."""
-    gap, advantages, mask = columns["gap"], columns["advantages"], columns["loss_mask"]
-    return columns | {
-        "old_logprobs": None if gap is None else columns["logprobs"].astype(np.float32) + gap,
-        "advantages": None if advantages is None else advantages.astype(np.float32),
-        "loss_mask": np.ones(count, np.uint8) if mask is None else mask,
-    }
 
 
 class KeptRollouts:
@@ -202,7 +194,7 @@ class KeptRollouts:
 
         A step without a file has no attempts. If `steps` is None, all steps are read.
         """
-        for table, texts in self._tables(steps, [*SEARCHED, *DETAILS]):
+        for table, texts in self._tables(steps, None):
             yield from _attempts(table, _StoredPieces(texts))
 
     def given_up(self, steps: Iterable[int] | None = None) -> Iterator[LostPrompt]:
@@ -213,7 +205,7 @@ class KeptRollouts:
                     yield LostPrompt(**row)
 
     def _tables(
-        self, steps: Iterable[int] | None, columns: Sequence[str]
+        self, steps: Iterable[int] | None, columns: Sequence[str] | None
     ) -> Iterator[tuple[pa.Table, Mapping[bytes, bytes]]]:
         for step in self.steps if steps is None else steps:
             if step in self._files and (found := read_step(self._files[step], columns)) is not None:
@@ -221,19 +213,14 @@ class KeptRollouts:
 
 
 def _attempts(table: pa.Table, pieces: _StoredPieces) -> Iterator[KeptAttempt]:
-    facts = [name for name in (*SEARCHED, "rewards", "retries", "info", "one_in") if name not in _NOT_OF_ATTEMPTS]
+    facts = [*(name for name in SCHEMA.names if name in KeptAttempt.__annotations__), "tokens", "finish"]
     table = table.combine_chunks()
     for number, row in enumerate(table.select(facts).to_pylist()):
         if row["status"] == "given_up":
             continue
-        parsed = {name: json.loads(row.pop(name)) for name in ("columns", "tags", "rewards", "info")}
-        tokens, finish = row.pop("tokens"), row.pop("finish")
-        yield KeptAttempt(
-            **row, **parsed, num_response_tokens=tokens, finish_reason=finish, _table=table, _row=number, _pieces=pieces
-        )
-
-
-_NOT_OF_ATTEMPTS = ("turns", "max_age", "max_gap", "prompt", "response", "reason")
+        row |= {name: json.loads(row[name]) for name in ("columns", "tags", "rewards", "info")}
+        row |= {"num_response_tokens": row.pop("tokens"), "finish_reason": row.pop("finish")}
+        yield KeptAttempt(**row, _table=table, _row=number, _pieces=pieces)
 
 
 class _StoredPieces:

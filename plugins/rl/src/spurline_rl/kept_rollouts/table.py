@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -65,17 +65,6 @@ DETAILS: Mapping[str, pa.DataType] = {
 SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 
 
-class ScoredGroup(NamedTuple):
-    """A group with two values for each of its response tokens, float32 [A]; None if the group was filtered.
-
-    `old_logprobs` are logprobs of the trained model before the update.
-    """
-
-    group: Group
-    old_logprobs: NDArray[np.float32] | None = None
-    advantages: NDArray[np.float32] | None = None
-
-
 class Pieces(Protocol):
     """The bytes of tokens: `spurline_text.token_pieces.TokenPieces`."""
 
@@ -123,25 +112,38 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
 
 
 def attempts_table(
-    step: int, status: Status, scored: Sequence[ScoredGroup], texts: TokenTexts, prompts_per_epoch: int, one_in: int
+    step: int,
+    status: Status,
+    groups: Sequence[Group],
+    scores: Mapping[str, NDArray[np.float32]],
+    texts: TokenTexts,
+    prompts_per_epoch: int,
+    one_in: int,
 ) -> pa.Table:
     """Return the attempts of these groups, one row for each.
 
     Args:
         step: Step that used the groups.
         status: What became of the groups.
-        scored: Groups with their scores. Either all have scores or none has.
+        groups: At least one group.
+        scores: `old_logprobs`, the trained model's before the update, and `advantages`: a value for each response token
+            of all groups. Filtered groups have none.
         texts: The texts of the groups' tokens.
         prompts_per_epoch: Number of prompts in a pass over the data.
         one_in: Out of this many groups of the step, one is kept.
     """
-    groups = [each.group for each in scored]
     flat = FlatTurns.join([group.flat for group in groups])
     attempts = trajectories_of(groups)
     group_of = [group for group in groups for _ in group.trajectories]
     turn_ends = _ends(flat.attempt_turns)
     token_ends = _ends(flat.num_response)[turn_ends]
-    token_columns = _token_columns(scored, flat)
+    stored = ("logprobs", "versions", "loss_mask", "rewards")
+    token_columns = {name: flat.columns[name] for name in stored if name in flat.columns}
+    if "advantages" in scores:
+        token_columns["advantages"] = scores["advantages"]
+    if "old_logprobs" in scores and "logprobs" in token_columns:
+        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
+        token_columns["gap"] = scores["old_logprobs"] - token_columns["logprobs"]
     responses = texts.of([turn.response_ids for attempt in attempts for turn in attempt.turns])
     shared, own = _unshared(attempts)
     columns: dict[str, Any] = {
@@ -194,21 +196,6 @@ def given_up_table(step: int, lost: Sequence[GivenUpPrompt]) -> pa.Table:
     known = {"step": step, "status": "given_up"}
     rows = [{**known, "uid": _utf8(prompt.uid), "draw": prompt.draw, "reason": _utf8(prompt.reason)} for prompt in lost]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
-
-
-def _token_columns(scored: Sequence[ScoredGroup], flat: FlatTurns) -> dict[str, NDArray[Any]]:
-    """Return the values of all response tokens by column."""
-    columns = {
-        name: flat.columns[name] for name in ("logprobs", "versions", "loss_mask", "rewards") if name in flat.columns
-    }
-    old = [each.old_logprobs for each in scored if each.old_logprobs is not None]
-    advantages = [each.advantages for each in scored if each.advantages is not None]
-    if old and "logprobs" in columns:
-        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
-        columns["gap"] = np.concatenate(old) - columns["logprobs"]
-    if advantages:
-        columns["advantages"] = np.concatenate(advantages)
-    return columns
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:

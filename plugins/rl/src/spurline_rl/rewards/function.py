@@ -20,7 +20,7 @@ from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
 from spurline_rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
-from spurline_rl.rewards.references import missing_reference
+from spurline_rl.rewards.matching import missing_reference
 
 
 class FunctionReward:

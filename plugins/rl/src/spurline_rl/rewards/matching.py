@@ -1,10 +1,14 @@
-"""Reward `exact_match`: compare the response with the row's reference answer."""
+"""Compare answers with the reference of their row, and suggest the column that holds it if a row has none."""
 
 from __future__ import annotations
 
-from spurline_rl.protocols.reward import Answer
+from collections.abc import Mapping
+from typing import Any
+
+from spurline.errors import DataError
+from spurline_rl.protocols.reward import Answer, RewardConfig
 from spurline_rl.rewards.configs import ExactMatchConfig
-from spurline_rl.rewards.references import required_reference
+from spurline_text.rows.usual_columns import guessed_reference
 
 
 class ExactMatch:
@@ -22,3 +26,38 @@ class ExactMatch:
     async def score_async(self, answer: Answer) -> float:
         """Return the same as `score`, which takes less time than to start a thread."""
         return self.score(answer)
+
+
+def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
+    """Raise DataError if the row has no reference and one of the rewards needs it."""
+    if reference is not None:
+        return
+    for config in rewards.values():
+        if config.needs_reference:
+            raise _without_reference(config.name, row)
+
+
+def required_reference(answer: Answer, name: str) -> str:
+    """Return the reference. Raises DataError, which names the reward, if the row has none."""
+    if answer.reference is not None:
+        return answer.reference
+    raise _without_reference(name, answer.row)
+
+
+def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
+    column = guessed_reference(row).get("reference", "NAME")
+    return DataError(
+        f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it with "
+        f"`columns: {{reference: {column}}}`."
+    )
+
+
+def missing_reference(answer: Answer) -> str:
+    """Return a hint for the failure of a function if the row may have a reference under another name, else nothing."""
+    column = guessed_reference(answer.row).get("reference")
+    if answer.reference is not None or column is None:
+        return ""
+    return (
+        f"answer.reference is None, as this row has no column `reference`; if `{column}` is meant, set "
+        f"`columns: {{reference: {column}}}` of the dataset."
+    )

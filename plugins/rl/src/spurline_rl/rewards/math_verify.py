@@ -15,7 +15,7 @@ from spurline.errors import ConfigError, DataError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import MathVerifyConfig
 from spurline_rl.rewards.killable import KillablePool, TookTooLong
-from spurline_rl.rewards.references import required_reference
+from spurline_rl.rewards.matching import required_reference
 
 
 class MathVerify:

@@ -25,8 +25,8 @@ from spurline.testing.samples import PAD, make_view
 from spurline.update.reduction import token_mean
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
+from spurline_rl.losses.algorithms import ValueLoss
 from spurline_rl.losses.configs import ValueLossConfig
-from spurline_rl.losses.value import ValueLoss
 
 GRADIENT_ROUNDINGS = 8
 """Rounding errors of its largest terms that may remain in a gradient whose terms cancel."""

@@ -33,8 +33,8 @@ from spurline.protocols.backend import (
 )
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
+from spurline_rl.losses.algorithms import Ppo
 from spurline_rl.losses.configs import PpoConfig
-from spurline_rl.losses.ppo import Ppo
 from spurline_rl.testing.backend_cases import (
     TEMPERATURE,
     UNEVEN,

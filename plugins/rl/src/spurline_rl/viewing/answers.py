@@ -267,24 +267,24 @@ def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
     `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
     """
     ids, pieces = zip(_responses(left), _responses(right), strict=True)
-    start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids[0], ids[1], strict=False)))
-    ends = [len(ids[0]), len(ids[1])]
-    while min(ends) > start and ids[0][ends[0] - 1] == ids[1][ends[1] - 1]:
-        ends = [end - 1 for end in ends]
-    found = [("same", pieces[0][:start])]
-    middle = [ids[side][start : ends[side]] for side in (0, 1)]
-    if max(map(len, middle)) > MOST_COMPARED:
-        blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
-    else:
+    start = _num_shared(*ids)
+    end = _num_shared(*(each[start:][::-1] for each in ids))
+    middle = [each[start : len(each) - end] for each in ids]
+    blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
+    if max(map(len, middle)) <= MOST_COMPARED:
         blocks = list(SequenceMatcher(None, middle[0], middle[1], autojunk=False).get_opcodes())
+    found = [("same", pieces[0][:start])]
     for kind, left_from, left_to, right_from, right_to in blocks:
-        if kind == "equal":
-            found.append(("same", pieces[0][start + left_from : start + left_to]))
-        else:
-            found.append(("left", pieces[0][start + left_from : start + left_to]))
-            found.append(("right", pieces[1][start + right_from : start + right_to]))
-    found.append(("same", pieces[0][ends[0] :]))
+        of_left = pieces[0][start + left_from : start + left_to]
+        of_right = pieces[1][start + right_from : start + right_to]
+        found += [("same", of_left)] if kind == "equal" else [("left", of_left), ("right", of_right)]
+    found.append(("same", pieces[0][len(ids[0]) - end :]))
     return [{"kind": kind, "pieces": tokens} for kind, tokens in found if tokens]
+
+
+def _num_shared(left: list[int], right: list[int]) -> int:
+    """Return how many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _responses(attempt: KeptAttempt) -> tuple[list[int], list[str]]:

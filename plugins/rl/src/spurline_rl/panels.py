@@ -1,12 +1,17 @@
-"""Draw the rewards, the fate of the groups and the lengths of responses. Only RL runs record these."""
+"""Draw what only RL runs record: rewards, groups, responses, the policy, and the mismatch of trainer and engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from spurline.trackers.readout import score
+from spurline_insight.health import LARGEST_MISMATCH
 from spurline_insight.report.figure import (
     Trace,
     band,
+    level,
     line,
     moving_means,
     one_of_several,
@@ -22,6 +27,13 @@ from spurline_insight.report_panel import RunRecord
 _TERM = "rewards/"
 _REASONS = {"stop": "stopped", "length": "cut off at the limit", "abort": "aborted", "error": "failed"}
 _PROMPTS_SHOWN = 10
+_CLIPPED = "policy/clip_fraction_"
+_KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference model"}
+_CRITIC = {"value/predicted": "predicted", "value/return": "return"}
+_CORRECTED = "correction/"
+_RATIO_TICKS = [1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1e4, 1e6, 1e8]
+_SAME = 1e-4
+"""Ratios this close together differ by rounding alone."""
 
 
 class RewardPanel(Panel):
@@ -213,3 +225,172 @@ def _ending(reason: str) -> str:
 def _ending_color(reason: str) -> str:
     known = [*_REASONS]
     return series_color(known.index(reason) + 3 if reason in known else 7)
+
+
+class PolicyPanel(Panel):
+    """Entropy, clipping, distances to earlier policies, and the spread of advantages."""
+
+    title = "Policy"
+    order = 220
+
+    def render(self, record: RunRecord) -> str | None:
+        """Return the panel, or None if no policy loss was recorded."""
+        notes: list[str] = []
+        plots = [
+            _entropy(record),
+            _clipping(record, notes),
+            _lines(record, _KL, "KL (nats per token)", rangemode="tozero"),
+            _ratio(record, "policy/ratio", "Ratio per token", notes),
+            _ratio(record, "policy/sequence_ratio", "Ratio per sequence", notes),
+            _advantages(record),
+            _lines(record, _CRITIC, "Critic"),
+        ]
+        shown = [plot for plot in plots if plot]
+        if not shown and not notes:
+            return None
+        head = caption("; ".join(notes).capitalize()) if notes else ""
+        return block(head, columns(*shown), wide=True)
+
+
+class MismatchPanel(Panel):
+    """Logprobs of the trainer against those that tokens were sampled with, before any update."""
+
+    title = "Mismatch of rollout and trainer"
+    order = 230
+
+    def render(self, record: RunRecord) -> str | None:
+        """Return the panel, or None if no mismatch was recorded."""
+        steps, differences = record.series("mismatch/logprob_diff")
+        if not steps:
+            return None
+        fresh = set(_fresh_steps(record))
+        of_fresh = [value for step, value in zip(steps, differences, strict=True) if step in fresh]
+        of_older = [value for step, value in zip(steps, differences, strict=True) if step not in fresh]
+        heads: list[str] = []
+        if of_fresh:
+            heads.append(f"{_mean_and_largest(of_fresh)}; engines of another precision show 0.01 to 0.03")
+        if of_older:
+            where = f"in the {len(of_older):,} other steps, with" if of_fresh else "with"
+            heads.append(
+                f"{_mean_and_largest(of_older)} {where} tokens of older weights, which includes what the policy itself "
+                "has changed since (drift)"
+            )
+        head = "; ".join(heads)
+        _, factors = record.series("correction/factor")
+        if factors:
+            head += f"; mean correction factor {score(sum(factors) / len(factors))}"
+        plots = [plot for plot in (_differences(record), _percentiles(record), _corrections(record)) if plot]
+        return block(caption(head), columns(*plots), wide=True) if len(plots) > 1 else block(caption(head), *plots)
+
+
+def _fresh_steps(record: RunRecord) -> list[int]:
+    """Return the steps whose tokens all come from the weights before the update, so only the engine differs."""
+    ages = dict(zip(*record.series("staleness/mean"), strict=True))
+    return [step for step in record.series("mismatch/logprob_diff")[0] if ages.get(step, 0.0) <= 0]
+
+
+def _mean_and_largest(differences: Sequence[float]) -> str:
+    return f"Mean difference {score(sum(differences) / len(differences))} nats, largest step {score(max(differences))}"
+
+
+def _entropy(record: RunRecord) -> str:
+    steps, values = record.series("policy/entropy")
+    if not steps:
+        return ""
+    traces = raw_and_smoothed("entropy", steps, values, "--series-3")
+    return step_figure(traces, "Entropy (nats per token)", label="Entropy over steps", rangemode="tozero")
+
+
+def _clipping(record: RunRecord, notes: list[str]) -> str:
+    """Draw shares of clipped tokens by side, or note that no token was ever clipped."""
+    names = recorded_names(record, _CLIPPED)
+    if not names:
+        return ""
+    if not any(any(record.series(name)[1]) for name in names):
+        notes.append("no token was clipped")
+        return ""
+    labels = {name: f"clipped: {name.removeprefix(_CLIPPED)}" for name in names}
+    return _token_shares(record, labels, "Clip fractions over steps")
+
+
+def _ratio(record: RunRecord, name: str, y_title: str, notes: list[str]) -> str:
+    """Draw mean and extremes, or note that the trained policy is always the one before the update."""
+    (steps, means), (_, low), (_, high) = (record.series(name + suffix) for suffix in ("", "/min", "/max"))
+    if not steps or not len(steps) == len(low) == len(high):
+        return ""
+    if max(high) - min(low) < _SAME:
+        notes.append(f"{y_title.lower()} to the policy before the update is 1 throughout: one update per step")
+        return ""
+    traces = band("smallest to largest", steps, low, high, "--series-4")
+    traces += one_of_several("mean", steps, means, "--series-4")
+    return step_figure(traces, y_title, label=f"{y_title} to the policy before the update", **_log_if(low, high))
+
+
+def _advantages(record: RunRecord) -> str:
+    steps, deviations = record.series("advantage/std")
+    if not steps:
+        return ""
+    (_, low), (_, high) = record.series("advantage/min"), record.series("advantage/max")
+    traces: list[Trace] = []
+    if len(steps) == len(low) == len(high):
+        traces += band("smallest to largest", steps, low, high, "--series-8")
+    traces += one_of_several("standard deviation", steps, deviations, "--series-5")
+    traces += one_of_several("mean", *record.series("advantage/mean"), "--series-1")
+    return step_figure(traces, "Advantage", label="Advantages over steps")
+
+
+def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
+    """Draw the series that are not always 0."""
+    traces: list[Trace] = []
+    for index, (name, label) in enumerate(labels.items()):
+        steps, values = record.series(name)
+        if any(values):
+            traces += one_of_several(label, steps, values, series_color(index))
+    return step_figure(traces, y_title, label=f"{y_title} over steps", **y_axis) if traces else ""
+
+
+def _differences(record: RunRecord) -> str:
+    """Draw on a logarithmic axis, since the largest difference is many times the mean."""
+    traces: list[Trace] = []
+    for name, label, color in (
+        ("mismatch/logprob_diff/max", "largest |difference|", "--series-8"),
+        ("mismatch/logprob_diff", "mean |difference|", "--series-1"),
+        ("mismatch/kl", "KL", "--series-3"),
+    ):
+        traces += one_of_several(label, *record.series(name), color)
+    for trace in traces:
+        # A logarithmic axis has no place for 0, nor for values below it by rounding.
+        trace["y"] = [value if value > 0 else math.nan for value in trace["y"]]
+    if fresh := _fresh_steps(record):
+        traces.append(level(f"warning above {LARGEST_MISMATCH:g} on average", fresh, LARGEST_MISMATCH, "--series-6"))
+    y_axis: dict[str, Any] = {"type": "log", "exponentformat": "power"}
+    return step_figure(traces, "Nats per token", label="Logprob differences over steps", **y_axis)
+
+
+def _percentiles(record: RunRecord) -> str:
+    (steps, low), (_, middle), (_, high) = (record.series(f"mismatch/ratio_p{name}") for name in (1, 50, 99))
+    if not steps or not len(steps) == len(middle) == len(high) or max(high) - min(low) < _SAME:
+        return ""
+    traces = band("1st to 99th percentile", steps, low, high, "--series-4")
+    traces.append(line("median", steps, middle, "--series-4"))
+    return step_figure(traces, "Trainer / rollout", label="Importance ratio over steps", **_log_if(low, high))
+
+
+def _corrections(record: RunRecord) -> str:
+    names = [name for name in recorded_names(record, _CORRECTED) if name != "correction/factor"]
+    labels = {name: name.removeprefix(_CORRECTED).replace("_", " ") for name in names}
+    return _token_shares(record, labels, "Corrected tokens over steps") if names else ""
+
+
+def _token_shares(record: RunRecord, labels: Mapping[str, str], label: str) -> str:
+    traces: list[Trace] = []
+    for index, (name, shown) in enumerate(labels.items()):
+        traces += one_of_several(shown, *record.series(name), series_color(index), hovertemplate="%{y:.2%}")
+    return step_figure(traces, "Share of tokens", label=label, tickformat=".2~%", rangemode="tozero")
+
+
+def _log_if(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic axis if ratios lie far apart."""
+    if min(low) <= 0 or max(high) <= 10 * min(low):
+        return {}
+    return {"type": "log", "tickmode": "array", "tickvals": _RATIO_TICKS}

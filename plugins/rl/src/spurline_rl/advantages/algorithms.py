@@ -1,0 +1,200 @@
+"""The advantages. The first four compare the samples of a prompt: one number per sample, the same for its tokens.
+
+    GRPO        A_i = (R_i - mean(R)) / (std(R) + eps)      Shao et al. 2024, arXiv:2402.03300
+    Dr. GRPO    A_i = R_i - mean(R)                         Liu et al. 2025, arXiv:2503.20783
+    RLOO        A_i = n / (n - 1) * (R_i - mean(R))         Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019
+    MaxRL       A_i = (R_i - mean(R)) / (mean(R) + eps)     Tajwar et al. 2026, arXiv:2602.02710
+
+over the returns R of the n samples of a prompt; exactly 0 in groups whose returns are all equal.
+
+GRPO: std has n - 1 in the denominator, as in other trainers; the paper leaves it open. Dr. GRPO (GRPO done right):
+without the division, prompts that nearly all or nearly no samples solve do not weigh more than others. The paper's
+divisor, which does not depend on the answer's length, is `reduction: fixed_norm`. RLOO (REINFORCE leave-one-out): this
+is R_i less the mean of the other returns; a baseline without the sample's own return keeps the policy gradient
+unbiased. MaxRL (maximum likelihood reinforcement learning): for rewards of 0 and 1 the mean estimates the probability p
+of success. As the gradient of log p is the gradient of p over p, rarely solved prompts weigh more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from spurline.errors import DataError
+from spurline_rl.advantages.configs import (
+    DrGrpoConfig,
+    GaeConfig,
+    GroupAdvantageConfig,
+    GrpoConfig,
+    MaxRlConfig,
+    ReinforcePlusPlusConfig,
+    RlooConfig,
+)
+from spurline_rl.advantages.shared import (
+    Returns,
+    center,
+    discounted_sums,
+    normalized,
+    read_tokens,
+    relative_to_group,
+    spread_over_groups,
+    write_tokens,
+)
+from spurline_rl.trajectory import Group
+
+Config = TypeVar("Config", bound=GroupAdvantageConfig)
+
+
+class _GroupRelative(ABC, Generic[Config]):
+    needs: frozenset[str] = frozenset()
+    name: ClassVar[str]
+    formula: ClassVar[str]
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+        return spread_over_groups(groups, self.sample_advantages(groups))
+
+    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns]:
+        return [relative_to_group(group, self.name, partial(self._compare, uid=group.uid)) for group in groups]
+
+    @abstractmethod
+    def _compare(self, returns: Returns, uid: str) -> Returns:
+        """Return the advantages of samples with these returns, which differ, of the prompt `uid`."""
+
+    def describe(self) -> str:
+        return self.formula
+
+
+class Grpo(_GroupRelative[GrpoConfig]):
+    """The return relative to the group's mean and spread."""
+
+    name = "grpo"
+    formula = "GRPO: each sample's return minus the mean of its prompt's samples"
+
+    def _compare(self, returns: Returns, uid: str) -> Returns:
+        spread = returns.std(ddof=1) + self.config.eps if self.config.normalize_std else 1.0
+        return center(returns) / spread
+
+    def describe(self) -> str:
+        return f"{self.formula}{', over its standard deviation' if self.config.normalize_std else ''}."
+
+
+class DrGrpo(_GroupRelative[DrGrpoConfig]):
+    """The return relative to the group's mean."""
+
+    name = "dr_grpo"
+    formula = "Dr. GRPO: each sample's return minus the mean of its prompt's samples."
+
+    def _compare(self, returns: Returns, uid: str) -> Returns:
+        return center(returns)
+
+
+class Rloo(_GroupRelative[RlooConfig]):
+    """The return relative to the mean of the others."""
+
+    name = "rloo"
+    formula = "RLOO: each sample's return minus the mean of its prompt's other samples."
+
+    def _compare(self, returns: Returns, uid: str) -> Returns:
+        return len(returns) / (len(returns) - 1) * center(returns)
+
+
+class MaxRl(_GroupRelative[MaxRlConfig]):
+    """The return relative to the group's mean, in units of that mean."""
+
+    name = "maxrl"
+    formula = "MaxRL: each sample's return minus the mean of its prompt's samples, over that mean."
+
+    def _compare(self, returns: Returns, uid: str) -> Returns:
+        if returns.min() < 0:
+            raise DataError(
+                f"A sample of prompt '{uid}' has return {returns.min():g}, but maxrl takes the mean return for a "
+                "probability of success. Use rewards between 0 and 1, or choose advantage: grpo."
+            )
+        return center(returns) / (returns.mean() + self.config.eps)
+
+
+class ReinforcePlusPlus:
+    """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): normalise over all samples together, not prompt by prompt.
+
+    `baseline: group`, the paper's variant for several samples per prompt:
+
+        B_i = R_i - mean(R of the prompt),  A_i = B_i / (std(B) + eps)
+
+    with std over all samples passed in; their mean is 0 already. Samples count the same whatever their length: if they
+    were weighed by tokens, groups with equal returns would get an advantage.
+
+    `baseline: batch`, for any number of samples per prompt:
+
+        G_t = r_t + gamma * G_{t+1},  A_t = (G_t - mean(G)) / (std(G) + eps)
+
+    along the tokens of a trajectory, with mean and std over all trained tokens passed in. Both std divide by the count.
+    """
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, config: ReinforcePlusPlusConfig):
+        self.config = config
+
+    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+        samples = self.sample_advantages(groups)
+        return self._compare_tokens(groups) if samples is None else spread_over_groups(groups, samples)
+
+    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns] | None:
+        if self.config.baseline == "batch":
+            return None
+        centred = [relative_to_group(group, "reinforce_pp", center) for group in groups]
+        std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
+        return [values / (std + self.config.eps) for values in centred]
+
+    def _compare_tokens(self, groups: Sequence[Group]) -> list[Group]:
+        returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)
+        return write_tokens(groups, advantages=normalized(returns, read_tokens(groups, "loss_mask"), self.config.eps))
+
+    def describe(self) -> str:
+        if self.config.baseline == "group":
+            return "REINFORCE++: return minus the mean of the prompt's samples, over the spread of all samples."
+        return f"REINFORCE++: returns of each token, discounted by {self.config.gamma:g}, normalised over all tokens."
+
+
+class Gae:
+    """Generalised advantage estimation with a critic (GAE, Schulman et al. 2016, arXiv:1506.02438), as PPO uses it.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t
+        A_t = delta_t + gamma * lam * A_{t+1}        returns: A_t + V_t
+
+    along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t, and 0
+    after the last token, also if the answer was cut off. The critic is trained on the returns. The advantages are then
+    normalised over all trained tokens passed in; std divides by the count.
+    """
+
+    needs: frozenset[str] = frozenset({"values"})
+
+    def __init__(self, config: GaeConfig):
+        self.config = config
+
+    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+        gamma = self.config.gamma
+        rewards, values = read_tokens(groups, "rewards"), read_tokens(groups, "values")
+        surprises = [
+            reward + gamma * np.append(value[1:], 0.0)[: len(value)] - value
+            for reward, value in zip(rewards, values, strict=True)
+        ]
+        advantages = discounted_sums(surprises, gamma * self.config.lam)
+        returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+        if self.config.normalize:
+            advantages = normalized(advantages, read_tokens(groups, "loss_mask"), self.config.eps)
+        return write_tokens(groups, advantages=advantages, returns=returns)
+
+    def describe(self) -> str:
+        normalized_too = ", normalised over all tokens" if self.config.normalize else ""
+        return (
+            f"GAE: a critic's temporal differences, discounted by {self.config.gamma:g} and decayed by "
+            f"{self.config.lam:g} per token{normalized_too}."
+        )

@@ -1,0 +1,235 @@
+"""The policy losses, which differ in how they bound the step away from the policy before the update; and the critic's.
+
+With the advantage A, p the policy, and r = p / p_old per token. `old_logprobs` are the trainer's before the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spurline.protocols.loss import TokenLossInputs
+from spurline_rl.losses.configs import (
+    CispoConfig,
+    GspoConfig,
+    PolicyGradientConfig,
+    PpoConfig,
+    SapoConfig,
+    ValueLossConfig,
+)
+from spurline_rl.losses.policy_loss import PolicyLoss, bounded_exp, clip_fractions, ratio_to_old
+
+
+class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
+    """The plain policy gradient (REINFORCE, Williams 1992; Sutton et al. 2000).
+
+        l = -A log p
+
+    or with `importance_ratio`, for batches of several optimizer steps, where p moves away from the old policy:
+
+        l = -A r
+
+    whose gradient is the former gradient times the ratio. Neither bounds the step.
+    """
+
+    def surrogate_needs(self) -> frozenset[str]:
+        return frozenset({"advantages", "old_logprobs"} if self.config.importance_ratio else {"advantages"})
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        factor = ratio_to_old(inputs) if self.config.importance_ratio else inputs.logprobs
+        return -inputs.columns["advantages"] * factor
+
+    def describe_surrogate(self) -> str:
+        what = (
+            "probability ratio to the policy before the update" if self.config.importance_ratio else "log-probability"
+        )
+        return f"Policy gradient: minus advantage times {what}"
+
+
+class Ppo(PolicyLoss[PpoConfig]):
+    """Proximal policy optimisation with a clipped ratio (PPO, Schulman et al. 2017, arXiv:1707.06347).
+
+        l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+
+    A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c,
+    tokens with A < 0 lose at most -c A, however large r is (Ye et al. 2020, arXiv:1912.09729). If the engine differs
+    from the trainer, a `correction` makes this decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), with the old
+    policy as the proximal one.
+    """
+
+    def __init__(self, config: PpoConfig):
+        super().__init__(config)
+        self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        ratio, advantages = ratio_to_old(inputs), inputs.columns["advantages"]
+        loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(self._low, self._high))
+        if self.config.dual_clip is None:
+            return loss
+        return torch.where(advantages < 0, torch.minimum(loss, -advantages * self.config.dual_clip), loss)
+
+    def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        ratio, advantages = ratio_to_old(inputs), inputs.columns["advantages"]
+        found = clip_fractions(ratio, advantages, self._low, self._high)
+        if self.config.dual_clip is not None:
+            bounded = (ratio > self.config.dual_clip) & (advantages < 0)
+            found["policy/clip_fraction_dual"] = bounded.to(ratio.dtype)
+        return found
+
+    def describe_surrogate(self) -> str:
+        dual = f", and at most {self.config.dual_clip:g} where it is negative" if self.config.dual_clip else ""
+        return (
+            "PPO: minus advantage times probability ratio to the policy before the update, clipped to "
+            f"{self._low:g}..{self._high:g} per token{dual}"
+        )
+
+
+class Gspo(PolicyLoss[GspoConfig]):
+    """Group sequence policy optimisation (GSPO, Zheng et al. 2025, arXiv:2507.18071).
+
+        s = (p(y) / p_old(y))^(1 / |y|) = exp(mean over the sequence of log p - log p_old)
+        l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)       for each token of the sequence
+
+    All tokens of a sequence share one ratio, so the clip leaves out sequences, not tokens. A sequence is a segment: the
+    loss tokens of one turn, or of all turns that were merged into one row, without tokens that a correction rejected.
+    The paper weighs sequences alike: `reduction: sequence_mean`. With one advantage per sequence, this is also the
+    gradient of the paper's GSPO-token.
+    """
+
+    def __init__(self, config: GspoConfig):
+        super().__init__(config)
+        self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        ratio, advantages = _sequence_ratio(inputs), inputs.columns["advantages"]
+        return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(self._low, self._high))
+
+    def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        ratio = _sequence_ratio(inputs)
+        return {
+            **clip_fractions(ratio, inputs.columns["advantages"], self._low, self._high),
+            "policy/sequence_ratio": ratio,
+            "policy/sequence_ratio/max": ratio,
+            "policy/sequence_ratio/min": ratio,
+        }
+
+    def describe_surrogate(self) -> str:
+        return (
+            "GSPO: minus advantage times the sequence's mean probability ratio to the policy before the update, "
+            f"clipped to {self._low:g}..{self._high:g}"
+        )
+
+
+def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
+    """Return for each token the geometric mean of the ratios in its segment, [N]."""
+    log_ratio = inputs.logprobs - inputs.columns["old_logprobs"]
+    sums = log_ratio.new_zeros(inputs.num_segments).index_add(0, inputs.segment_index, log_ratio)
+    counts = torch.bincount(inputs.segment_index, minlength=inputs.num_segments).clamp(min=1)
+    return bounded_exp(sums / counts)[inputs.segment_index]
+
+
+class Cispo(PolicyLoss[CispoConfig]):
+    """Clipped importance-sampling policy optimisation (CISPO, MiniMax-M1, MiniMax 2025, arXiv:2506.13585).
+
+        l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p,      sg stopping the gradient
+
+    The weight is clipped, not the token, so tokens whose ratio moved far keep a gradient. The paper sets no lower bound
+    and does not state its upper one. ScaleRL found several caps to work alike, among them the default of 5 (Khatri et
+    al. 2025, arXiv:2510.13786).
+    """
+
+    def __init__(self, config: CispoConfig):
+        super().__init__(config)
+        self._low = 1 - config.clip_low if config.clip_low is not None else 0.0
+        self._high = 1 + config.clip_high
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        weight = ratio_to_old(inputs).detach().clamp(self._low, self._high)
+        return -weight * inputs.columns["advantages"] * inputs.logprobs
+
+    def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        ratio = ratio_to_old(inputs)
+        return {
+            "policy/clip_fraction_low": (ratio < self._low).to(ratio.dtype),
+            "policy/clip_fraction_high": (ratio > self._high).to(ratio.dtype),
+        }
+
+    def describe_surrogate(self) -> str:
+        return (
+            "CISPO: minus advantage times log-probability, weighted by the probability ratio to the policy before the "
+            f"update, clipped to {self._low:g}..{self._high:g} and held constant"
+        )
+
+
+class Sapo(PolicyLoss[SapoConfig]):
+    """Soft adaptive policy optimisation (SAPO, Gao et al. 2025, arXiv:2511.20347).
+
+        l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
+
+    with sigma the logistic function. Its gradient is the gradient of -A r, multiplied by a gate 4 sigma (1 - sigma).
+    The gate is 1 at r = 1 and closes smoothly on both sides. For A <= 0, a higher tau closes it earlier: lowering the
+    probability of one token raises that of all others, which makes training unstable.
+    """
+
+    def surrogate(self, inputs: TokenLossInputs) -> Tensor:
+        tau, open_share = self._gate(inputs)
+        return -inputs.columns["advantages"] * 4 / tau * open_share
+
+    def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        _, open_share = self._gate(inputs)
+        return {"policy/gate": 4 * open_share * (1 - open_share)}
+
+    def _gate(self, inputs: TokenLossInputs) -> tuple[Tensor, Tensor]:
+        ratio, advantages = ratio_to_old(inputs), inputs.columns["advantages"]
+        positive = torch.full_like(advantages, self.config.tau_positive)
+        tau = torch.where(advantages > 0, positive, self.config.tau_negative)
+        return tau, torch.sigmoid(tau * (ratio - 1))
+
+    def describe_surrogate(self) -> str:
+        return (
+            "SAPO: minus advantage times a soft gate on the probability ratio to the policy before the update, of "
+            f"temperature {self.config.tau_positive:g} for positive and {self.config.tau_negative:g} for negative ones"
+        )
+
+
+class ValueLoss:
+    """Half the squared error of a critic's values, clipped around the earlier ones (PPO, arXiv:1707.06347).
+
+    With v the value, v_old the one before the update and R the return:
+
+        l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
+
+    A value that has moved by `clip` gets no gradient to move further. For `Backend.update(..., role="critic")`, where
+    `inputs.logprobs` are the critic's values: at the position before a token, the model predicts the return from that
+    token on. `gae` reads `values` and writes `returns`.
+    """
+
+    needs: frozenset[str] = frozenset({"values", "returns"})
+
+    def __init__(self, config: ValueLossConfig):
+        self.config = config
+
+    def token_loss(self, inputs: TokenLossInputs) -> Tensor:
+        values, target = inputs.logprobs, inputs.columns["returns"]
+        error = (values - target).square()
+        if self.config.clip is not None:
+            error = torch.maximum(error, (self._clip_values(inputs) - target).square())
+        return error / 2
+
+    def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
+        found = {"value/predicted": inputs.logprobs, "value/return": inputs.columns["returns"]}
+        if self.config.clip is not None:
+            moved = self._clip_values(inputs) != inputs.logprobs
+            found["value/clip_fraction"] = moved.to(inputs.logprobs.dtype)
+        return found
+
+    def describe(self) -> str:
+        clip = f", clipped to {self.config.clip:g} around its value before the update" if self.config.clip else ""
+        return f"Critic: half the squared difference of its value and the return{clip}."
+
+    def _clip_values(self, inputs: TokenLossInputs) -> Tensor:
+        assert self.config.clip is not None
+        old = inputs.columns["values"]
+        return torch.clamp(inputs.logprobs, old - self.config.clip, old + self.config.clip)
