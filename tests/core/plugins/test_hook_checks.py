@@ -21,32 +21,32 @@ def recorder(log: list[str], name: str) -> Callable[..., None]:
     return on_step_end
 
 
-def test_misspelled_hook_gets_a_near_miss(plugins: FakePlugins) -> None:
-    def on_step_ended(step: int) -> None: ...
-
-    available = plugins.add("typo", hooks=(on_step_ended,))
-    refused(["typo"], available, "'typo' implements an unknown hook 'on_step_ended'. Did you mean 'on_step_end'?")
+def misspelled(step: int) -> None: ...
 
 
-def test_misspelled_hook_argument_gets_a_near_miss(plugins: FakePlugins) -> None:
-    def on_step_end(step: int, metric: Mapping[str, float]) -> None: ...
-
-    available = plugins.add("typo", hooks=(on_step_end,))
-    refused(["typo"], available, "'on_step_end' takes an unknown argument 'metric'. Did you mean 'metrics'?")
+def unknown_argument(step: int, metric: Mapping[str, float]) -> None: ...
 
 
-def test_hook_argument_with_a_default_is_refused_because_it_would_always_win(plugins: FakePlugins) -> None:
-    def on_step_end(step: int = 7) -> None: ...
-
-    refused(["lazy"], plugins.add("lazy", hooks=(on_step_end,)), "argument 'step' of 'on_step_end' has a default")
+def default_argument(step: int = 7) -> None: ...
 
 
-def test_train_step_can_only_be_wrapped(plugins: FakePlugins) -> None:
-    def train_step(step: int) -> dict[str, float]:
-        return {}
+def replacing(step: int) -> dict[str, float]:
+    return {}
 
-    available = plugins.add("greedy", hooks=(train_step,))
-    refused(["greedy"], available, "Plugin 'greedy' implements 'train_step', which core alone does. Wrap it")
+
+@pytest.mark.parametrize(
+    ("name", "function", "told"),
+    [
+        ("on_step_ended", misspelled, "an unknown hook 'on_step_ended'. Did you mean 'on_step_end'?"),
+        ("on_step_end", unknown_argument, "an unknown argument 'metric'. Did you mean 'metrics'?"),
+        ("on_step_end", default_argument, "argument 'step' of 'on_step_end' has a default"),
+        ("train_step", replacing, "Plugin 'wrong' implements 'train_step', which core alone does. Wrap it"),
+    ],
+)
+def test_a_wrong_hook_is_refused_with_the_fix(
+    plugins: FakePlugins, name: str, function: Callable[..., Any], told: str
+) -> None:
+    refused(["wrong"], plugins.add("wrong", **{name: hookimpl(specname=name)(function)}), told)
 
 
 def wrapping(log: list[str], name: str) -> Callable[..., Any]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from spurline.errors import RunFailedError
 from spurline.files import write_text
-from spurline.run.directory import RunDirectory
+from spurline.run import directory
+from spurline.run.directory import RunDirectory, RunRecordFiles
 
 
 def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
@@ -26,9 +29,9 @@ def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
     own = [tmp_path / ".notes.tmp", tmp_path / "draft.7.tmp"]
     for path in own:
         path.touch()
-    directory = RunDirectory(tmp_path)
-    directory.open()
-    directory.close()
+    opened = RunDirectory(tmp_path)
+    opened.open()
+    opened.close()
     left = sorted(path.name for path in tmp_path.rglob("*.tmp"))
     assert left == sorted(path.name for path in own)
 
@@ -36,7 +39,7 @@ def test_what_a_killed_process_began_to_write_is_removed_when_the_run_goes_on(
 def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = RunDirectory(tmp_path)
+    run_dir = RunDirectory(tmp_path)
     # Rollouts too, though this run tells of none: what the earlier one wrote is in its summary.
     summary = {"records": ["rollouts", "../elsewhere", "never-written"]}
     names = ["config.json", "eval_samples.jsonl", "metrics.jsonl", "rollouts", "timeline.jsonl"]
@@ -55,8 +58,16 @@ def test_an_attempt_is_set_aside_as_a_whole_also_when_a_kill_comes_between(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename_once)
         with pytest.raises(KeyboardInterrupt):
-            directory.set_aside_earlier(["timeline.jsonl"])
-    assert "1 steps of an earlier attempt" in (directory.set_aside_earlier(["timeline.jsonl"]) or "")
+            run_dir.set_aside_earlier(["timeline.jsonl"])
+    assert "1 steps of an earlier attempt" in (run_dir.set_aside_earlier(["timeline.jsonl"]) or "")
     assert not [*tmp_path.glob("*.json*")]
     assert sorted(path.name for path in tmp_path.glob("before-*/*")) == names
-    assert directory.set_aside_earlier(["timeline.jsonl"]) is None
+    assert run_dir.set_aside_earlier(["timeline.jsonl"]) is None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no disk that is always full")
+def test_a_full_disk_is_named_with_the_file_of_sample_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "own_file", lambda path, flags: os.open("/dev/full", flags))
+    files = RunRecordFiles(RunDirectory(tmp_path), {})
+    with pytest.raises(RunFailedError, match=r"eval_samples\.jsonl: cannot be written: No space left on device"):
+        files.add_samples(1, [{"response": "a"}])

@@ -131,7 +131,7 @@ class _Builder:
         new = [self.replaced(argument) for argument in arguments]
         if all(a is b for a, b in zip(new, arguments, strict=True)):
             return annotation
-        return _union_of(new) if origin in (Union, types.UnionType) else _generic(origin, new)
+        return _generic(Union, new) if origin in (Union, types.UnionType) else _generic(origin, new)
 
     def _union(self, mark: Component) -> Any:
         """Return the union of the kind's configs, chosen by `name`; a bare string stands for one setting of it."""
@@ -151,7 +151,7 @@ class _Builder:
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(
-            _union_of(members),
+            _generic(Union, members),
             [
                 discriminator,
                 _written_in_short(mark),
@@ -208,10 +208,6 @@ def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
 
 def _annotated(inner: Any, marks: Sequence[Any]) -> Any:
     return _generic(Annotated, [inner, *marks])
-
-
-def _union_of(members: Sequence[Any]) -> Any:
-    return _generic(Union, members)
 
 
 def _generic(origin: Any, arguments: Sequence[Any]) -> Any:

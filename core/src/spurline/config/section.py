@@ -12,19 +12,19 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from spurline.config.paths import ConfigPlace
 from spurline.errors import Problem
@@ -33,33 +33,10 @@ if TYPE_CHECKING:
     from spurline.progress import Progress
 
 
-def _no_boolean(value: object) -> object:
-    if isinstance(value, bool):
-        raise PydanticCustomError("number_from_bool", "it must be a number, not true or false")
-    return value
-
-
-_REFUSES_BOOLEANS = core_schema.no_info_before_validator_function(_no_boolean, core_schema.any_schema())["function"]
-
-
-def _refuse_booleans(schema: Any, section: type[BaseModel]) -> None:
-    """Refuse true and false for every number in the schema of a section, as pydantic takes them for 1 and 0.
-
-    Nested sections have had their own call, and are left alone.
-    """
-    if isinstance(schema, list):
-        for item in cast("list[Any]", schema):
-            _refuse_booleans(item, section)
-    elif isinstance(schema, dict):
-        node = cast("dict[str, Any]", schema)
-        kind = node.get("type")
-        if kind in ("int", "float"):
-            number = cast("CoreSchema", dict(node))
-            node.clear()
-            node.update(core_schema.no_info_before_validator_function(_no_boolean, number))
-        elif node.get("function") != _REFUSES_BOOLEANS and (kind != "model" or node.get("cls") is section):
-            for key in node.keys() - {"default", "metadata", "serialization"}:
-                _refuse_booleans(node[key], section)
+def _types_in(annotation: Any) -> list[Any]:
+    """Return the types that a type expression is made of."""
+    arguments = get_args(annotation)
+    return [part for argument in arguments for part in _types_in(argument)] if arguments else [annotation]
 
 
 class Section(BaseModel):
@@ -80,11 +57,17 @@ class Section(BaseModel):
             return cast("Any", value)
         return {key: item for key, item in cast("Mapping[str, Any]", value).items() if key not in cls.retired}
 
+    @field_validator("*", mode="before")
     @classmethod
-    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        schema = handler(source)
-        _refuse_booleans(handler.resolve_ref_schema(schema), cls)
-        return schema
+    def _no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false for a number, or in a list of numbers, as pydantic takes them for 1 and 0."""
+        is_list = isinstance(value, (list, tuple))
+        if any(isinstance(item, bool) for item in (cast("list[Any]", value) if is_list else [value])):
+            types = _types_in(cls.model_fields[info.field_name or ""].annotation)
+            if any(each in (int, float) for each in types) and not any(each in (bool, Any) for each in types):
+                text = "must hold numbers, not true or false" if is_list else "it must be a number, not true or false"
+                raise PydanticCustomError("number_from_bool", text)
+        return value
 
     def problems(self, run: Any) -> Iterable[Problem]:
         """Yield the problems that this section has with other sections. Their keys are relative to this section.

@@ -292,7 +292,6 @@ class BackendFacts:
     """Dropout that the backend itself adds to the model: key path in its section -> rate."""
     computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
-    """Tokens that a micro-batch is filled up to where rows are dealt to ranks; None takes a rank's rows at once."""
     device: str = ""
     """The devices in words, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
 

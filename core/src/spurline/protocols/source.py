@@ -27,32 +27,26 @@ if TYPE_CHECKING:
 
 
 class SamplingSettings(Protocol):
-    """How responses are sampled, as far as code that asks the trained model later needs to know."""
+    """How responses are sampled, for code that asks the trained model later.
+
+    Attributes:
+        temperature: Divisor of the logits; 0 is greedy.
+        top_p: Probability that the likeliest tokens hold from which one is drawn; 1 keeps all tokens.
+        top_k: Number of likeliest tokens from which one is drawn; 0 keeps all tokens.
+        max_new_tokens: Tokens of the longest response of one turn.
+        stop: Texts that end a response, besides the model's own end tokens.
+    """
 
     @property
-    def temperature(self) -> float:
-        """Divides the logits; 0 is greedy."""
-        ...
-
+    def temperature(self) -> float: ...
     @property
-    def top_p(self) -> float:
-        """Probability that the likeliest tokens hold from which one is drawn; 1 keeps all tokens."""
-        ...
-
+    def top_p(self) -> float: ...
     @property
-    def top_k(self) -> int:
-        """Number of likeliest tokens from which one is drawn; 0 keeps all tokens."""
-        ...
-
+    def top_k(self) -> int: ...
     @property
-    def max_new_tokens(self) -> int:
-        """Longest response of one turn."""
-        ...
-
+    def max_new_tokens(self) -> int: ...
     @property
-    def stop(self) -> tuple[str, ...]:
-        """Texts that end a response, besides the model's own end tokens."""
-        ...
+    def stop(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

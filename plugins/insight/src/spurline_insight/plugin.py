@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from spurline.config.section import OnResume
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
-from spurline_insight.report.configs import ReportConfig
-from spurline_insight.report_panel import ReportPanelConfig
+from spurline_insight.report_panel import ReportConfig, ReportPanelConfig
 
 if TYPE_CHECKING:
     from spurline.run.run import Run

@@ -1,19 +1,28 @@
-"""Define the kind `report_panel`: one section of the HTML report."""
+"""Define the kind `report_panel`, one section of the HTML report, and the settings of the report."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
-from spurline.config.section import ComponentConfig
+from spurline.config.section import Component, ComponentConfig, Section
 
 
 class ReportPanelConfig(ComponentConfig):
     """A section of the report without settings."""
 
     kind: ClassVar[str] = "report_panel"
+
+
+class ReportConfig(Section):
+    """The HTML page written to RUN_DIR/report.html."""
+
+    enabled: bool = True
+    """Write the page when the run ends."""
+    panels: tuple[Annotated[ReportPanelConfig, Component("report_panel")], ...] | None = None
+    """Panels in page order; null shows every panel of core and of the enabled plugins."""
 
 
 @dataclass(frozen=True)

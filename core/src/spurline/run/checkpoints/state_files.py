@@ -1,8 +1,8 @@
-"""The state of a component in files, without pickle.
+"""Write and read the state of a component, without pickle.
 
-It is nested dicts and lists of JSON values and numpy arrays: NAME.json holds the structure and refers to the arrays,
-which NAME.safetensors holds under the names of their keys, `weights/embed`. `StateParts` in it (finished rollouts, say)
-are states of their own, NAME.parts/0/00000.json and so on, written and read one after another.
+A state is nested dicts and lists of JSON values and numpy arrays. NAME.json holds the structure, and NAME.safetensors
+the arrays, under names made of their keys, such as `weights/embed`. Each part of a `StateParts`, such as a finished
+group of rollouts, has files of its own, NAME.parts/0/00000.json and so on. Parts are written and read one by one.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from spurline.protocols.stateful import StateParts
 from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 
 _REFERENCE = "__array__"
-"""Key of what stands for an array in the structure; its value is the array's name."""
+"""Key that refers to an array in the structure; its value is the name of the array."""
 _PARTS = "__parts__"
-"""Key of what stands for `StateParts`; its value is their number in the state, and the name of their folder."""
+"""Key that refers to `StateParts`; its value is their number in the state, which is the name of their folder."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
 """Names that an array cannot have: safetensors reserves one, and the other is empty."""
@@ -37,12 +37,20 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def write_state(path: Path, state: Mapping[str, object], owner: str | None = None) -> dict[str, FileDigest]:
-    """Write `path`.json; arrays to `path`.safetensors, where each has the name of its keys; parts below `path`.parts.
+    """Write a state to `path`.json, its arrays to `path`.safetensors and its parts below `path`.parts.
 
-    There is a state when its JSON file is there, which is written last. Returns the digests of the files, which are
-    safe on the disk, by their path beside `path`.
-    owner: whose state it is, for messages; by default the last two parts of the path.
-    Raises RunFailedError naming the value that cannot be saved.
+    The JSON file is written last, so a state without it is incomplete.
+
+    Args:
+        path: The files' path without their suffixes.
+        state: The result of `state_dict`.
+        owner: The owner of the state, for messages; by default the last two parts of the path.
+
+    Returns:
+        The digests of the files by their path relative to the folder of `path`. The files have been forced to disk.
+
+    Raises:
+        RunFailedError: If a value cannot be saved; names the value.
     """
     digests: dict[Path, FileDigest] = {}
     try:
@@ -58,9 +66,9 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
 
 
 def copied_state(value: Any) -> Any:
-    """Copy what `state_dict` returned, so that nothing which changes it later changes this.
+    """Return a copy of the result of `state_dict`, which later changes do not reach.
 
-    Parts that are frozen are left where they are; others are all made here.
+    Frozen parts are not copied; all other parts are made now.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -77,10 +85,10 @@ def copied_state(value: Any) -> Any:
 
 
 def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> None:
-    """keys: the way to this state, if it is a part of another one. digests: takes those of the files."""
+    """Write one state, and add the digests of its files. `keys` lead to it if it is a part of another state."""
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A state that was here belongs together with its arrays and parts: it ends with them.
+    # Remove an earlier state with its arrays and parts.
     for earlier in (structure, arrays_path, parts_path):
         remove(earlier)
     taken = _TakenOut({}, [])
@@ -95,18 +103,18 @@ def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], diges
 
 
 def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> int:
-    """Returns how many there are."""
+    """Write each part, and return the number of parts."""
     count = 0
     for part in parts:
-        _write(_part_path(folder, count), part, (*keys, str(count)), digests)
+        _write(folder / f"{count:05d}", part, (*keys, str(count)), digests)
         count += 1
     return count
 
 
 def read_state(path: Path) -> dict[str, object]:
-    """Read what `write_state` wrote; parts are read while they are iterated over.
+    """Read a state that `write_state` wrote. Parts are read while they are iterated over.
 
-    Raises FileNotFoundError when there is none, DamagedCheckpointError when it is not as it was written.
+    Raises FileNotFoundError if there is none, and DamagedCheckpointError if its files have changed.
     """
     structure, arrays_path, parts_path = _state_paths(path)
     text = structure.read_bytes()
@@ -124,7 +132,7 @@ def read_state(path: Path) -> dict[str, object]:
 
 
 def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:
-    return (read_state(_part_path(folder, number)) for number in range(count))
+    return (read_state(folder / f"{number:05d}") for number in range(count))
 
 
 def _state_paths(path: Path) -> tuple[Path, Path, Path]:
@@ -133,19 +141,15 @@ def _state_paths(path: Path) -> tuple[Path, Path, Path]:
     return structure, arrays, parts
 
 
-def _part_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:05d}"
-
-
 @dataclass(frozen=True)
 class _TakenOut:
-    """Takes out of a state what its JSON cannot hold: arrays, by name, and parts, each with its keys in the state."""
+    """The arrays of a state by name, and its parts with their keys, which its JSON cannot hold."""
 
     arrays: dict[str, NDArray[Any]]
     parts: list[tuple[StateParts, tuple[str, ...]]]
 
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """Return the value with references in place of what is taken out of it. keys: the way to it."""
+        """Return the value with references in place of arrays and parts, which are added here."""
         if isinstance(value, np.ndarray):
             if not can_hold(value):
                 raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
@@ -176,8 +180,8 @@ def _way(keys: tuple[str, ...]) -> str:
 
 
 def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """Return the keys joined by slashes. Keys may hold slashes themselves; the second array of one name is `NAME~2`."""
-    # The format is UTF-8, which has no half of a surrogate pair.
+    """Return a name for an array that no other one has: the second array of one name becomes `NAME~2`."""
+    # UTF-8 cannot encode half of a surrogate pair.
     wanted = wanted.encode("utf-8", "replace").decode("utf-8")
     name, number = wanted, 1
     while name in taken or name in _RESERVED_NAMES:

@@ -16,11 +16,10 @@ from spurline.errors import RunFailedError
 from spurline.files import replace_file
 from spurline.plugins.registry import Registry
 from spurline.run.directory import RunDirectory
-from spurline_insight.report.configs import ReportConfig
 from spurline_insight.report.document import document
 from spurline_insight.report.markup import footer, status_mark, text
 from spurline_insight.report.record import read_record, setting
-from spurline_insight.report_panel import DEFAULT_ORDER, ReportPanel, RunRecord
+from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPanel, RunRecord
 
 
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:

@@ -17,7 +17,7 @@ from spurline.plugins.official import install_command
 from spurline.progress import Progress
 from spurline.terminal import printable
 from spurline_models.machine import num_gpus
-from spurline_planning.first_config.asking import Asker
+from spurline_planning.first_config.init_command import Asker
 from spurline_planning.first_config.survey import DataFacts, Task, data_facts, model_facts
 from spurline_planning.first_config.text import Choices, Engine, config_text
 

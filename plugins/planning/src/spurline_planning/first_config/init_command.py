@@ -1,4 +1,4 @@
-"""The command `spurline init`: its options, and the plan of what it wrote."""
+"""The command `spurline init`: its options and its questions. It plans the run whose config it wrote."""
 
 from __future__ import annotations
 
@@ -12,9 +12,27 @@ from spurline.importing import importing
 from spurline.terminal import is_person_asking
 from spurline_models.column_option import ColumnOption, columns_of
 from spurline_planning.commands import plan
-from spurline_planning.first_config.asking import Asker
 
 _TASKS = ("sft", "dpo", "rl", "async")
+
+
+class Asker:
+    """Asks questions on a terminal. If it may not, it takes the default, or raises UserError if there is none."""
+
+    def __init__(self, *, may_ask: bool) -> None:
+        self._may_ask = may_ask
+
+    def text(self, question: str, option: str, default: str | None = None) -> str:
+        if self._may_ask:
+            return str(typer.prompt(question, default=default, err=True))
+        if default is None:
+            raise UserError(
+                f"{option} is missing: {question[0].lower()}{question[1:]}. Give it, or run this in a terminal."
+            )
+        return default
+
+    def yes(self, question: str, *, default: bool) -> bool:
+        return typer.confirm(question, default=default, err=True) if self._may_ask else default
 
 
 def init(
@@ -45,7 +63,7 @@ def init(
         raise UserError("--epochs and --steps are both given. Give one.")
     columns = columns_of(column)
     _check_place(file, force=force)
-    # What is missing is told at once, and not after imports that take seconds.
+    # Ask before the imports, which take seconds.
     ask = Asker(may_ask=not yes and is_person_asking())
     model = model or ask.text("Which model (a folder, or a name on the hub)", "--model")
     data = data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
@@ -65,7 +83,7 @@ def init(
 
 
 def _check_place(file: Path, *, force: bool) -> None:
-    """Raise UserError for a file that cannot be written, or is there and not to be replaced."""
+    """Raise UserError for a file of another format, or one that exists unless `force` is set."""
     if file.suffix.lower() == ".toml":
         raise UserError(f"{file}: what is written is YAML. Give a name that ends in .yaml.")
     if file.exists() and not force:
