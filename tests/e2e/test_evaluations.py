@@ -131,7 +131,7 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
     capsys.readouterr()
     train(sft, evaluations=sft["evaluations"] | {"more": {"name": "loss", "data": str(few)}})
     out = capsys.readouterr().out
-    assert "The held-out data of eval/few is not that of the checkpoint" in out
+    assert "The held-out data of eval/few has changed since the checkpoint" in out
     assert "data of eval/all" not in out
     assert "data of eval/more" not in out
 

@@ -314,7 +314,7 @@ def test_a_run_dir_that_cannot_be_written_is_a_problem_of_a_plan_for_this_machin
     (tmp_path / "file").write_text("no folder", encoding="utf-8")
     loaded = load_config(base_config | {"run_dir": str(tmp_path / "file" / "run")})
     (problem,) = make_plan(loaded).problems
-    assert f"{tmp_path}/file is no folder. Choose another with --set run_dir=PATH" in str(problem)
+    assert f"{tmp_path}/file is not a folder. Choose another with --set run_dir=PATH" in str(problem)
     assert make_plan(loaded, device_bytes=2**40).problems == []
 
 

@@ -1,4 +1,4 @@
-"""Recognise the content of files: size and XXH3-128 digest, which find every accident, though no forgery."""
+"""Identify the content of files by size and XXH3-128 digest, which detect accidents and no forgery."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class FileDigest:
 
     @classmethod
     def of(cls, content: bytes) -> Self:
-        """Return those of a file with this content."""
+        """Return size and digest of this content."""
         return cls(len(content), xxhash.xxh3_128(content).hexdigest())
 
 
 class HashedFile:
-    """A new file that is hashed while it is written, so that nobody has to read it back.
+    """A new file that is hashed while it is written, so that it need not be read again.
 
-    A context: what was written is forced to the disk at its end, unless an error ends it. Raises OSError.
+    It is a context manager, which forces the file to disk at its end unless an error is raised. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class HashedFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Closed also where the last bytes cannot be written.
+        # Close the file even if the last bytes cannot be written.
         with self._file:
             if error is None:
                 self._file.flush()
@@ -63,7 +63,7 @@ class HashedFile:
 
 
 def digest_file(path: Path, *, sync: bool = False) -> FileDigest:
-    """Read a whole file. sync: also force it to disk. Raises OSError."""
+    """Return the digest of a file. With `sync`, also force the file to disk. Raises OSError."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -74,7 +74,7 @@ def digest_file(path: Path, *, sync: bool = False) -> FileDigest:
 
 
 def verify_files(folder: Path, digests: Mapping[str, FileDigest]) -> None:
-    """Raises DamagedCheckpointError naming a file that has not this size and content."""
+    """Compare files with their digests. Raises DamagedCheckpointError naming the first file that differs."""
     for name, expected in digests.items():
         try:
             found = digest_file(folder / name)

@@ -13,7 +13,7 @@ _TALKERS = ("torchao", "torch.utils._pytree")
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch and its like without the garbage collector, which would take a quarter of the time."""
+    """Return a context for large imports. The garbage collector is off, as it would take a quarter of the time."""
     was_enabled = gc.isenabled()
     loggers = [logging.getLogger(name) for name in _TALKERS]
     levels = [logger.level for logger in loggers]

@@ -1,4 +1,4 @@
-"""Show on a terminal what others may have written: data, models, names, programs."""
+"""Make text of others, such as data and names, safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def printable(text: str) -> str:
 
 
 def json_line(value: Any) -> str:
-    """Return one line of JSON: letters as they are, what a terminal might obey as escapes of the same meaning."""
+    """Return one line of JSON in which only control characters are escaped."""
     return _NOT_SHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
@@ -34,7 +34,7 @@ def is_person_asking() -> bool:
 
 
 def write_nowhere(descriptor: int) -> None:
-    """Discard what is written to this output from here on, and what is buffered for it. Raises OSError."""
+    """Discard everything that is written to this output from now on. Raises OSError."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, descriptor)

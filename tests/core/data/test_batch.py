@@ -67,21 +67,6 @@ def test_padding_rows_come_and_go_without_a_trace(lengths: list[int], multiple: 
     assert torch.equal(padded.drop_padding_rows(padded.tokens["input_ids"]), batch.tokens["input_ids"])
 
 
-@given(lengths=st.lists(lengths_strategy, min_size=1, max_size=3))
-@settings(deadline=None, max_examples=30)
-def test_concatenated_batches_keep_their_rows_and_distinct_units(lengths: list[list[int]]) -> None:
-    batches = [packed(part) for part in lengths]
-    joined = TrainingBatch.concatenate(batches)
-    check_batch(joined)
-    assert len(set(joined.unit_ids.tolist())) == joined.num_rows
-    start = 0
-    for batch in batches:
-        part = joined.take(range(start, start + batch.num_rows))
-        assert torch.equal(part.tokens["input_ids"][:, : batch.length], batch.tokens["input_ids"])
-        assert part.segments["uid"].values.tolist() == batch.segments["uid"].values.tolist()
-        start += batch.num_rows
-
-
 def test_release_gives_buffers_back_once_and_not_for_copies() -> None:
     released: list[str] = []
     batch = packed([3, 4])

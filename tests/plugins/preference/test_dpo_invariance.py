@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.data.batch import TrainingBatch
+from spurline.data.batch import Ragged, TrainingBatch
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
@@ -157,7 +157,17 @@ def with_unit_per_pair(batch: TrainingBatch) -> TrainingBatch:
             for name, column in batch.segments.items()
         }
         rows.append(replace(batch, tokens=kept, segments=segments, on_release=None))
-    both = TrainingBatch.concatenate(rows)
+    both = replace(
+        batch,
+        tokens={name: torch.cat([row.tokens[name] for row in rows]) for name in batch.tokens},
+        segments={
+            name: Ragged(np.concatenate([row.segments[name].values for row in rows]), np.arange(2 * batch.num_rows + 1))
+            for name in batch.segments
+        },
+        unit_ids=torch.arange(2 * batch.num_rows),
+        is_padding_row=torch.cat([row.is_padding_row for row in rows]),
+        on_release=None,
+    )
     order = torch.arange(2 * batch.num_rows).view(2, -1).T.flatten()
     return replace(both.take(order), unit_ids=torch.arange(batch.num_rows).repeat_interleave(2))
 

@@ -22,7 +22,7 @@ from spurline.errors import PluginError, suggestion
 from spurline.plugins.registry import Registry, TopLevelSection
 
 _UNKNOWN = "unknown_component"
-"""Type of the error of a component that there is not."""
+"""Type of the error for an unknown component."""
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
@@ -92,7 +92,7 @@ class _Builder:
     def _with_default(self, field: FieldInfo, mark: Component | None) -> FieldInfo:
         """Return the same field, with the default component of its kind if the field itself chooses none.
 
-        A component config as default is meant for code that builds sections by itself; the kind's default replaces it.
+        A component config as default is for code that builds sections directly. Here the kind's default replaces it.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -102,7 +102,7 @@ class _Builder:
                 copy.default = {"name": default}
                 copy.validate_default = True
         elif not field.is_required():
-            # Sections in the default have the type before this: they are rebuilt from their values.
+            # The default holds sections of the original type, so rebuild them from their values.
             if field.default_factory is None:
                 copy.default = _values(field.default)
             else:
@@ -147,7 +147,7 @@ class _Builder:
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type=_UNKNOWN,
-            # `config.error_messages` reads it; typing hashes this mark, so that a context mapping is not possible.
+            # `config.error_messages` parses this text. typing hashes the mark, so it cannot have a context mapping.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(

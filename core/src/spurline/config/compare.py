@@ -26,7 +26,7 @@ class Difference:
         key: Key path of the setting.
         before: The value as plain JSON; `(absent)` if there was none.
         now: The value that replaces it.
-        mark: What a resume may do about it. MAY_GROW becomes FREE for a count that grew, else BY_NAME.
+        mark: Whether a resume may change it. MAY_GROW becomes FREE for a count that grew, else BY_NAME.
     """
 
     key: str
@@ -38,7 +38,7 @@ class Difference:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}"
 
     def is_named(self, name: str) -> bool:
-        """Return whether this name of a setting or section means it."""
+        """Return whether `name` is this setting or a section around it."""
         return name in (self.key, f"{self.key}.name") or self.key.startswith(f"{name}.")
 
 
@@ -54,7 +54,7 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        # The section of a plugin comes and goes with it; a section within one of core does so only if it is null.
+        # A plugin's top-level section comes and goes with the plugin; its key in a section of core, only if null.
         if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 
@@ -111,7 +111,7 @@ def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:
 
 
 def _shown(value: Any) -> str:
-    """Return a component by its name, where it is one; else the value as Python writes it."""
+    """Return the name of a component, and the repr of any other value."""
     if isinstance(value, Mapping) and "name" in value:
         return str(cast("Mapping[str, Any]", value)["name"])
     return _ABSENT if value == _ABSENT else repr(cast("object", value))

@@ -26,9 +26,11 @@ from spurline.errors import ConfigError, Problem, listing
 class Document:
     """A config file's content.
 
-    origin: file name as the user gave it, for error messages.
-    lines: 1-based line of each dotted key path; empty for TOML and for mappings given from Python.
-    overridden: key path -> the `--set` text that replaced it.
+    Attributes:
+        origin: File name as the user gave it, for error messages.
+        values: The settings.
+        lines: 1-based line of each dotted key path; empty for TOML and for mappings given from Python.
+        overridden: The `--set` text that replaced the value at a key path.
     """
 
     origin: str
@@ -89,7 +91,7 @@ def _parse_yaml(text: str, origin: str, what: str) -> Any:
     try:
         return cast("Any", YAML(typ="rt")).load(text)
     except Exception as error:
-        # Not only the parser's own errors come here: a date that does not exist is a ValueError.
+        # The parser raises other errors too, such as ValueError for a date that does not exist.
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = str(getattr(error, "problem", None) or str(error).strip().partition("\n")[0]).rstrip(".")
         place = origin if mark is None else f"{origin}:{mark.line + 1}"

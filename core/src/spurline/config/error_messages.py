@@ -36,7 +36,7 @@ def explain(
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
-    # Looking for the name that was meant takes milliseconds for each.
+    # The search for the nearest name takes milliseconds per problem.
     told = all_details[:_PROBLEMS_TOLD]
     explained = _Explainer(model, registry, unlisted)
     for details in told:
@@ -171,7 +171,7 @@ class _Explainer:
         others_of_name = [entry.config for entry in self._registry.entries() if entry.name == name]
         hint = "".join(self._of_another_kind(name, config) for config in others_of_name)
         hint = hint or suggestion(name, self._registry.all_names(kind), SAME_NAME)
-        # Which other plugin has it cannot be known without importing it, and only listed plugins are imported.
+        # Only listed plugins are imported, so it is not known whether another installed one has this component.
         strangers = sorted(set(self._unlisted) - OFFICIAL.keys())
         further = f" Installed, but not listed under plugins: {listing(strangers)}." if strangers else ""
         return f"is '{name}', but no {kind} has that name.{hint} Available: {listing(names)}.{further}"
@@ -229,7 +229,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
             current = tagged[part]
             continue
         if isinstance(part, str) and not tagged and len(_choices(current)) > 1:
-            # Which of several types pydantic tried: no part of the file.
+            # This part names the type that pydantic tried, and is not a key in the file.
             current = next((choice for choice in _choices(current) if getattr(choice, "__name__", "") == part), None)
             continue
         path.append(str(part))
@@ -243,7 +243,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
 
 
 def _name_within(field: Any) -> str:
-    """Return `NAME.` for a setting that holds others by names of the user's, which stand between its key and theirs."""
+    """Return `NAME.` for a mapping whose keys the user chooses, and an empty string for any other setting."""
     return "NAME." if any(get_origin(_strip(member)) is dict for member in _members(_field_type(field))) else ""
 
 

@@ -1,7 +1,7 @@
-"""References to functions of this process: `in-memory.3:reward` in a config that is loaded, `in-memory:reward` in what
-a run writes down, which is the same for the same function in the next process.
+"""Refer to functions of this process by text.
 
-Light: imports the standard library only.
+A loaded config holds references such as `in-memory.3:reward`. A run writes down `in-memory:reward`, which is the same
+text for the same function in the next process. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ def reference_to(function: Callable[..., Any]) -> str:
 
 
 def forget(references: Iterable[str]) -> None:
-    """Let go of functions, and of all that they hold."""
+    """Release functions, and the objects that they hold."""
     for reference in references:
         _functions.pop(reference, None)
 
 
 def is_reference(path: str) -> bool:
-    """Return whether it stands for a function of this or another process."""
+    """Return whether the path is a reference to a function, of this or another process."""
     return _REFERENCE.fullmatch(path) is not None
 
 
 def function_of(reference: str) -> Callable[..., Any] | None:
-    """Return the function, or None where the reference is another process's or was written down."""
+    """Return the function; None if another process made the reference, or a run wrote it down."""
     return _functions.get(reference)
 
 

@@ -17,15 +17,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 _COLUMNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "text", "instruction", "input_ids", "question")
 )
-"""Columns by which a list is known to be one of rows. No setting of a dataset has such a name."""
-
+"""Column names that tell a list of rows from a list of dataset settings."""
 
 KEPT = "in_memory"
 """Folder of kept objects, below the run directory."""
 
 
 class CannotKeepError(Exception):
-    """The problem with an object, as a predicate of the setting, without a full stop."""
+    """An object cannot be kept. The text continues a sentence that begins with the setting, without a full stop."""
 
 
 class KeepsObjects(Protocol):
@@ -45,7 +44,7 @@ class KeepsObjects(Protocol):
 
 @dataclass(frozen=True)
 class ObjectSetting:
-    """Mark of a path in whose place an object of this kind may be given."""
+    """Mark of a path setting that also accepts an object of this kind."""
 
     holds: Literal["rows", "model", "tokenizer"]
 
@@ -59,8 +58,8 @@ class ObjectSetting:
         try:
             if keeper is None:
                 raise CannotKeepError(
-                    "is no path. Rows and other objects are given from Python: load_config({...}); in a file, write "
-                    "the path"
+                    "is not a path. Pass rows and other objects from Python, with load_config({...}); in a file, "
+                    "write the path"
                 )
             return keeper.rows(value) if self.holds == "rows" else keeper.saved(value, self.holds)
         except CannotKeepError as error:
@@ -74,7 +73,7 @@ def is_kept_model(path: str) -> bool:
 
 
 def is_dataset(value: object) -> bool:
-    """Return whether a value is a dataset of Hugging Face `datasets`, which is not imported to ask."""
+    """Return whether a value is a dataset of Hugging Face `datasets`, without importing that library."""
     return any(base.__module__.partition(".")[0] == "datasets" for base in type(value).__mro__) and not isinstance(
         value, Mapping
     )

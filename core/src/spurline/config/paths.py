@@ -1,4 +1,4 @@
-"""Expand `~` and `$VAR` in paths of settings, and find what is read beside the config file.
+"""Expand `~` and `$VAR` in path settings, and find files relative to the config file.
 
 A setting carries a mark, `Annotated[Path, PathSetting()]`, so that paths of plugins follow the rules of core. The marks
 act while a config file is validated; the validation context says where that file is. A path that was found is kept
@@ -32,8 +32,8 @@ class ConfigPlace:
         folder: The folder of the config file, in which relative paths begin; None without a file.
         recorded: Whether a run wrote these settings down; their paths are absolute and stay as they are.
         file: All settings as they are written; None if their defaults are spelled out.
-        objects: Keeps what a program gives in place of a path.
-        functions: References that were made to functions.
+        objects: Saves the objects that a program gives in place of paths.
+        functions: References to functions that were made while the config was validated.
     """
 
     folder: Path | None = None
@@ -55,7 +55,7 @@ class PathSetting:
         reads: Whether the path names something that exists already. A relative path is then looked for in the folder of
             the config file, next in the working directory, and becomes absolute. If neither has it, it stays as it is,
             since it may be a hub name. Without `reads`, a relative path begins at the working directory.
-        names: Words that are no paths here, such as names of bundled templates; `./NAME` is a file of such a name.
+        names: Words that are not paths here, such as names of bundled templates. `./NAME` is the path of such a file.
     """
 
     reads: bool = False

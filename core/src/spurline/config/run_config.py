@@ -44,7 +44,7 @@ class CriticConfig(Section):
     """
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Error of its values, reduced to the mean over tokens."""
+    """Loss of its values; its mean over tokens is minimised."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
@@ -54,11 +54,11 @@ class CriticConfig(Section):
 
 
 class ReductionConfig(NamedSection):
-    """The losses of an optimizer step that count the same; a bare string is short for its `name`."""
+    """How the token losses of an optimizer step are averaged; a bare string is short for its `name`."""
 
     name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
-    """All tokens, all sequences or all prompts whatever their length; `fixed_norm` divides by a constant instead of by
-    how many tokens there are (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
+    """`token_mean`, `sequence_mean` and `prompt_mean` weigh all tokens, sequences or prompts equally; `fixed_norm`
+    divides by a constant instead of the number of tokens (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     length: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """`fixed_norm` only: tokens to divide by for each trajectory, usually the longest response allowed."""
 
@@ -70,7 +70,7 @@ class ReductionConfig(NamedSection):
 
 
 class DataConfig(Section):
-    """Rows to train and evaluate on, and those of their tokens that carry loss."""
+    """Rows to train and evaluate on, and which of their tokens carry loss."""
 
     train: DatasetList = Field(min_length=1)
     """Training datasets; several are mixed by their weights."""
@@ -119,7 +119,7 @@ class ModelConfig(Section):
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained, by patterns of their names: globs over the whole name, as in `*embed_tokens*`
-    or `model.layers.[0-3].*`, or `re:` and a regular expression found anywhere in it. Of the policy and of a critic."""
+    or `model.layers.[0-3].*`, or `re:` and a regular expression found anywhere in it. Applies to policy and critic."""
     router_aux_loss: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["config"] | None, OnResume.BY_NAME
     ] = None
@@ -172,7 +172,7 @@ class WatchedMetricConfig(Section):
         return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
 
     def metric_problems(self, run: RunConfig, section: str) -> Iterable[Problem]:
-        """Yield the reasons why the metric is not measured as the run goes on; `section` is the name of this one."""
+        """Yield why the run does not measure the metric while it trains; `section` is the name of this section."""
         name = self.metric.split("/")[1] if self.metric.count("/") > 1 else ""
         evaluation = run.evaluations.get(name, run.evaluation if run.data.eval else None)
         if not self.metric.startswith("eval/"):
@@ -199,11 +199,11 @@ class StopWhenConfig(WatchedMetricConfig):
     """When to end a run before its last step; checked after each evaluation of the metric."""
 
     patience: int | None = Field(default=None, ge=1)
-    """End after this many evaluations in a row without a new best value; null does not."""
+    """End after this many evaluations in a row without a new best value; null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """How much better than the best a value must be to count as better for `patience`."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
-    """End when the metric is as good as this or better; null does not."""
+    """End when the metric is as good as this or better; null disables this."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.patience is None and self.reaches is None:
@@ -218,7 +218,7 @@ class CheckpointConfig(Section):
 
     retired: ClassVar[tuple[str, ...]] = ("verify",)
     every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
-    """Save after the step in which this many minutes have passed since the last checkpoint; null does not."""
+    """Save after the step in which this many minutes have passed since the last checkpoint; null disables this."""
     every_steps: int | None = Field(default=None, gt=0)
     """Also save each time this many steps are done. The end of a run and SIGINT or SIGTERM always save."""
     keep_last: int = Field(default=2, ge=1)
@@ -303,7 +303,7 @@ class RunConfig(Section):
     """Plugins to enable, in the order their hooks are called, after those that are loaded by default; `-NAME` leaves
     one of these out."""
     run_dir: Annotated[Path, OnResume.FREE, PathSetting()] = Path("runs/default")
-    """Folder for metrics, checkpoints and the report; one run at a time. Relative to the working directory."""
+    """Folder for metrics, checkpoints and the report of one run. A relative path begins at the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of initial weights, data order, dropout and sampling."""
     model: ModelConfig
@@ -329,7 +329,7 @@ class RunConfig(Section):
     loss: Annotated[LossConfig, Component("loss")]
     """The objective per token."""
     reduction: ReductionConfig = ReductionConfig()
-    """The losses of an optimizer step that count the same: all tokens, or all samples whatever their length."""
+    """How the token losses of an optimizer step are averaged: over all tokens, or first within each sample."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
     """How gradients become new weights."""
     schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]

@@ -1,15 +1,15 @@
 """Define `TrainingBatch`, the row-aligned columns in which all data reaches a backend.
 
 A collator makes the batch, the update cuts it into mini-batches, and the backend trains on them. SFT and RL use the
-same columns. A padded batch is a packed batch with one segment per row. The methods here alone select, pad and join
-rows, so that columns stay aligned. A segment is one sequence, and several may share a row, so sums by sequence come
+same columns. A padded batch is a packed batch with one segment per row. The methods here alone select and pad rows,
+so that columns stay aligned. A segment is one sequence, and several may share a row, so sums by sequence come
 from the functions here and never from sums over rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,15 +60,15 @@ SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np
 class TrainingBatch:
     """Rows of tokens with all columns that belong to them. The batch is read-only, and valid until `release()`.
 
-    tokens: column name -> tensor `[R, L, ...]`; at least TOKEN_COLUMNS.
-        `segment_ids` is 0 on padding and 1, 2, ... on the sub-sequences of a row; `position_ids` restart in each.
-        `loss_weights[r, t]` weighs the loss on predicting the token AT t: 0 on prompts, on the first token of each
-        segment and on padding.
-    segments: column name -> Ragged with one value per segment, in segment order, which is the order in the row.
-    unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
-    is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
-    info: numbers about the layout for metrics, such as `packing/fill` in 0..1.
-    on_release: called by `release()` to return reused buffers to their owner.
+    Attributes:
+        tokens: Tensors `[R, L, ...]` by name of the column; at least TOKEN_COLUMNS. `segment_ids` is 0 on padding and
+            1, 2, ... on the sub-sequences of a row; `position_ids` restart in each. `loss_weights[r, t]` weighs the
+            loss on predicting the token AT t: 0 on prompts, on the first token of each segment and on padding.
+        segments: Ragged columns by name, with one value per segment in the order of the row.
+        unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
+        is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
+        info: Numbers about the layout for metrics, such as `packing/fill` in 0..1.
+        on_release: Called by `release()` to return reused buffers to their owner.
     """
 
     tokens: Mapping[str, Tensor]
@@ -98,7 +98,7 @@ class TrainingBatch:
 
     @property
     def num_trained_segments(self) -> int:
-        """Return the number of segments with such tokens. Others are computed only if they share a row with one."""
+        """Return the number of segments with loss tokens."""
         rows, places = torch.nonzero(self.tokens["loss_weights"], as_tuple=True)
         if len(rows) == 0:
             return 0
@@ -168,34 +168,10 @@ class TrainingBatch:
         """Return a copy with token columns added or replaced, each `[R, L, ...]`."""
         return replace(self, tokens={**self.tokens, **columns}, on_release=None)
 
-    @staticmethod
-    def concatenate(batches: Sequence[TrainingBatch]) -> TrainingBatch:
-        """Join the rows of all batches, padding shorter rows on the right. Unit ids stay distinct between batches."""
-        length = max(batch.length for batch in batches)
-        offsets = np.cumsum([0] + [int(batch.unit_ids.max()) + 1 if batch.num_rows else 0 for batch in batches[:-1]])
-        first = batches[0]
-        assert all(batch.tokens.keys() == first.tokens.keys() for batch in batches), "batches have different columns"
-        return TrainingBatch(
-            tokens={
-                name: torch.cat([_widen(batch.tokens[name], length) for batch in batches]) for name in first.tokens
-            },
-            segments={name: Ragged.concatenate(batch.segments[name] for batch in batches) for name in first.segments},
-            unit_ids=torch.cat([batch.unit_ids + int(start) for batch, start in zip(batches, offsets, strict=True)]),
-            is_padding_row=torch.cat([batch.is_padding_row for batch in batches]),
-            info=first.info,
-        )
-
     def release(self) -> None:
         """Return the buffers to their owner. No column may be read after this."""
         if self.on_release is not None:
             self.on_release()
-
-
-def _widen(column: Tensor, length: int) -> Tensor:
-    missing = length - column.shape[1]
-    if missing == 0:
-        return column
-    return torch.cat([column, column.new_zeros((column.shape[0], missing, *column.shape[2:]))], dim=1)
 
 
 def segment_numbers(batch: TrainingBatch) -> Tensor:
@@ -224,7 +200,9 @@ def sums_by_number(values: Tensor, numbers: Tensor) -> Tensor:
 class Ragged:
     """A ragged column.
 
-    values: [V], any dtype (object for strings). offsets: int64 [R + 1]; row r is values[offsets[r]:offsets[r + 1]].
+    Attributes:
+        values: [V], any dtype (object for strings).
+        offsets: int64 [R + 1]; row r is values[offsets[r]:offsets[r + 1]].
     """
 
     values: NDArray[Any]
@@ -278,13 +256,6 @@ class Ragged:
     def _longer_offsets(self, count: int) -> NDArray[np.int64]:
         return np.concatenate([self.offsets, np.full(count, self.offsets[-1])])
 
-    @staticmethod
-    def concatenate(parts: Iterable[Ragged]) -> Ragged:
-        """Return the rows of all parts, one part after another."""
-        columns = list(parts)
-        offsets = _offsets(np.concatenate([column.counts() for column in columns]))
-        return Ragged(np.concatenate([column.values for column in columns]), offsets)
-
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return where the values of each row begin and where those of the last row end, int64 [R + 1]."""
@@ -297,7 +268,11 @@ class LazyRagged(Ragged):
     """A ragged column whose values are computed when they are first read.
 
     It is for values that most batches never need, such as the names of samples. Selecting rows does not compute them,
-    but pickling does. compute: function that returns all values. Its result must not change over time.
+    but pickling does.
+
+    Args:
+        compute: Returns all values, each time the same.
+        offsets: int64 [R + 1], as in `Ragged`.
     """
 
     def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:

@@ -10,7 +10,7 @@ from spurline.protocols.prefetch import BuildBatch
 
 
 class SerialPrefetch:
-    """No thread, no look-ahead: the run every other prefetch must equal."""
+    """Builds each batch on demand, without threads. Every other prefetch must serve the same batches."""
 
     def __init__(self, config: SerialPrefetchConfig, build: BuildBatch, last_step: int) -> None:
         self._build = build

@@ -33,10 +33,13 @@ def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
 class TokenStore:
     """Samples in file order, one after another in flat arrays.
 
-    tokens: int32 [T]. loss_mask: uint8 [T], 1 for tokens that count in the loss.
-    offsets: int64 [N + 1]; sample i is tokens[offsets[i]:offsets[i + 1]].
-    source: int32 [N], number of each sample's dataset. row: int64 [N], number of its row in that dataset.
-    labels: name of each dataset, for uids and reports.
+    Attributes:
+        tokens: int32 [T].
+        loss_mask: uint8 [T], 1 for tokens that count in the loss.
+        offsets: int64 [N + 1]; sample i is tokens[offsets[i]:offsets[i + 1]].
+        source: int32 [N], number of each sample's dataset.
+        row: int64 [N], number of each sample's row in its dataset.
+        labels: Name of each dataset, for uids and reports.
     """
 
     tokens: NDArray[np.int32]
@@ -114,11 +117,14 @@ class TokenView:
 class Tokenized:
     """The usable samples, with counts of the samples that were left out or cut.
 
-    dropped: number of samples left out, by reason. truncated: number of samples cut to `max_length`.
-    examples: location of the first affected sample, by reason.
-    ignored: number of samples that are trained on without content that the chat template leaves out, by content.
-    summary: result of `summarize` if it is known already.
-    notes: lines to show the user when the run starts, such as why a cache was rebuilt.
+    Attributes:
+        store: The samples.
+        dropped: Number of samples left out, by reason.
+        truncated: Number of samples cut to `max_length`.
+        examples: Location of the first affected sample, by reason.
+        ignored: Number of samples that are trained on without content that the chat template leaves out, by content.
+        summary: Result of `summarize` if it is known already.
+        notes: Lines to show the user when the run starts, such as why a cache was rebuilt.
     """
 
     store: TokenStore
@@ -132,8 +138,14 @@ class Tokenized:
 
 @dataclass(frozen=True)
 class Count:
-    """Number of rows that were left out or changed for one reason. reason: why; empty for samples cut to `max_length`.
-    kept: True if the rows are samples, and `reason` names the content that the chat template leaves out of them."""
+    """Number of rows that were left out or changed for one reason.
+
+    Attributes:
+        reason: The reason; empty for samples cut to `max_length`.
+        count: Number of rows.
+        first_row: The first such row.
+        kept: True if the rows are samples, and `reason` names the content that the chat template leaves out of them.
+    """
 
     reason: str
     count: int
@@ -145,8 +157,14 @@ class Count:
 class SampleBlock:
     """Usable samples of one dataset, joined into flat arrays, and counts of its other rows.
 
-    source: number of the dataset. tokens: int32 [T]. loss_mask: uint8 [T]. lengths: int64 [n], tokens of each sample.
-    rows: int64 [n], row of each sample in the dataset. num_rows: number of rows that were encoded for the block.
+    Attributes:
+        source: Number of the dataset.
+        tokens: int32 [T].
+        loss_mask: uint8 [T].
+        lengths: int64 [n], tokens of each sample.
+        rows: int64 [n], row of each sample in the dataset.
+        num_rows: Number of rows that were encoded for the block.
+        counts: Counts of rows that were left out or changed.
     """
 
     source: int

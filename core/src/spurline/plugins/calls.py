@@ -64,7 +64,7 @@ class HookCalls:
     def _calling(
         self, function: Callable[..., Any], plugin: str, hook: str, passing: BaseException | None = None
     ) -> Generator[None]:
-        """`passing` is an error that only passes through the plugin's wrapper."""
+        """Name the plugin in errors, except in `passing`, which only passes through the plugin's wrapper."""
         self._plugins.append(plugin)
         try:
             yield

@@ -1,6 +1,6 @@
 """List the plugins of this project and their components, so that a message can name one that is not enabled.
 
-A plugin that is not listed is never imported, so this table has what is in it; a test compares the two.
+A plugin that is not enabled is never imported, so this table lists its components. A test compares both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ _TABLE = {
     """,
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""Return what each plugin adds: KIND/NAME of components that no plugin before it has, section/NAME and command/NAME."""
+"""Components, sections and commands by plugin: KIND/NAME, section/NAME, command/NAME. The first plugin that has a
+component lists it."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:

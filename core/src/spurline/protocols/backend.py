@@ -26,13 +26,12 @@ if TYPE_CHECKING:
 
 
 Role = Literal["policy", "reference", "critic"]
-"""policy: the model that acts and is trained. reference: that model as it was when the run began, never trained.
-critic: a model with a value head, there when the run has a section `critic`, with an optimizer and learning rate of its
-own."""
+"""`policy` is the model that acts and is trained. `reference` is the policy as it was when the run began, and is never
+trained. `critic` is a model with a value head and its own optimizer; it exists if the run has a section `critic`."""
 
 
 def check_trained(role: Role, *, has_critic: bool) -> None:
-    """Raise ModelError for a role whose model is not trained. has_critic: whether the run has a critic."""
+    """Raise ModelError for a role whose model is not trained. `has_critic` says whether the run has a critic."""
     if role == "reference":
         raise ModelError("The reference model is the model before training: it is never trained itself.")
     if role == "critic" and not has_critic:
@@ -66,13 +65,21 @@ class Backend(Protocol):
     """
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
-        """One optimizer step on all rows of a mini-batch; micro-batching, accumulation and clipping happen inside.
+        """Make one optimizer step on all rows of a mini-batch, with micro-batching, accumulation and clipping.
 
-        role: the model that is trained. Raises ModelError for one that this backend does not train, such as the
-        critic of a run that has none. To a critic's loss, `logprobs` are values (see `TokenLossInputs`).
-        Returns `loss` (weighted sum / normalizer, nats), `grad_norm` (before clipping), `lr` (and `lr/groups.N` of the
-        optimizer's groups), the loss's own metrics, and `time/forward_backward`, `time/optimizer` in seconds.
-        Raises NonFiniteLossError before anything changed when loss or gradient norm is not finite.
+        Args:
+            batch: The mini-batch.
+            objective: The loss and its normaliser. A critic's loss gets values as `logprobs`; see `TokenLossInputs`.
+            role: The model that is trained.
+
+        Returns:
+            `loss` (weighted sum / normalizer, in nats), `grad_norm` (before clipping), `lr` (and `lr/groups.N` for
+            groups of the optimizer), the metrics of the loss, and `time/forward_backward` and `time/optimizer` in
+            seconds.
+
+        Raises:
+            ModelError: If the backend does not train this role, such as the critic of a run without one.
+            NonFiniteLossError: If loss or gradient norm is not finite. Nothing has changed then.
         """
         ...
 
@@ -116,8 +123,8 @@ class Backend(Protocol):
     def save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
 
-        Returns digests of the files that the backend has hashed and forced to disk itself, by path in the folder; the
-        caller does so with all others.
+        Returns digests, by path in the folder, of the files that the backend has hashed and forced to disk itself. The
+        caller hashes and syncs all others.
         """
         ...
 
@@ -160,7 +167,7 @@ class TrainsAdapters(Protocol):
     """A backend that may train adapters, and can tell them from the weights below them."""
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
-        """Settings of the policy's adapter, as PEFT writes them to `adapter_config.json`; None: it has none."""
+        """Return the settings of the policy's adapter, as in PEFT's `adapter_config.json`; None without an adapter."""
         ...
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -175,14 +182,14 @@ class TrainsAdapters(Protocol):
 class YieldsDevice(Protocol):
     """A backend that can give the memory of its devices to engines that generate while it does not train.
 
-    Between the two calls it gives weights and facts, saves and closes; all else raises RunFailedError.
+    Between the two calls it can give weights and facts, save and close. Other calls raise RunFailedError.
     """
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        """Move what is kept between updates, such as the optimizer's state, to the host's memory, and free the rest.
+        """Move the state of the backend, such as the optimizer's, to the host's memory, and free the device.
 
         With `keep_weights` the weights of the models stay on the device; a second call may free these too. Raises
-        RunFailedError if the host has too little memory; `take_device` brings back what was moved.
+        RunFailedError if the host has too little memory. `take_device` brings everything back.
         """
         ...
 
@@ -279,7 +286,7 @@ class BackendFacts:
     same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
     `spurline_models.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
     stays_on_cpu: bool = False
-    """True if it leaves the GPUs of this process, if there are any, to others."""
+    """True if it uses none of this machine's GPUs."""
     optimizes_on_host: bool = False
     """True if its optimizer steps in the memory of the host, whatever device computes."""
     replays_experts: bool = False
@@ -359,14 +366,14 @@ class BackendConfig(ComponentConfig):
         """Write the weights that the backend has at this moment for use elsewhere.
 
         Args:
-            backend: What was made of these settings.
-            loaded: The run's.
-            tokenizer: The model's, which is written too.
+            backend: The backend that was built from these settings.
+            loaded: The config of the run.
+            tokenizer: The tokenizer of the model, which is written too.
             path: A new or empty folder, which is returned.
-            replace: Remove what is there.
-            adapter: Write the adapter alone.
+            replace: Whether to replace an existing folder.
+            adapter: Whether to write the adapter alone.
 
         Raises:
-            UserError: The backend exports nothing, or something is there that may not be replaced.
+            UserError: If the backend exports nothing, or a folder exists that may not be replaced.
         """
         raise UserError(f"Backend '{self.name}' exports nothing. Remove what asks it to, as checkpoint.export_hf does.")

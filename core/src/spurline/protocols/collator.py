@@ -22,26 +22,28 @@ class CollatorConfig(ComponentConfig):
 
     kind: ClassVar[str] = "collator"
     one_turn_per_row: ClassVar[bool] = False
-    """True if it lays out rollouts (`RolloutCollator`), each turn in a row of its own, so that a batch can be cut
-    between prompts afterwards."""
+    """True if it is a `RolloutCollator` that gives each turn a row of its own, so that a batch can be cut between
+    prompts afterwards."""
 
     @property
     def row_capacity(self) -> int | None:
-        """Tokens that one row can hold, padding included; None where rows are as long as they have to be."""
+        """Return the tokens that one row can hold, padding included; None if rows have no fixed limit."""
         return None
 
     @property
     def sample_alignment(self) -> int:
-        """Each sample's length is rounded up to a multiple of this, beyond what the backend asks for."""
+        """Return the multiple to which lengths of samples are rounded up, besides that of the backend."""
         return 1
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The needs of a backend's parallelism in a batch.
+    """The requirements of a backend's parallelism for a batch.
 
-    data, tensor, context, pipeline: sizes of the parallel groups. fp8: whether matrices run in FP8. deals_rows: whether
-    the backend deals the real rows of a mini-batch to its ranks itself, however many they are.
+    Attributes:
+        data, tensor, context, pipeline: Sizes of the parallel groups.
+        fp8: Whether matrices run in FP8.
+        deals_rows: Whether the backend itself deals the real rows of a mini-batch to its ranks, in any number.
     """
 
     data: int = 1
@@ -53,13 +55,13 @@ class ParallelLayout:
 
     @property
     def align_to(self) -> int:
-        """Each segment's length is rounded up to a multiple of this."""
+        """Return the multiple to which the length of each segment is rounded up."""
         base = 2 * self.tensor * self.context if self.context > 1 else self.tensor
         return math.lcm(base, 16 * self.context) if self.fp8 else base
 
     @property
     def row_multiple(self) -> int:
-        """Mini-batches are padded to a multiple of so many rows; a backend that deals rows would drop them again."""
+        """Return the multiple to which rows of a mini-batch are padded; a backend that deals rows needs no padding."""
         return 1 if self.deals_rows else self.data
 
 
@@ -73,15 +75,15 @@ class Collator(Protocol):
     """
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        """One batch with all samples, each in exactly one segment. training: False for evaluation batches."""
+        """Return one batch with all samples, each in exactly one segment. `training` is False for evaluation."""
         ...
 
 
 class TurnToLayOut(Protocol):
     """The part of a turn that a collator reads: tokens of prompt and response, and one value for each response token.
 
-    prompt_ids, response_ids: int32. loss_mask: uint8. All others are None where the turn has no such values.
-    routed_experts: [prompt and response tokens, layers, experts a token].
+    The optional columns are None if the turn has no such values. `routed_experts` is [tokens of prompt and response,
+    layers, experts of a token].
     """
 
     @property
@@ -107,7 +109,7 @@ class TurnToLayOut(Protocol):
 
 
 class TrajectoryToLayOut(Protocol):
-    """A trajectory as a collator reads it. uid: of its prompt. sample: its number among the attempts at it."""
+    """A trajectory as a collator reads it, with the uid of its prompt and its number among the attempts at that."""
 
     @property
     def uid(self) -> str: ...
@@ -126,8 +128,8 @@ class RolloutCollator(Protocol):
     """
 
     def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:
-        """One batch with each turn of each trajectory in exactly one segment.
+        """Return one batch with each turn of each trajectory in exactly one segment.
 
-        One turn a row (`rollouts`): rows in the order of the turns, padding rows last.
+        If the config has `one_turn_per_row`, rows are in the order of the turns, and padding rows come last.
         """
         ...

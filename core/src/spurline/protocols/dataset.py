@@ -25,20 +25,20 @@ class DatasetConfig(ComponentConfig):
             fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
                 "name",
-                f"is {self.name}, whose rows come one after another; only data.train with source: stream reads them "
-                f"so. {fix}",
+                f"is {self.name}, which streams its rows, and only data.train with source: stream reads a stream. "
+                f"{fix}",
             )
 
     format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
-    """How a row is read; `auto` decides from the column names of the first row."""
+    """Format of the rows; `auto` decides by the column names of the first row."""
     columns: dict[str, str] = {}
     """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file. Dots go
     into objects: `{reference: reward_model.ground_truth}`."""
     append_eos: bool = True
     """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn. Of a
-    stream, which has no epochs: its share of all rows beside the other weights."""
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn. A
+    stream has no epochs, so its weight is its share of all rows relative to the other weights."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at the first malformed row, or leave it out and count it."""
     label: str | None = None
@@ -62,9 +62,9 @@ DatasetList = Annotated[
 class Dataset(Protocol):
     """Random access to rows.
 
-    Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found or read. May open
-    rows late: `label` and `fingerprint` are all that is asked for when the tokens are in a cache. A dataset that can
-    be pickled is tokenized by several processes.
+    Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found or read. It may
+    open rows late, since only `label` and `fingerprint` are read when the tokens are in a cache. A dataset that can be
+    pickled is tokenized by several processes.
 
     label: short name used in uids and reports.
     """
@@ -72,11 +72,11 @@ class Dataset(Protocol):
     label: str
 
     def __len__(self) -> int:
-        """Number of rows after `split` was applied."""
+        """Return the number of rows after `split` was applied."""
         ...
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        """One row by 0-based index, columns under the names in the file."""
+        """Return the row of a 0-based index, with columns under their names in the file."""
         ...
 
     def location(self, row: int) -> str:
@@ -84,13 +84,13 @@ class Dataset(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Changes when the rows do; equal for equal content wherever it is stored."""
+        """Return a text that changes with the rows. Equal content has an equal text, wherever it is stored."""
         ...
 
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """A row, or the DataError of one that cannot be read, and where it is, for messages."""
+    """A row with its location for messages, or the DataError of a row that cannot be read."""
 
     values: Mapping[str, Any] | DataError
     location: str
@@ -104,11 +104,11 @@ class RowReader(Protocol):
         ...
 
     def position(self) -> dict[str, Any]:
-        """Return its position as JSON values: a reader opened there gives the rows that this one still would."""
+        """Return the position as JSON values. A reader that is opened there gives the remaining rows of this one."""
         ...
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close all files."""
         ...
 
 
@@ -123,7 +123,7 @@ class StreamedDataset(Protocol):
     label: str
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
-        """Return a reader at the first row, or at a position that a reader told."""
+        """Return a reader at the first row, or at the `position()` of an earlier reader."""
         ...
 
 

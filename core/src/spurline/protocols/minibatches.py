@@ -17,9 +17,9 @@ class MiniBatchesConfig(ComponentConfig):
     kind: ClassVar[str] = "minibatches"
 
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
-        """Return how many prompts one mini-batch of a batch of rollouts has; None where that is not fixed.
+        """Return the number of prompts in each mini-batch of rollouts; None if it is not fixed.
 
-        An advantage with `advantage_scope: minibatch` normalises over so many prompts, in the order of the batch.
+        An advantage with `advantage_scope: minibatch` normalises over this many prompts, in the order of the batch.
         """
         return None
 
@@ -31,12 +31,12 @@ class MiniBatches(Protocol):
     """
 
     def steps_per_batch(self) -> int:
-        """Optimizer steps that every batch takes; the same for each batch, so that LR schedules cannot drift."""
+        """Return the optimizer steps per batch, the same for each batch, so that LR schedules cannot drift."""
         ...
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        """`steps_per_batch()` mini-batches in training order, each padded to the data-parallel size.
+        """Return `steps_per_batch()` mini-batches in training order, each padded to the data-parallel size.
 
-        A layout that `deals_rows` wants no padding: rows may be views of the batch's then.
+        If the layout `deals_rows`, they are not padded, and may be views of the batch.
         """
         ...

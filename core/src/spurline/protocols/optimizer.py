@@ -21,13 +21,13 @@ REGEX = "re:"
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Say what is wrong with a pattern of parameter names, to follow its key; None for nothing."""
+    """Return the problem with a pattern of parameter names, in words that follow its key; None if there is none."""
     if not pattern.startswith(REGEX):
         return None
     try:
         re.compile(pattern.removeprefix(REGEX))
     except re.error as error:
-        return f"is {pattern!r}, and what follows '{REGEX}' is no regular expression: {error}."
+        return f"is {pattern!r}, and the text after '{REGEX}' is not a regular expression: {error}."
     return None
 
 
@@ -40,7 +40,7 @@ class ParameterGroup(Section):
     learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Peak learning rate of the group; default is the optimizer's."""
     learning_rate_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Or a factor of the optimizer's learning rate."""
+    """Factor of the optimizer's learning rate, instead of `learning_rate`."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight decay of all parameters of the group, norms and biases too; default is the optimizer's, for matrices."""
 
@@ -87,16 +87,19 @@ class OptimizerConfig(ComponentConfig):
     """Parameters with settings of their own, by pattern; the first that fits a name counts."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        """Bytes that the optimizer keeps for trained parameters, for the memory estimate of `spurline plan`.
+        """Return the bytes of state that the optimizer keeps, for the memory estimate of `spurline plan`.
 
-        shapes: of each parameter, by name. weight_bytes: bytes of one weight.
-        By default two tensors of the parameter's shape and dtype for each, as Adam has them.
+        By default, each parameter has two tensors of its shape and dtype, as with Adam.
+
+        Args:
+            shapes: Shape of each trained parameter, by name.
+            weight_bytes: Bytes of one weight.
         """
         return 2 * weight_bytes * num_values(shapes)
 
 
 def num_values(shapes: Mapping[str, Sequence[int]]) -> int:
-    """Values in all parameters of these shapes."""
+    """Return the number of values in all parameters of these shapes."""
     return sum(math.prod(shape) for shape in shapes.values())
 
 

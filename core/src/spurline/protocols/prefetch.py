@@ -25,7 +25,7 @@ class Prefetch(Protocol):
     """
 
     def start(self, step: int) -> None:
-        """Begin at this step (1-based); whatever was built for other steps is discarded."""
+        """Begin at this step, from 1. Batches that were built for other steps are discarded."""
         ...
 
     def next(self, step: int) -> TrainingBatch:
@@ -33,7 +33,7 @@ class Prefetch(Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Numbers about the batch last served, such as `time/collate_wait` in seconds."""
+        """Return numbers about the last served batch, such as `time/collate_wait` in seconds."""
         ...
 
     def close(self) -> None:

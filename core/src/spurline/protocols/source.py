@@ -157,8 +157,8 @@ class SourceContext:
         config: The `RunConfig`.
         host: Enabled plugins. Create further components with `host.registry.create(kind, config, ...)`, and call hooks
             with `host.hooks`.
-        tokenizer: The model's.
-        layout: What the backend's parallelism asks of batches.
+        tokenizer: The tokenizer of the model.
+        layout: The requirements of the backend's parallelism for batches.
         row_limit: Most rows to look at of each dataset (`spurline plan` on large data); None reads all.
         progress: Is told what takes time.
     """
@@ -173,10 +173,12 @@ class SourceContext:
 
 @dataclass(frozen=True)
 class FirstPrompt:
-    """A prompt as the model is given it.
+    """A prompt in the form that the model gets.
 
-    token_ids: of the rendered prompt; empty where only the environment knows it. notes: lines about its row and what it
-    is answered with.
+    Attributes:
+        uid: Name of the prompt.
+        token_ids: Tokens of the rendered prompt; empty if only the environment knows them.
+        notes: Lines about its row, and about how answers are made and rewarded.
     """
 
     uid: str
@@ -235,30 +237,32 @@ class BatchSource(ABC):
         """Return the passes over the data completed when this step is done."""
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Follow the update of a step, as RL does by publishing weights. Returns metrics."""
+        """Act on the update of a step, such as by publishing weights, and return metrics."""
         return {}
 
     def flush(self) -> None:  # noqa: B027 - many write nothing
-        """Make what was written into the run directory durable; called before each checkpoint, which covers it."""
+        """Force what was written into the run directory to disk. Called before each checkpoint, which covers it."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
-        """Return how `data.eval` is measured, where that is not the loss on its tokens, else None.
+        """Return the evaluation of `data.eval` if it is not the loss on its tokens, else None.
 
-        The run asks once, and only when there is held-out data.
+        Called once, and only if there is held-out data.
         """
         return None
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        """Return the samples of held-out data, where a sample is not one row's tokens, else None."""
+        """Return the samples of held-out data if a sample is more than the tokens of one row, else None."""
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:
-        """Return hashes that are equal for equal samples, or prompts, of the training data, as far as it is read before
-        training; None where it is not. Held-out data is compared with them."""
+        """Return a hash of each training sample or prompt, equal for equal ones, to compare held-out data with.
+
+        None if the training data is not read before training.
+        """
         return None
 
     def given_up(self) -> Sequence[str]:
-        """Return a line for each prompt given up, with the place of its row and the error, for the record."""
+        """Return a line for each prompt that was given up, with the location of its row and the error."""
         return ()
 
     def close(self) -> None:  # noqa: B027 - many have nothing to stop
@@ -277,8 +281,8 @@ def _of_inner(name: str) -> Any:
 class DecoratedSource(BatchSource):
     """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
 
-    Its state is the inner source's. One with a state of its own overrides `state_dict` and `load_state_dict` and keeps
-    both; then it is not `pure`, since batches built ahead would be in the checkpoint.
+    Its state is the state of the inner source. A subclass with more state overrides `state_dict` and `load_state_dict`
+    and includes the inner state. It is not `pure` then, since its state would count batches that were built ahead.
     """
 
     def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
@@ -287,7 +291,7 @@ class DecoratedSource(BatchSource):
         keeps_state = type(self).state_dict is not DecoratedSource.state_dict
         self.pure = self.inner.pure and not keeps_state
         self.records = self.inner.records
-        # What a pure source builds needs no weights, nor does what a decorator with state makes of it.
+        # A pure source needs no weights, so neither does a decorator with state around it.
         self.reads_only_data = self.inner.reads_only_data or self.inner.pure
 
     summary = _of_inner("summary")
@@ -306,7 +310,7 @@ class DecoratedSource(BatchSource):
     close = _of_inner("close")
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the inner source has besides, such as attempts at prompts for evaluations."""
+        """Return further attributes of the inner source, such as its attempts at prompts for evaluations."""
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -320,7 +324,7 @@ class DecoratedSource(BatchSource):
 
 
 class Samples(Protocol):
-    """Tokenized data that batches are drawn from, whatever makes up one sample.
+    """Tokenized data from which batches are drawn.
 
     Samples are counted from 0, dataset after dataset. Pure: any batch can be made at any time, on any thread.
     """
@@ -334,7 +338,7 @@ class Samples(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """Return text that changes when any token, mask or border of a sample does."""
+        """Return a text that changes with any token, mask or boundary of a sample."""
         ...
 
     def summary(self) -> dict[str, Any]:
@@ -342,11 +346,11 @@ class Samples(Protocol):
         ...
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a hash of each sample, equal for equal ones; of the first million."""
+        """Return a hash of each of the first million samples, equal for equal samples."""
         ...
 
     def location(self, number: int) -> str:
-        """Return where the row of a sample is."""
+        """Return the location of the row of a sample."""
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:

@@ -24,12 +24,12 @@ class TokenizationConfig(ComponentConfig):
         """Return the tokenizer that the run reads text with.
 
         Raises:
-            ModelError: There is none where `model` says.
+            ModelError: If `model` has no tokenizer.
         """
-        raise NotImplementedError(f"{type(self).__name__} says no tokenizer: override load_tokenizer")
+        raise NotImplementedError(f"{type(self).__name__} has no tokenizer: override load_tokenizer")
 
     def notes(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-        """Return sentences on how the tokenizer and its chat template go together, for the start of a run."""
+        """Return sentences about a chat template that does not fit the tokenizer, for the start of a run."""
         return ()
 
 

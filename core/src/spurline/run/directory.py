@@ -77,7 +77,7 @@ class RunDirectory:
         """Return why a run could not write here, as a clause; None if nothing is in the way."""
         nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
         if not nearest.is_dir():
-            return f"{nearest} is no folder"
+            return f"{nearest} is not a folder"
         return None if os.access(nearest, os.W_OK | os.X_OK) else f"{nearest} is not writable for this user"
 
     def check_present(self) -> None:
@@ -93,9 +93,9 @@ class RunDirectory:
             )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
-        """Move what an attempt without a checkpoint left into a folder `before-N`, and return a note if there was one.
+        """Move the files of an attempt without a checkpoint to a folder `before-N`, and return a note about them.
 
-        `more` has the names of further entries of the folder that belong to its record.
+        `more` has the names of further entries of the folder that belong to the record of such an attempt.
         """
         steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         if steps == 0:
@@ -106,14 +106,14 @@ class RunDirectory:
         own = (self.eval_samples, self.config, self.report)
         # An earlier attempt may have had another source, with files of its own.
         earlier = read_mapping(self.summary).get("records", [])
-        # After a kill on the way, the metrics say that there is something to move, and the summary what: they go last.
+        # Move summary and metrics last: after a kill, they tell what is still to be moved.
         names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
         for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (
             f"{self.path} has {steps:,} steps of an earlier attempt and no checkpoint, so the run starts again. "
-            f"What that attempt left is kept in {target}."
+            f"The files of that attempt are kept in {target}."
         )
 
     def is_in_use(self) -> bool:
@@ -135,7 +135,7 @@ class RunDirectory:
 
 
 def _refuse_launcher() -> None:
-    """Refuse to be one of the processes of torchrun and its like, which would all train this run."""
+    """Raise UserError in a process of torchrun or another launcher, whose processes would all train the run."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         raise UserError(
@@ -146,7 +146,7 @@ def _refuse_launcher() -> None:
 
 
 def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
-    """Try for a moment, as `is_in_use` holds the lock for an instant."""
+    """Try to take the lock for a moment, since `is_in_use` may hold it briefly."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -180,7 +180,7 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-            # Half a surrogate pair, which no file can hold, becomes what JSON writes for it.
+            # Half of a surrogate pair cannot be encoded, and is written as a JSON escape.
             try:
                 place = self._directory.eval_samples
                 with open(place, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
@@ -193,7 +193,7 @@ class RunRecordFiles:
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
-        """Mark the run as finished, stopped, interrupted or failed. given_up: a line for each prompt left out."""
+        """Mark the run as finished, stopped, interrupted or failed. `given_up` has a line for each such prompt."""
         if given_up:
             self.summary["given_up"] = list(given_up)
         self._write_status(status, error)
@@ -204,7 +204,7 @@ class RunRecordFiles:
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError if the folder is missing or is no run directory. The error names runs inside it."""
+    """Raise RunDirectoryError if the folder is missing or not a run directory. The error names runs inside it."""
     if not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     if not _holds_a_run(run_dir):

@@ -61,7 +61,7 @@ def train(run: LoopedRun) -> None:
 
 
 class StepClock:
-    """Wall time of one step, in parts."""
+    """Measures the wall time of one step, in parts."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()
@@ -69,12 +69,12 @@ class StepClock:
 
     @contextmanager
     def __call__(self, part: str) -> Generator[None]:
-        """Measure a part; asked for twice, its times add up."""
+        """Measure a part. Times of the same part add up."""
         begin = time.perf_counter()
         yield
         self._parts[part] = self._parts.get(part, 0.0) + time.perf_counter() - begin
 
     def metrics(self) -> dict[str, float]:
-        """`time/PART` and `time/step` so far, in seconds."""
+        """Return `time/PART` and `time/step` so far, in seconds."""
         parts = {f"time/{name}": seconds for name, seconds in self._parts.items()}
         return {**parts, "time/step": time.perf_counter() - self._begin}

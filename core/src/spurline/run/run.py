@@ -1,7 +1,7 @@
 """One run from config to result, as a program or a hook sees it.
 
 `Run(load_config("run.yaml")).train()` is what the command line does. SIGINT, SIGTERM and SIGHUP ask a run to stop after
-the step it is in; a second SIGINT or SIGTERM raises KeyboardInterrupt. `session` has the run from its first step on.
+the step it is in; a second SIGINT or SIGTERM raises KeyboardInterrupt. The module `session` trains the steps.
 """
 
 from __future__ import annotations
@@ -60,15 +60,15 @@ class Run:
 
     Attributes:
         config: Every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
-        loaded: The same with the plugin host; `loaded.host.attach` adds hooks to this run.
+        loaded: The config with its plugin host; `loaded.host.attach` adds hooks to this run.
         hooks: Calls all implementations of a hook, `run.hooks.on_step_start(step=1)`.
         directory: The paths of the files that the run writes; `directory.path` is run_dir.
         state: The last finished step with its metrics, and the newest checkpoint.
-        backend: The backend, which holds the model. This and the following are there from `on_run_start` to
-            `on_run_end`; see `spurline.protocols.backend` for what some backends can besides.
+        backend: The backend, which holds the model. It and the following attributes exist from `on_run_start` to
+            `on_run_end`. `spurline.protocols.backend` lists further abilities of some backends.
         source: The source of batches; `source.total_steps` is the length of the run.
-        tokenizer: The tokenizer of the model, of Hugging Face transformers.
-        batches: The prefetch, which hands out the batches; from the first step on.
+        tokenizer: The tokenizer of the model, from Hugging Face transformers.
+        batches: The prefetch, which serves the batches; it exists from the first step on.
     """
 
     source: BatchSource
@@ -196,17 +196,17 @@ class Run:
 
         Args:
             path: A new or empty folder, which is returned.
-            replace: Remove what is there.
+            replace: Whether to replace an existing folder.
 
         Raises:
-            UserError: Something is there that may not be replaced.
+            UserError: If a folder exists that may not be replaced.
         """
         return self._export(path, replace=replace)
 
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the adapter that the backend has at this moment as a folder that `PeftModel.from_pretrained` loads.
 
-        path, replace: as for `export`. Also raises UserError for a run without `backend.lora`.
+        Arguments and errors are those of `export`. Also raises UserError for a run without `backend.lora`.
         """
         return self._export(path, replace=replace, adapter=True)
 
@@ -217,7 +217,7 @@ class Run:
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the record so far as a pandas DataFrame: a row for each step, a column for each metric.
 
-        It is there after the run too, and has the steps of an earlier process. Raises UserError without pandas.
+        It includes the steps of earlier processes, and can be read after the run too. Raises UserError without pandas.
         """
         return metrics_frame(self.directory.path)
 
@@ -232,22 +232,22 @@ class Run:
         self._stop.reason = self._stop.reason or reason or "no reason was given"
 
     def warn(self, step: int, kind: str, words: str) -> None:
-        """Show people what is off at the step that was just recorded, on the terminal.
+        """Show a warning about the step that was just recorded on the terminal.
 
         Args:
             step: Number of the step.
-            kind: A short name of the trouble; one kind is shown once in a while.
-            words: A sentence or two: what is off, and what to do.
+            kind: A short name of the trouble; warnings of one kind are shown only now and then.
+            words: A sentence or two about the trouble and what to do.
         """
         for tracker in self._training("warn").components.trackers.values():
             if isinstance(tracker, ShowsWarnings):
                 tracker.warn(step, kind, words)
 
     def add_judge(self, judge: Callable[[], Sequence[Warned]]) -> None:
-        """Let a function say what was off in the run as a whole, for summary.json and the result.
+        """Let a function report trouble of the whole run, for summary.json and the result.
 
         Args:
-            judge: Called once when the run ends, however it ends, with all its steps recorded.
+            judge: Called once when the run ends, also after an error, when all its steps are recorded.
         """
         self._training("add_judge").judges.append(judge)
 
@@ -261,13 +261,13 @@ class Run:
 
 
 class OnStepHook:
-    """Calls them in order; one that has a method `close` is told of the end of the run, however it ended."""
+    """Calls functions in order after each step, and their methods `close` when the run ends."""
 
     def __init__(self, functions: OnStep | Sequence[OnStep]) -> None:
         self._functions = list(functions) if isinstance(functions, Sequence) else [functions]
         for function in self._functions:
             if not callable(function):
-                raise UserError(f"Run(on_step=...): {function!r} is no function of a step and its metrics.")
+                raise UserError(f"Run(on_step=...): {function!r} is not a function of a step and its metrics.")
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -277,7 +277,7 @@ class OnStepHook:
     @hookimpl
     def on_run_end(self) -> None:
         with ExitStack() as stack:
-            # Each is told, also where one before it fails.
+            # Close each one, even if another one fails.
             for function in reversed(self._functions):
                 close = getattr(function, "close", None)
                 if callable(close):
@@ -286,10 +286,10 @@ class OnStepHook:
 
 @contextmanager
 def own_event_loops() -> Iterator[None]:
-    """Enter a context in which event loops may run on a thread whose loop is running, as that of a notebook is.
+    """Return a context in which this thread may run event loops although one is running, as in a notebook.
 
-    A cell runs inside a callback of the notebook's loop, which stands still until the cell ends. asyncio refuses to run
-    another loop there, although nothing is in its way.
+    A cell runs inside a callback of the notebook's loop, which waits until the cell ends. asyncio refuses to run
+    another loop meanwhile, although that would work.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

@@ -1,7 +1,6 @@
-"""The session of a run: everything it is made of, from its first step to its last.
+"""Train a run from its first step to its last, with its record, checkpoints and evaluations.
 
-In: a config whose data is built, and the checkpoint to go on from. Out: trained steps, their record and checkpoints,
-and how it all ended. `Run` is the face of it for programs and hooks; `loop` has the order of a step.
+`Run` gives programs and hooks access to a session; `loop` has the order of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline.run import loop
 from spurline.run.build import Components, build_update, summarize_run
 from spurline.run.checkpoints.resume import Resume, ResumeRequest, restore
-from spurline.run.checkpoints.saving import Course, Saving
+from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.endings.ending import RunResult, Status, explained, go_on
 from spurline.run.endings.stop_request import StopRequest
@@ -32,21 +31,21 @@ from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 
 class Session:
-    """The part of a run that trains. It restores the checkpoint that it goes on from when it is made.
+    """The part of a run that trains. Its constructor restores the checkpoint of a resumed run.
 
     Args:
         loaded: The config.
         directory: The run directory, open.
-        request: A person's wishes for a resume.
+        request: The options of a resume.
         resume: The point to go on from.
         components: Every component of the run.
-        stop: Is set when the run is to stop.
+        stop: The request to stop the run.
         progress: Is told what takes time.
-        stack: Takes down what is started here.
+        stack: Closes what is started here.
     """
 
     batches: Prefetch
-    """There from the first step on."""
+    """Exists from the first step on."""
 
     def __init__(
         self,
@@ -82,7 +81,7 @@ class Session:
         elif note := directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
         self._update = build_update(components, loaded, resume.done)
-        # With what hooks of plugins attach for this run.
+        # Detach everything at the end that hooks attach for this run.
         stack.enter_context(loaded.host.attachments())
         loaded.host.attach(self._update, "core/update")
         history = {"history": list(resume.history)} if resume.history else {}
@@ -91,10 +90,10 @@ class Session:
         self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
         self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
         self._saving = Saving(loaded, directory, components, self.state, self._course)
-        # Whatever ended the run: nothing is renamed into a directory that another run may hold.
+        # After the run, another run may hold the directory, so no checkpoint may be renamed into it.
         stack.callback(self._saving.abandon)
         self.judges: list[Callable[[], Sequence[Warned]]] = []
-        """Say what was off at any step, for the summary and the result."""
+        """Functions that report trouble of the whole run, for the summary and the result."""
         self._warnings: tuple[Warned, ...] = ()
         self._options = request.options()
 
@@ -121,7 +120,7 @@ class Session:
             self._directory.check_present()
             self._export_if_finished(run)
         except BaseException as raised:
-            # What ended the run stands, also where saving the rest of it fails in a way of its own.
+            # Raise this error even if saving fails too.
             error = raised
             self._saving.settle(raised)
             error = explained(raised, self.state, self._go_on())
@@ -133,7 +132,7 @@ class Session:
             self._end(run, error)
 
     def result(self, files: Mapping[str, Path]) -> RunResult:
-        """Return how the run ended. files: those that plugins made of its record."""
+        """Return how the run ended. `files` are those that plugins made from its record."""
         model, adapter = self._exports() if self._status() == "finished" else (None, None)
         return RunResult(
             self._status(),
@@ -159,8 +158,16 @@ class Session:
             return f"Finishing step {step:,} and saving"
         return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"
 
-    def _course(self, pending: Mapping[str, float] | None) -> Course:
-        return Course(self._update.done, self._resumed.history, self._best, self._early_stop, pending)
+    def _course(self, pending: Mapping[str, float] | None) -> dict[str, Any]:
+        """Return facts of the run so far for a manifest. `pending` has the metrics of a step without its evaluation."""
+        facts = {
+            "updates": dict(self._update.done),
+            "history": list(self._resumed.history),
+            "best": self._best.facts(),
+            "early_stop": self._early_stop.facts(),
+            "pending_evaluation": pending,
+        }
+        return {name: value for name, value in facts.items() if value}
 
     def _start_trackers(self) -> None:
         # A step whose evaluation is still to come gets its line when that is done.
@@ -236,7 +243,7 @@ class Session:
         try:
             scores, samples = self.scores.measure(step, due)
         except RankFailedError:
-            # Its weights have gone with the ranks.
+            # The weights are lost with the ranks, so they cannot be saved.
             raise
         except Exception as error:
             self._saving.save_before(error, step, {**metrics, **self.scores.asked})
@@ -246,7 +253,7 @@ class Session:
     def _evaluated(
         self, step: int, scores: dict[str, float], samples: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Keep the answers and tell the hooks; returns all metrics of evaluations, those that hooks made included."""
+        """Record the answers and call the hooks. Returns the metrics of all evaluations, hooks' own included."""
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return {**scores, **self.scores.beside(metrics)}
@@ -262,9 +269,9 @@ class Session:
         self.state.metrics = dict(metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
-        """Save when steps or minutes say so, after the last step and the best one so far, and before a stop.
+        """Save at the settings' steps and minutes, after the last step and the best one so far, and before a stop.
 
-        With `checkpoint.async` what is saved between steps is written while training goes on.
+        With `checkpoint.async`, checkpoints are written while training goes on, except before the run ends.
         """
         self._saving.take_written(wait=False)
         is_due = self._is_due(step, self._config.checkpoint.every_steps)
@@ -305,7 +312,7 @@ class Session:
         if self._status() != "finished":
             return
         for path, export in zip(self._exports(), (run.export, run.export_adapter), strict=True):
-            # A run that had already finished leaves what it exported then.
+            # A run that had finished before keeps its earlier export.
             if path is not None and (self.state.metrics or not path.exists()):
                 export(path, replace=True)
 
@@ -315,7 +322,7 @@ class Session:
             self.hooks.on_run_end(run=run, error=error)
         except Exception as failure:
             if error is None:
-                # It makes a failed run of one that no error ended.
+                # The run fails because of this error alone.
                 self._record_end(failure)
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
@@ -344,5 +351,5 @@ class Session:
             error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
-        """Say how to continue. Once a checkpoint of this run is there, it knows what the run was allowed to change."""
+        """Say how to continue. A checkpoint of this run records the allowed changes, which need no options then."""
         return go_on(self.loaded, () if self._saving.has_saved else self._options)

@@ -50,13 +50,13 @@ class _Columns:
 class OrderContract:
     """Subclass with `config`, its settings, and `make_order(samples, seed)`; `row(number)` when it reads columns.
 
-    What is asked of an order differs with what its config says under `adaptive`.
+    Some tests are for orders with `adaptive` in their config, and some for all others.
     """
 
     config: OrderConfig
 
     def make_order(self, samples: SampleFacts, seed: int) -> Order:
-        """Your order, of `self.config`."""
+        """Return your order, made with `self.config`."""
         raise NotImplementedError("subclass OrderContract with config and make_order(self, samples, seed)")
 
     def row(self, number: int) -> Mapping[str, Any]:
@@ -182,7 +182,7 @@ class OrderContract:
         return order.positions(step * samples.per_step, (step + 1) * samples.per_step)
 
     def observe(self, order: Order, samples: SampleFacts, step: int, chance: np.random.Generator) -> None:
-        """The order observes random rewards of the prompts of a step."""
+        """Let the order observe random rewards for the prompts of a step."""
         assert isinstance(order, AdaptiveOrder)
         first, drawn = step * samples.per_step, self.step(order, samples, step).tolist()
         order.observe(step + 1, [self.scored(first + place, sample, chance) for place, sample in enumerate(drawn)])

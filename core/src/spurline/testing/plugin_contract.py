@@ -19,7 +19,10 @@ HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
 
 
 class PluginContract:
-    """Subclass with `plugin_module`, the dotted name of your plugin module; `requires`: plugins to load before it."""
+    """Subclass with `plugin_module`, the dotted name of your plugin module.
+
+    `requires` has the names of plugins to load before it.
+    """
 
     plugin_module: str
     requires: Sequence[str] = ()
@@ -69,7 +72,7 @@ class TrackerContract:
     """Subclass with `make_tracker()`."""
 
     def make_tracker(self) -> Tracker:
-        """Your tracker."""
+        """Return your tracker."""
         raise NotImplementedError("subclass TrackerContract with make_tracker(self)")
 
     def test_a_run_can_be_tracked_resumed_and_closed_twice_or_without_a_start(self, tmp_path: Path) -> None:

@@ -18,12 +18,12 @@ class PrefetchContract:
     """Subclass with `make_prefetch(build, last_step)`."""
 
     def make_prefetch(self, build: BuildBatch, last_step: int) -> Prefetch:
-        """Your prefetch."""
+        """Return your prefetch."""
         raise NotImplementedError("subclass PrefetchContract with make_prefetch(self, build, last_step)")
 
     @contextmanager
     def started(self, build: BuildBatch | None = None, last_step: int = 9, first_step: int = 1) -> Iterator[Prefetch]:
-        """Your prefetch from `first_step` on, closed afterwards. build: default is `numbered_batch`."""
+        """Return a context with your prefetch, started at `first_step`. `build` is `numbered_batch` by default."""
         prefetch = self.make_prefetch(build or numbered_batch, last_step)
         prefetch.start(first_step)
         yield prefetch
@@ -49,7 +49,7 @@ class PrefetchContract:
         free: list[TrainingBatch] = []
 
         def build(step: int) -> TrainingBatch:
-            # As a collator that fills released buffers again.
+            # Fill released buffers again, as collators do.
             batch = free.pop() if free else numbered_batch(step)
             for column in batch.tokens.values():
                 column.fill_(step)
@@ -59,7 +59,7 @@ class PrefetchContract:
         with self.started(build, 6) as prefetch:
             for step in range(1, 7):
                 batch = prefetch.next(step)
-                # Time for a prefetch that builds ahead to do so; others build nothing meanwhile.
+                # Give a prefetch time to build ahead.
                 _wait_for(lambda step=step: any(later > step for later in built), seconds=0.05)
                 for name, column in batch.tokens.items():
                     assert bool((column == step).all()), f"column {name} of step {step} changed before its release"
@@ -107,7 +107,7 @@ class PrefetchContract:
 
 
 def _recording(built: list[int], released: list[int]) -> BuildBatch:
-    """Return what builds numbered batches, and notes their steps."""
+    """Return a function that builds numbered batches, and notes their steps."""
 
     def build(step: int) -> TrainingBatch:
         built.append(step)
@@ -129,7 +129,7 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def numbered_batch(step: int) -> TrainingBatch:
-    """One row of three tokens, each the number of the step."""
+    """Return a batch of one row of three tokens, each the number of the step."""
     import numpy as np
 
     from spurline.data.collators.layout import Segment, lay_out

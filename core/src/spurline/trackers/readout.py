@@ -22,7 +22,7 @@ class Smoothed:
 
     @property
     def value(self) -> float | None:
-        """The average so far; None before the first value."""
+        """Return the average so far; None before the first value."""
         return self._total / self._weight if self._weight else None
 
 
@@ -31,7 +31,7 @@ def training_seconds(metrics: Mapping[str, float]) -> float | None:
     whole = metrics.get("time/step")
     if whole is None or whole <= 0:
         return None
-    # Rollouts were generated as far as `time/generate` lies in `time/batch`.
+    # Training waited for generation only as far as `time/batch` includes `time/generate`.
     generating = min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
     rest = whole - metrics.get("time/evaluate", 0.0) - generating
     return rest if rest > 0 else whole

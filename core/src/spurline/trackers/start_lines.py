@@ -21,7 +21,7 @@ def banner(loaded: LoadedConfig) -> list[str]:
     """Return the lines that a person checks before walking away."""
     config, plugins = loaded.config, loaded.host.plugins
     model = config.model
-    # Those that are loaded by default are in every run.
+    # Default plugins are not listed, since they are in every run.
     enabled = [f"{name} {plugins[name].version}" if name in plugins else name for name in config.plugins]
     adapted = ", adapters" if config.backend.facts.trains_adapters else ""
     held_out = f"; held out: {_places(config.data.eval)}" if config.data.eval else ""
@@ -55,7 +55,7 @@ class StartLines:
     def show(self, lines: list[str]) -> None:
         """Write lines as they are."""
         if not self._quiet:
-            # Whatever stdout is, and however it is buffered, these are out before the next import.
+            # Flush, so that the lines appear before the next import.
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def __call__(self, text: str) -> None:

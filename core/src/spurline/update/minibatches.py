@@ -23,7 +23,7 @@ class WholeBatchConfig(MiniBatchesConfig):
 
 
 class WholeBatch:
-    """Cuts nothing; pads to the data-parallel size, where the backend wants it and the collator did not."""
+    """Makes one mini-batch of each batch, padded to the data-parallel size if the backend needs that."""
 
     def __init__(self, config: WholeBatchConfig, run: RunConfig, layout: ParallelLayout) -> None:
         self._row_multiple = layout.row_multiple

@@ -2,8 +2,8 @@
 
 The metrics of one step after the other go in, as in metrics.jsonl; sentences by kind of trouble come out, usually
 none. `health_words` judges rollouts, each step by itself. The other rules look at loss, gradient, learning rate and the
-load of the controller, and compare a step with those before it. They do not judge the loss of a policy, which says
-nothing of how training goes. A `Watcher` warns at each step, and at the end of the run.
+load of the controller, and compare a step with those before it. They do not judge the loss of a policy, which does not
+show whether training works. A `Watcher` warns at each step, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class HealthWatch:
     """Judges the steps of one run in order.
 
     Args:
-        config: The resolved settings; without them, nothing is known of clipping.
+        config: The resolved settings; without them, the rules assume that gradients are not clipped.
     """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +76,7 @@ class HealthWatch:
         self._best: tuple[float, int] | None = None
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return a sentence or two for each thing that is off at this step, by a short name of its kind."""
+        """Return a sentence or two about each trouble at this step, by a short name of its kind."""
         found = health_words(metrics)
         if "lr" in metrics:
             found |= dict(self._judge_rate(metrics["lr"]))
@@ -126,7 +126,7 @@ class HealthWatch:
         self._norms.append(norm)
         recent = [*before, norm][-2 * LEVEL_STEPS :]
         if is_policy:
-            # Groups of equal rewards have none, and the rules on rollouts say so.
+            # Groups of equal rewards have no gradient, and the rules on rollouts report them.
             return
         if len(recent) >= IDLE_STEPS and not any(recent[-IDLE_STEPS:]):
             yield (
@@ -230,7 +230,7 @@ def clip_threshold(config: Mapping[str, Any]) -> float | None:
 
 
 class Watcher:
-    """Warns of what is off at each step of a run, and at its end of what was off in the whole run."""
+    """Warns about trouble at each step of a run, and reports the trouble of the whole run at its end."""
 
     def __init__(self, run: RunView) -> None:
         self._run = run
@@ -255,7 +255,7 @@ class Watcher:
             self._run.warn(step, kind, words)
 
     def warnings(self) -> Sequence[Warned]:
-        """Return what was off in the run as a whole, with the steps at which it was."""
+        """Return the troubles of the whole run, with their steps."""
         lines = read_metrics(self._run.directory.metrics, skip_foreign=True)
         steps = trained_steps(lines)
         found = findings(lines, self._config)
@@ -263,15 +263,15 @@ class Watcher:
 
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return a sentence or two for each thing that is off, by a short name of its kind, without numbers."""
+    """Return a sentence or two about each trouble with the rollouts, by a short name of its kind."""
     return dict(_judged(metrics))
 
 
 def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     difference = metrics.get("mismatch/logprob_diff", 0.0)
-    # Tokens that come from older weights differ rightly.
+    # Logprobs of tokens from older weights are expected to differ.
     if difference > LARGEST_MISMATCH and metrics.get("staleness/mean", 0.0) <= 0:
-        # A run that corrects already needs no such advice, but its engine is as wrong.
+        # A run with a correction needs no advice to set one.
         correct = "" if "correction/factor" in metrics else ", or set source.correction"
         yield (
             "mismatch",
@@ -279,7 +279,7 @@ def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"what is trained. Check that both use the same weights, precision and temperature{correct}.",
         )
     largest = max(abs(metrics.get("advantage/max", 0.0)), abs(metrics.get("advantage/min", 0.0)))
-    # Groups of one, and a critic, leave advantages other than 0 to equal rewards.
+    # In groups of one sample, or with a critic, equal rewards may have advantages other than 0.
     if metrics.get("groups/zero_variance", 0.0) >= 1 and largest <= _NO_ADVANTAGE:
         yield (
             "equal_rewards",

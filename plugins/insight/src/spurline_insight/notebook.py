@@ -55,7 +55,7 @@ class LivePlot:
             self._draw()
 
     def close(self) -> None:
-        """Draw the rest: the run has ended."""
+        """Draw the last steps at the end of the run."""
         if not self._is_drawn:
             self._draw()
         self._has_ended = True

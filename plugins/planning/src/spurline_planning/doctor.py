@@ -31,13 +31,13 @@ OPEN_FILES = 4096
 """Files that a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
 
 SHARED_MEMORY = 2**30
-"""Bytes of /dev/shm below which what NCCL passes between the ranks of one machine may not fit."""
+"""Bytes of /dev/shm that NCCL may need between the ranks of one machine."""
 
 FREE_DISK = 2**30
 
 
 def find(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Every finding, as it is made. None of them is raised as an error."""
+    """Yield every finding as soon as it is known. None is raised as an error."""
     config = loaded.config
     yield _versions(loaded)
     yield from _machine()
@@ -67,13 +67,13 @@ def _machine() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """NCCL alone needs it by name; shared memory of our own is anonymous."""
+    """Check the size of /dev/shm, which only NCCL uses."""
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         small = free < SHARED_MEMORY
-        fix = "give the container more, as with `docker run --shm-size=8g`, or free what lies there"
-        yield Finding(str(shared), f"{_gib(free)} free, by which NCCL exchanges within a machine", fix if small else "")
+        fix = "give the container more, as with `docker run --shm-size=8g`, or delete files there"
+        yield Finding(str(shared), f"{_gib(free)} free for NCCL between ranks of a machine", fix if small else "")
 
 
 def _devices() -> Iterator[Finding]:
@@ -82,12 +82,12 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPUs", "torch sees none: the run trains on the CPU")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
-        fix = "end what else runs on it: see `nvidia-smi`" if free < total // 2 else ""
+        fix = "end other programs on it: see `nvidia-smi`" if free < total // 2 else ""
         yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free", fix)
 
 
 def _run_dir(path: Path) -> Iterator[Finding]:
-    """Can it be written, read back and locked?"""
+    """Check that the folder can be written, read and locked."""
     try:
         with scratch_inside(path) as scratch, (scratch / "file").open("w+b") as file:
             file.write(scratch.name.encode())
@@ -96,7 +96,7 @@ def _run_dir(path: Path) -> Iterator[Finding]:
             same = (scratch / "file").read_bytes() == scratch.name.encode()
             free = shutil.disk_usage(path).free
     except OSError as error:
-        fix = "choose another: --set run_dir=PATH, or mend its rights"
+        fix = "choose another: --set run_dir=PATH, or change its permissions"
         yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
         return
     if not same:

@@ -72,14 +72,14 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
         return []
     lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
     turns = ", as not all of it is there at once" if len(estimate.moments) > 1 else ""
-    unknown = ", to which come activations and logits, whose size depends on the batches" if not load.tokens else ""
+    unknown = ", without activations and logits, whose size depends on the batches" if not load.tokens else ""
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
         lines.append(f"in the memory of the fullest machine, beside it: {_mib(estimate.host)}")
     limit = device_limit(run.backend, device_bytes)
     if limit is None:
         return lines
-    # A plan for devices of another size is one for another machine.
+    # With `device_bytes`, the plan is for another machine.
     if device_bytes is None and estimate.host > SHARE_USED * memory_bytes():
         lines.append(f"does not fit the memory of this machine, {_beside(memory_bytes())}")
     if estimate.peak <= SHARE_USED * limit:
@@ -161,7 +161,7 @@ def device_limit(backend: object, device_bytes: int | None) -> int | None:
 
 
 def with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Return a copy of the section with other values, by key; `lora.base_dtype` names one of a section in it."""
+    """Return a copy of the section with other values by key. A key such as `lora.base_dtype` leads into a section."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")

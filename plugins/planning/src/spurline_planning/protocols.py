@@ -1,6 +1,6 @@
-"""Protocols of what `spurline plan` and `spurline doctor` ask of the settings of components, beside what a run asks.
+"""Protocols of component settings that `spurline plan` and `spurline doctor` use, and a run does not.
 
-The configs have the methods and need not know of this package. A plan leaves out what a config does not answer.
+A config implements the methods without importing this package. A plan leaves out the parts that a config lacks.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from spurline_models.machine import Finding
 
 @runtime_checkable
 class PlansMemory(Protocol):
-    """Settings of a backend that know what it takes of its devices. `ModelBackendConfig` has defaults of all this."""
+    """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all of them."""
 
     beyond: ClassVar[str]
-    """A sentence on what to do with a model that its settings cannot make fit; may be empty."""
+    """A sentence on what to do with a model that fits with no settings of this backend; may be empty."""
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate a step of so many tokens in rows of this length, on the fullest device; None if nothing is known."""
+        """Estimate the memory of a step on the fullest device; None if nothing is known.
+
+        `row_length` is the number of tokens of the longest row, and `tokens` that of the step.
+        """
         ...
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device that it would train on here; None if that is not known."""
+        """Return the memory of the smallest device that trains on this machine; None if it is not known."""
         ...
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of this section that need less memory, in the order in which a plan tries them.
+        """Return changes of this section that need less memory, those that cost the least time first.
 
-        Each is tried on top of those before, so the cheapest in time comes first. A key names a setting, such as
-        `compile`, or one of a section in this one, such as `lora.base_dtype`. With each the section stays valid.
+        A plan adds one change after another. A key names a setting, such as `compile`, or a setting of an inner
+        section, such as `lora.base_dtype`. The section must stay valid with each change.
         """
         ...
 
@@ -47,7 +50,7 @@ class PlansLayouts(Protocol):
         ...
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        """Return lines on how its ranks could be divided otherwise; none if there is one way.
+        """Return lines on other ways to divide its ranks; none if there is only one way.
 
         Args:
             run: The run to plan.
@@ -63,9 +66,9 @@ class Diagnoses(Protocol):
     """Settings of a component that `spurline doctor` can try out without a model."""
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
-        """Start what a run would start, all but the model, and yield what is found on the way.
+        """Start everything that a run starts except the model, and yield the findings.
 
-        A failure is a Finding with its fix, and not an error.
+        A failure is a Finding with its fix, and is not raised.
         """
         ...
 
@@ -74,29 +77,29 @@ class Diagnoses(Protocol):
 class PlansRollouts(Protocol):
     """Settings of a source whose steps can be sized before a prompt is answered.
 
-    All methods take the run, the tokens of its longest prompt and the tokens that the model can see, which are None
-    without a limit. They assume that every response is as long as it may get.
+    All methods take the run, the tokens of its longest prompt, and the tokens that the model can see, None without a
+    limit. They assume that every response has the largest length allowed.
     """
 
     def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
-        """Return the most that one optimizer step may hold."""
+        """Return the largest size of one optimizer step."""
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return the bytes by part that generating takes on the trainer's device; {} where it generates elsewhere."""
+        """Return the bytes by part that generation takes on the trainer's device; {} if it generates elsewhere."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """Return the engine that has the trainer's devices by turns with it, if there is one."""
+        """Return the engine that takes turns with the trainer on its devices, if there is one."""
         ...
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        """Return sentences about where it generates, for people."""
+        """Return sentences for the user about the place of generation."""
         ...
 
 
 def planned(source: SourceConfig) -> PlansRollouts | None:
-    """Return the source that plans can ask about rollouts: this one or one that it decorates; None if neither."""
+    """Return this source, or the one that it decorates, if it has these methods; None if neither has."""
     if isinstance(source, PlansRollouts):
         return source
     return None if source.decorates is None else planned(getattr(source, source.decorates))

@@ -28,7 +28,7 @@ _LONGEST_QUEUE = 10_000
 
 
 class SendingTracker(ABC):
-    """A tracker that writes to a store on a thread of its own. What the store does not take is reported on stderr."""
+    """A tracker that writes to a store on a thread of its own. Failures of the store are reported on stderr."""
 
     name: ClassVar[str]
     """The name of the tracker in the config."""

@@ -1,7 +1,7 @@
 """Write segments into the columns of a TrainingBatch, one token at a time: what every reference collator shares.
 
-Place on the way: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. Readable before fast:
-these loops say what a batch must contain; vectorized collators are tested against them.
+Place on the way: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are written
+to be read, and vectorized collators are tested against them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,14 @@ RESPONSE_COLUMNS = {
 class Segment:
     """One sub-sequence to lay out.
 
-    tokens: [length]. loss_weights: [length]; the first is ignored, since nothing predicts a first token.
-    start: column of its first token. uid, sample, turn: metadata.
-    extra: further token columns, each [length, ...].
+    Attributes:
+        tokens: [length].
+        loss_weights: [length]; the first is ignored, since nothing predicts a first token.
+        start: Column of its first token.
+        uid: Name of its sample or prompt.
+        sample: Number of the attempt at the prompt.
+        turn: Number of the turn.
+        extra: Further token columns, each [length, ...].
     """
 
     tokens: NDArray[np.int32]
@@ -56,7 +61,7 @@ def lay_out(
 ) -> TrainingBatch:
     """Return a batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
 
-    info: more numbers for metrics, beside those of `layout_info`.
+    `info` has further numbers for metrics, besides those of `layout_info`.
     """
     extra = _shared_extra_columns(rows)
     written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
@@ -73,7 +78,7 @@ def lay_out(
 
 
 def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
-    """Return the numbers that every layout reports. num_tokens: without padding. length: of a row, with padding."""
+    """Return the numbers that every layout reports, from tokens without padding and the padded length of a row."""
     return {
         "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
         "packing/rows": float(num_rows),
@@ -84,7 +89,7 @@ def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]
 def _write_row(
     segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the columns of one row as lists, token by token. extra: name -> what padding holds in that column."""
+    """Return the columns of one row as lists, token by token. `extra` has the padding value of each extra column."""
     input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
     loss_weights = [0.0] * length
     extra_columns = {name: [padding] * length for name, padding in extra.items()}
@@ -108,9 +113,9 @@ def _write_row(
 
 
 def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
-    """Optional columns that every segment has, with their padding value.
+    """Return the optional columns that every segment has, with their padding value.
 
-    A column that only some segments have is left out: its zeros would pass for data.
+    A column that only some segments have is left out, since zeros in the others would look like data.
     """
     segments = [segment for row in rows for segment in row]
     return {
@@ -140,7 +145,7 @@ def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
 
 
 def sample_segments(samples: TokenView) -> list[Segment]:
-    """One segment per sample, in order, all at column 0; collators move them with `dataclasses.replace`."""
+    """Return one segment per sample, in order, all at column 0. Collators move them with `dataclasses.replace`."""
     return [
         Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
         for position in range(len(samples))
@@ -148,7 +153,7 @@ def sample_segments(samples: TokenView) -> list[Segment]:
 
 
 def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
-    """The same for turns."""
+    """Return one segment per turn, in order, all at column 0."""
     return [
         _segment(turn, trajectory.uid, trajectory.sample, number)
         for trajectory in trajectories
@@ -178,6 +183,6 @@ def _extra(turn: TurnToLayOut) -> dict[str, NDArray[Any]]:
 
 
 def _after_prompt(turn: TurnToLayOut, values: NDArray[Any]) -> NDArray[Any]:
-    """Response values with zeros for the prompt in front."""
+    """Return the values of the response after a zero for each prompt token."""
     assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
     return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])

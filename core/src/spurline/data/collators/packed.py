@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PackedCollator:
-    """Each sample's length is rounded up to the alignment before packing, so a row can never overflow."""
+    """Packs several samples per row. Lengths are rounded up to the alignment first, so that no row overflows."""
 
     def __init__(self, config: PackedCollatorConfig, pad_token_id: int, layout: ParallelLayout) -> None:
         self._config = config
@@ -62,6 +62,6 @@ class PackedCollator:
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
     """Return the segments of one row, each starting where the aligned one before it ends."""
-    # One start more than there are segments: the end of the last.
+    # The last value is the end of the last segment, which `zip` leaves out.
     starts = accumulate(aligned, initial=0)
     return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

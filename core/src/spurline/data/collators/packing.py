@@ -20,7 +20,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
-    """Rows of sample positions, a multiple of `num_ranks` of them, rank by rank; see the algorithms below."""
+    """Return rows of sample positions, rank by rank. Their number is a multiple of `num_ranks`."""
     if algorithm == "multifit":
         rows = multifit(lengths, capacity, num_ranks)
     else:
@@ -30,10 +30,10 @@ def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: Packi
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Rows of sample positions; every row's lengths sum to at most `capacity`.
+    """Return rows of sample positions whose lengths sum to at most `capacity` (Johnson 1973).
 
-    Longest first (ties: higher position first), each into the first row with room, else into a new row (Johnson 1973).
-    No length may exceed `capacity`.
+    The longest sample comes first, among equals the one at the higher position. Each goes into the first row with
+    enough space, else into a new row. No length may exceed `capacity`.
     """
     return _decreasing(
         lengths, capacity, lambda room, length: next((row for row, free in enumerate(room) if free >= length), None)
@@ -41,7 +41,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack as first_fit_decreasing, but each into the row that it leaves the least room in (ties: the earlier)."""
+    """Pack like `first_fit_decreasing`, but put each sample into the row that has the least space left after it."""
 
     def choose(room: Sequence[int], length: int) -> int | None:
         fitting = [(free, row) for row, free in enumerate(room) if free >= length]
@@ -53,7 +53,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 def _decreasing(
     lengths: Sequence[int], capacity: int, choose: Callable[[Sequence[int], int], int | None]
 ) -> list[list[int]]:
-    """choose: from the room in each row and a length to the row it goes into, or None to open another one."""
+    """Pack the longest samples first. `choose` gets the space in each row and a length; None opens a new row."""
     rows: list[list[int]] = []
     room: list[int] = []
     for position in _longest_first(lengths):
@@ -70,10 +70,10 @@ def _decreasing(
 
 
 def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """First-fit-decreasing with about the smallest capacity for which the fewest rows of all ranks are enough.
+    """Pack by first-fit-decreasing with about the lowest capacity that needs no more rows than the full capacity.
 
-    Rows are rounded up to a multiple of `num_ranks` anyway; a lower capacity spreads the samples evenly over them
-    (Coffman, Garey and Johnson 1978, who search by bisection; see `even_capacities`).
+    The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
+    over these rows (Coffman, Garey and Johnson 1978, who search by bisection; see `even_capacities`).
     """
     num_rows = max(num_ranks, round_up(-(-sum(lengths) // capacity), num_ranks))
     while True:
@@ -81,15 +81,15 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
             rows = first_fit_decreasing(lengths, lower)
             if len(rows) <= num_rows:
                 return rows
-        # The last were whole rows: where long samples leave much of them empty, so many are needed.
+        # Even the full capacity needs more rows, since long samples leave much of each row empty.
         num_rows = round_up(len(rows), num_ranks)
 
 
 def even_capacities(least: int, capacity: int) -> Iterator[int]:
-    """Capacities to try in turn, up to `capacity`: `least`, which rows cannot do without, and a margin that doubles.
+    """Yield capacities to try: `least`, the lowest possible one, plus a margin that doubles, up to `capacity`.
 
-    The first margin, a 2048th, is enough for most batches of hundreds of samples; bisection would look for the last
-    token of it, at ten times the cost.
+    The first margin, a 2048th, is enough for most batches of hundreds of samples. Bisection would find the exact
+    capacity at ten times the cost.
     """
     margin = max(1, least // 2048)
     while least + margin < capacity:
@@ -99,9 +99,9 @@ def even_capacities(least: int, capacity: int) -> Iterator[int]:
 
 
 def straggler_factor(used: Sequence[int], num_ranks: int) -> float:
-    """Tokens of the fullest rank over the mean of all ranks; 1.0 is perfectly even.
+    """Return the tokens of the fullest rank divided by the mean of all ranks; 1.0 is perfectly even.
 
-    used: tokens of each row, alignment included, rank by rank.
+    `used` has the tokens of each row, alignment included, rank by rank.
     """
     per_rank = len(used) // num_ranks
     totals = [sum(used[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
@@ -113,7 +113,7 @@ def refuse_what_cannot_fit(
 ) -> None:
     """Raise DataError for the first sample that is longer than a row.
 
-    name: what to call the sample at a position. shorter: what else the user may do, such as `lower data.max_length`.
+    `name` returns the name of the sample at a position. `shorter` is another fix, such as `lower data.max_length`.
     """
     for position, length in enumerate(aligned):
         if length > capacity:
@@ -124,16 +124,16 @@ def refuse_what_cannot_fit(
 
 
 def _longest_first(lengths: Sequence[int]) -> list[int]:
-    """Positions by falling length; ties: higher position first."""
+    """Return positions by falling length; among equal lengths, the higher position comes first."""
     return sorted(range(len(lengths)), key=lambda position: (lengths[position], position), reverse=True)
 
 
 def spread_over_ranks(rows: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """The same samples in a number of rows that is a multiple of `num_ranks`, rank by rank.
+    """Return the same samples in a number of rows that is a multiple of `num_ranks`, rank by rank.
 
-    Missing rows are made by moving the last sample of the rows with the most samples (ties: later row first); when
-    there are fewer samples than rows needed, the rest stay empty. Row i of the packing goes to rank i mod num_ranks,
-    and the rows of one rank lie together in the result.
+    Each missing row gets the last sample of a row with the most samples, among equals of the later row. With fewer
+    samples than rows, some rows stay empty. Row i of the packing goes to rank i mod num_ranks, and the rows of a rank
+    are neighbours in the result.
     """
     balanced = [list(row) for row in rows]
     target = max(num_ranks, round_up(len(balanced), num_ranks))

@@ -15,7 +15,7 @@ from spurline.protocols.collator import ParallelLayout
 
 
 class PaddedCollator:
-    """Rows are as long as the longest sample, rounded up; shorter ones are filled on `pad_side`."""
+    """Puts each sample in a row of its own, padded on `pad_side` to the longest sample, rounded up."""
 
     def __init__(self, config: PaddedCollatorConfig, pad_token_id: int, layout: ParallelLayout) -> None:
         self._config = config

@@ -41,7 +41,7 @@ _REMARK = {
 
 @dataclass(frozen=True)
 class ResumeRequest:
-    """A person's wishes for a resume.
+    """The options of a resume.
 
     Attributes:
         choice: `auto`, `never` or the path of a checkpoint folder.
@@ -52,7 +52,7 @@ class ResumeRequest:
     allow_change: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
-        """Return the same as words of a command line."""
+        """Return these options as words of a command line."""
         resume = [] if self.choice == "auto" else ["--resume", self.choice]
         return [*resume, *(word for name in self.allow_change for word in ("--allow-change", name))]
 
@@ -63,8 +63,8 @@ class Resume:
 
     Attributes:
         checkpoint: None for a new run.
-        notes: What a person should know about it.
-        foreign: Whether it is the checkpoint of another run.
+        notes: Sentences about the resume for the user.
+        foreign: Whether the checkpoint belongs to another run.
         history: Changes of settings since the run began, as `{step, key, before, now}`. Each holds from the step after
             `step` on.
     """
@@ -81,7 +81,7 @@ class Resume:
 
     @property
     def done(self) -> Done:
-        """Return the steps and optimizer steps behind it."""
+        """Return the steps and optimizer steps before this point."""
         return Done() if self.checkpoint is None else Done(self.checkpoint.step, self.checkpoint.manifest["updates"])
 
 
@@ -133,9 +133,9 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
 
 
 def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:
-    """Return the settings that differ from those of the checkpoint. Raises CheckpointError unless all of them may."""
+    """Return the settings that differ from the checkpoint's. Raises CheckpointError if one is not permitted."""
     changed = differences(checkpoint.config, loaded.config)
-    # The same command may run again, from a checkpoint that has the change.
+    # If the same command runs again, the checkpoint has the change already.
     known = [*changed, *map(_recorded, checkpoint.manifest.get("history", []))]
     for name in request.allow_change:
         if not any(change.is_named(name) for change in known):
@@ -169,7 +169,7 @@ def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: Res
 
 
 def _recorded(entry: Mapping[str, Any]) -> Difference:
-    """Return an entry of the history, which was permitted then."""
+    """Return an entry of the history as a permitted difference."""
     return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
 
 
@@ -204,9 +204,9 @@ def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
 def restore(
     checkpoint: Checkpoint, components: Components, loaded: LoadedConfig, best: BestSoFar, early_stop: EarlyStop
 ) -> list[str]:
-    """Put every component back into the state of the checkpoint, and return notes for people.
+    """Restore every component from the checkpoint, and return notes for the user.
 
-    Only then are later checkpoints of the same run set aside, whose steps will be trained again.
+    Later checkpoints of the same run are set aside after that, since their steps will be trained again.
 
     Raises:
         CheckpointError: If the state of a component does not fit.
@@ -243,7 +243,7 @@ def restore(
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
     before, now = checkpoint.manifest.get("held_out") or {}, fingerprints(components.data.evaluations)
     notes += [
-        f"The held-out data of {label} is not that of the checkpoint: scores before and after do not compare."
+        f"The held-out data of {label} has changed since the checkpoint: earlier and later scores do not compare."
         for label in now
         if label in before and before[label] != now[label]
     ]
@@ -257,7 +257,7 @@ def restore(
 
 
 def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
-    """Refuse a run that would end before its checkpoint: it trains nothing, and its records would say that it did."""
+    """Raise ConfigError for a run that would end before its checkpoint, since its records would be wrong."""
     steps = components.data.source.total_steps
     if checkpoint.step > steps:
         key = "steps" if loaded.config.steps is not None else "epochs"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,48 +18,18 @@ from spurline.config.loading import LoadedConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, RunDirectoryLostError
 from spurline.plugins.run_view import RunState
-from spurline.protocols.backend import Role, TakesSnapshots
+from spurline.protocols.backend import TakesSnapshots
 from spurline.run.build import Components
 from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Prepared, Write, Written
 from spurline.run.checkpoints.resume import stateful_components
 from spurline.run.checkpoints.state_files import copied_state, write_state
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import fingerprints
-from spurline.run.evaluations.watched import BestSoFar, EarlyStop
 
 WAIT_LIMIT_S = 3600.0
 """Longest time that a run waits for a checkpoint that is being written."""
 _ABANDON_LIMIT_S = 5.0
 """Longest time that the end of a run waits for a checkpoint that is being renamed."""
-
-
-@dataclass(frozen=True)
-class Course:
-    """The part of a manifest that describes the run so far.
-
-    Attributes:
-        updates: Optimizer steps by role.
-        history: Changes of settings since the run began; see `Resume`.
-        best: The best evaluation so far.
-        early_stop: The state of `stop_when`.
-        pending: Metrics of the step, if its evaluation is still to come.
-    """
-
-    updates: Mapping[Role, int]
-    history: Sequence[Mapping[str, Any]] = ()
-    best: BestSoFar = field(default_factory=lambda: BestSoFar(None))
-    early_stop: EarlyStop = field(default_factory=lambda: EarlyStop(None))
-    pending: Mapping[str, float] | None = None
-
-    def facts(self) -> dict[str, Any]:
-        known = {
-            "updates": dict(self.updates),
-            "history": list(self.history),
-            "best": self.best.facts(),
-            "early_stop": self.early_stop.facts(),
-            "pending_evaluation": self.pending,
-        }
-        return {name: value for name, value in known.items() if value}
 
 
 @dataclass(frozen=True)
@@ -81,8 +51,10 @@ class CheckpointContents:
     keep_last: int
 
     @classmethod
-    def of(cls, step: int, components: Components, loaded: LoadedConfig, course: Course, *, copied: bool) -> Self:
-        """Return the contents of a step's checkpoint.
+    def of(
+        cls, step: int, components: Components, loaded: LoadedConfig, course: Mapping[str, Any], *, copied: bool
+    ) -> Self:
+        """Return the contents of a step's checkpoint; `course` has the facts of the run so far.
 
         If `copied`, all state is copied now, so that another thread can write it while training goes on. Otherwise
         state is read while it is written.
@@ -105,9 +77,10 @@ class CheckpointContents:
                 others |= {str(path.parent.relative_to(folder) / file): digest for file, digest in written.items()}
             return Written(own | others, own.keys() if verifies else ())
 
-        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course.facts()}
+        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course}
         facts["held_out"] = fingerprints(components.data.evaluations)
-        return cls(step, write, facts, course.best.step, loaded.config.checkpoint.keep_last)
+        best = course["best"]["step"] if course.get("best") else None
+        return cls(step, write, facts, best, loaded.config.checkpoint.keep_last)
 
     def save(self, store: CheckpointStore) -> Path:
         """Write the checkpoint, make it the latest, and return its folder."""
@@ -184,7 +157,8 @@ class Saving:
         directory: The run directory.
         components: The components whose state is saved.
         state: The state of the run; its `checkpoint` and `saved_step` are set here.
-        course: Returns the run's `Course`. Its argument has the metrics of a step that is still to be evaluated.
+        course: Returns facts of the run so far, for the manifest. Its argument has the metrics of a step whose
+            evaluation is still to come.
     """
 
     def __init__(
@@ -193,7 +167,7 @@ class Saving:
         directory: RunDirectory,
         components: Components,
         state: RunState,
-        course: Callable[[Mapping[str, float] | None], Course],
+        course: Callable[[Mapping[str, float] | None], Mapping[str, Any]],
     ) -> None:
         self.has_saved = False
         """True if a checkpoint of this process is complete."""
@@ -266,7 +240,7 @@ class Saving:
     def settle(self, error: BaseException) -> None:
         """Let a checkpoint that is being written become complete when the run fails.
 
-        Not on a second signal, and not when its folder has gone.
+        After a second signal, or if the run directory is lost, the checkpoint is abandoned instead.
         """
         if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
             self.abandon()
@@ -274,7 +248,7 @@ class Saving:
         try:
             self.take_written(wait=True)
         except Exception as failure:  # noqa: BLE001 - it must not hide the error that ended the run
-            # The checkpoint may be complete, since an error of a hook that it was reported to ends up here too.
+            # The checkpoint may be complete: an error of the hook `on_checkpoint_saved` is caught here too.
             error.add_note(f"Ending the checkpoint under way failed too: {failure}")
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""The result of a run, and what its last error says of what is left and how to go on."""
+"""Describe how a run ended: its result, or an error that names the last checkpoint and how to continue."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class RunResult:
     Attributes:
         status: `finished`, or `stopped` by a signal or a request after a checkpoint.
         step: The last finished step.
-        metrics: Those of that step; empty if this process made none.
-        checkpoint: The newest one.
+        metrics: Metrics of that step; empty if this process trained no step.
+        checkpoint: The newest complete checkpoint.
         signal: The signal that stopped the run, if any.
         stop_reason: The reason given to `request_stop`, or why `stop_when` finished the run early.
         go_on: A sentence on how to continue a stopped run.
         best: `metric`, `step` and `value` of the best evaluation so far, with `checkpoint.keep_best`.
-        warnings: Trouble that lasted, in sentences; the report also has what passed by.
-        model: The folder that a finished run exported, with `checkpoint.export_hf`.
-        adapter: Likewise, with `checkpoint.export_adapter`.
-        files: Files that plugins made of the run's record, by name, such as the page `report`.
+        warnings: Sentences about lasting trouble; the report also lists passing trouble.
+        model: The folder of the model that a finished run exported, with `checkpoint.export_hf`.
+        adapter: The folder of the exported adapter, with `checkpoint.export_adapter`.
+        files: Files that plugins made from the run's record, by name, such as the page `report`.
     """
 
     status: Status
@@ -49,16 +49,16 @@ class RunResult:
 
     @property
     def report(self) -> Path | None:
-        """The HTML page; None where none was written."""
+        """Return the HTML page; None if none was written."""
         return self.files.get("report")
 
 
 def explained(error: BaseException, state: RunState, how: str) -> BaseException:
-    """Return the error that ended a run, with what is left of it and how to go on.
+    """Return the error that ended a run, with the last checkpoint and how to continue in its text or notes.
 
     Args:
-        error: What ended the run.
-        state: How far it got.
+        error: The error.
+        state: The progress of the run.
         how: A sentence on how to continue.
     """
     kept = state.checkpoint
@@ -74,6 +74,6 @@ def explained(error: BaseException, state: RunState, how: str) -> BaseException:
 
 
 def go_on(loaded: LoadedConfig, options: Sequence[str]) -> str:
-    """How to continue a run with these words of a command line besides."""
+    """Return a sentence on how to continue a run, with these further words of the command line."""
     command = loaded.train_command(*options)
     return f"Go on with: {command}" if command is not None else "Train the same config again to go on."

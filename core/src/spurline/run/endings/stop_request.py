@@ -1,4 +1,4 @@
-"""A run is asked to stop after the step it is in: by SIGINT, SIGTERM or SIGHUP, or by a hook that gives a reason."""
+"""Stop a run after its current step, when SIGINT, SIGTERM or SIGHUP arrives or a hook gives a reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """Set while a run is to end after its current step, by a signal or for a reason that was given.
+    """A request to end a run after its current step. It is true once a signal or a reason has been given.
 
-    Signals are caught only inside `with` on the main thread.
-    words: what the run does about it, as the beginning of a sentence; said as soon as a signal arrives.
+    It is a context manager, which catches signals on the main thread.
+
+    Args:
+        words: Returns the first words of the message that is printed when a signal arrives.
     """
 
     def __init__(self, words: Callable[[], str]) -> None:
@@ -42,20 +44,20 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # The second SIGHUP of a terminal that closes may come when the run has just ended.
+            # A closing terminal sends SIGHUP twice, and the second one may arrive after the run has ended.
             again = number == signal.SIGHUP == self.signal
             signal.signal(number, signal.SIG_IGN if again else handler)
         self._previous = {}
 
     def cut_short(self, work: Callable[[], None]) -> None:
-        """Call this unless a signal came before; the first one ends it at once, as nothing in it is worth finishing."""
+        """Call `work`, unless a signal has arrived before. The first signal during `work` ends it at once."""
         if self.signal is not None:
             return
         try:
             self._cuts_short = True
             work()
         except _CutShort:
-            # What it waited for has been let go; the run goes on to its end.
+            # The run goes on to its end without the work.
             pass
         finally:
             self._cuts_short = False
@@ -75,15 +77,15 @@ class StopRequest:
 
     def _acknowledge(self, number: int) -> None:
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
-        # On a terminal `^C` stands on the line. Not through sys.stderr, in whose own work this may have come.
+        # A terminal has printed `^C` on this line. sys.stderr is not used, since the signal may have interrupted it.
         begin = "\n" if os.isatty(2) else ""
-        # The run ends in order also when nobody reads its messages.
+        # A message that cannot be written must not keep the run from ending in order.
         with suppress(OSError):
             os.write(2, f"{begin}{self._words()}; {again}.\n".encode())
 
 
 class _CutShort(KeyboardInterrupt):
-    """The first signal, inside `cut_short`."""
+    """Raised by the first signal inside `cut_short`."""
 
 
 def _is_ignored(number: signal.Signals) -> bool:

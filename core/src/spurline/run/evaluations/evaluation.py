@@ -35,8 +35,11 @@ def _naming(name: str) -> Iterator[None]:
 class ScheduledEvaluation:
     """One evaluation of a run.
 
-    name: key under `evaluations`; empty for `data.eval`. every_steps: None to run at the end of the run only.
-    at_start: whether the model is measured before its first step too.
+    Attributes:
+        name: Key under `evaluations`; empty for `data.eval`.
+        every_steps: Steps between two evaluations; None evaluates only at the end of the run.
+        at_start: Whether the model is also measured before its first step.
+        held_out: The evaluation itself.
     """
 
     name: str
@@ -60,8 +63,10 @@ class ScheduledEvaluation:
         return None if names is None else {f"{self.label}/{name}" for name in (*names, "time")}
 
     def run(self, backend: Backend, root: str = "eval") -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics by full name (`ROOT/...` or `ROOT/NAME/...`), with `time` in seconds, and sample answers, each
-        with the name of this evaluation if it has one."""
+        """Return metrics by full name, `ROOT/...` or `ROOT/NAME/...`, and sample answers.
+
+        The metrics include `time` in seconds. The answers have the name of this evaluation, if it has one.
+        """
         prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
         measured: object = self.held_out.evaluate(backend)

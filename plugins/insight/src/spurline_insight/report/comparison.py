@@ -143,7 +143,7 @@ def _result(run: ComparedRun, name: str) -> str:
 def _settings(runs: Sequence[ComparedRun]) -> str:
     flat = [_flat(run.record.config) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
-    # The folder of a run is its name.
+    # The run_dir always differs, and is the name of the run.
     differing = [
         key for key in keys if key != "run_dir" and len({settings.get(key, _NOTHING) for settings in flat}) > 1
     ]

@@ -1,7 +1,7 @@
 """Write one HTML file that opens anywhere, without a network: style, scripts, plotly.js and figures around a body.
 
 plotly.js and the figures are gzip in base 85, which the page unpacks, so that most pages take less than 2 MB. A content
-security policy forbids the page to load anything. All but the figures is HTML that can be read without a script.
+security policy forbids the page to load anything. Everything but the figures can be read without a script.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def document(title: str, body: str) -> str:
 
 def packed(content: str) -> str:
     """Return the text as gzip in base 85, safe inside a script element; equal for equal texts."""
-    # A sample may hold half a surrogate pair, which no file can.
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
     return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
 

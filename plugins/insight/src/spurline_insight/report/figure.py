@@ -23,7 +23,7 @@ SMOOTHED_FROM = 10
 """Shorter series are drawn as they are."""
 
 _MARKUP = frozenset({"hovertext", "hovertemplate", "texttemplate"})
-"""Attributes in which plotly's markup is meant."""
+"""Attributes whose values are plotly's markup."""
 
 Trace = dict[str, Any]
 
@@ -181,7 +181,7 @@ def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) ->
 
 
 def _for_page(value: Any) -> Any:
-    """Return plain text as plotly takes it, and numbers short enough for the page; what is not finite is a gap."""
+    """Return the value with text escaped for plotly and numbers rounded; numbers that are not finite become gaps."""
     if isinstance(value, Mapping):
         return {str(key): item if key in _MARKUP else _for_page(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

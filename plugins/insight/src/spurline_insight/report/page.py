@@ -44,7 +44,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
             )
         if fragment is not None:
             sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
-    # A sample may hold half a surrogate pair, which no file can.
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     replace_file(out, _page(record, sections).encode(errors="replace").decode())
     if failures:
         names = ", ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
@@ -116,7 +116,7 @@ def record_of(directory: RunDirectory) -> RunRecord:
     """Read what the run left so far. A run is interrupted if it says it is running, but no process holds it."""
     record = read_record(directory.path)
     if record.summary.get("status") == "running" and not directory.is_in_use():
-        # Its process died without a word: killed, or the machine went down.
+        # Its process was killed, or the machine went down.
         record = replace(record, summary={**record.summary, "status": "interrupted"})
     return record
 

@@ -1,9 +1,8 @@
-"""Read what a run left in its directory, and tell its evaluation metrics apart.
+"""Read the files of a finished or running run, and classify its evaluation metrics.
 
-RUN_DIR with metrics.jsonl, config.json and summary.json goes in, a `RunRecord` comes out, also of a run in progress.
-Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts leave
-`eval/pass@1`, mean rewards and the number of prompts given up. These rewards are drawn beside those of training, and
-are no scores.
+Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts record
+`eval/pass@1`, mean rewards and the number of prompts given up. Their rewards are no scores, and are drawn beside the
+rewards of training.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def read_record(run_dir: Path) -> RunRecord:
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        # A run that is at its end has trained all the same.
+        # Lines that no run has written must not keep a finished run from its report.
         metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_mapping(run_dir / SUMMARY_FILE),
@@ -120,4 +119,4 @@ REWARD = "reward/mean"
 
 
 OF_PAIRS = "dpo/"
-"""Begins the metrics that a loss of pairs gives."""
+"""Prefix of the metrics of preference pairs."""

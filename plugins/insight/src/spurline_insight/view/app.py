@@ -1,8 +1,8 @@
 """Answer the requests of the page: three files of the package, and JSON about the runs that were given at start.
 
 Other packages answer further questions through the entry-point group `spurline.view`: `module:function`, called with
-the run directories, returns a function for each name below `/api/`. A request names a run by its number; no path is
-made of anything in a request.
+the run directories, returns a function for each name below `/api/`. A request names a run by its number, and cannot
+name a path.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline_insight.view.runs import ViewedRun
 
 ENTRY_POINT_GROUP = "spurline.view"
 Answer = Callable[[Mapping[str, str]], Any]
-"""Answers a request with JSON values. In: its query. LookupError: what the query names is not there."""
+"""A function that gets the query of a request and returns JSON values. It raises LookupError for an unknown name."""
 _FILES = {
     "/": ("page.html", "text/html"),
     "/page.js": ("page.js", "text/javascript"),
@@ -36,7 +36,7 @@ _FILES = {
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
-    """Return the application over these runs. It answers anyone; `guard` lets requests in.
+    """Return the application over these runs. It answers every request, so `guard` must check requests first.
 
     Raises PluginError when a package that answers cannot be loaded.
     """
@@ -91,10 +91,10 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
 
 def _json(content: Any, status: int = 200) -> Response:
     try:
-        # In ASCII: a text may hold half a surrogate pair, which UTF-8 has no form for.
+        # ASCII escapes half of a surrogate pair, which UTF-8 cannot encode.
         text = json.dumps(content, default=str, allow_nan=False)
     except ValueError:
-        # An environment may tell anything in `info`, and what is not finite no browser reads.
+        # Browsers cannot read numbers that are not finite, which an environment may put into `info`.
         text = json.dumps(_finite(content), default=str)
     return Response(text, status, media_type="application/json")
 

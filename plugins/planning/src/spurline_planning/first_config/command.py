@@ -77,7 +77,7 @@ def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progres
             "left for an answer. Leave such rows out, or choose another model."
         )
     text = config_text(choices, facts, rows)
-    # What the options ask for may be wrong: a reward that is not there, a number of epochs below 0.
+    # Check the options, such as an unknown reward or a negative number of epochs.
     load_config(YAML(typ="safe", pure=True).load(text))
     try:
         path.write_text(text, encoding="utf-8")
@@ -87,7 +87,7 @@ def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progres
 
 
 def _engine() -> Engine:
-    """Return what generates beside training on this machine. Raises UserError without the plugin."""
+    """Return the engine that generates beside training on this machine. Raises UserError without the plugin."""
     if _ASYNC_PLUGIN not in installed_plugins():
         raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
     gpus = num_gpus()

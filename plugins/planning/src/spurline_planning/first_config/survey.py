@@ -1,6 +1,6 @@
-"""Find what a config must know of data and model: the task of the rows, their lengths, the model's size and limits.
+"""Find facts for a config: the task of the rows, their lengths, and the size and limits of the model.
 
-Data is opened and tokenized by the parts that a run uses, so that what is found here is what a run will find.
+The same components as in a run open and tokenize the data, so that a run finds the same facts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Task = Literal["sft", "dpo", "rl"]
 _ROWS = 1_000
 """Rows that are read for their lengths."""
 _LONGEST = 8_192
-"""The largest `data.max_length` that is proposed: longer rows are a decision about memory, which is the user's."""
+"""The largest `data.max_length` that is proposed, since longer rows need much memory."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def data_facts(
         model_path: Folder or name of the model.
         model: The facts about it.
         data: The dataset, as `data.train` names it.
-        task: What the user wants; None lets the rows decide.
-        columns: What the columns are called; without them they are guessed if rows fit no format.
+        task: The task; None lets the rows decide.
+        columns: Names of the columns; without them, names are guessed if the rows fit no format.
 
     Raises:
         DataError: If the rows fit no format.

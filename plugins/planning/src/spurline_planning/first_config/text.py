@@ -1,6 +1,6 @@
 """Write the text of a first config: the settings that matter for the task, each with a word on what it does.
 
-Values begin where practitioners begin; the comments say in which direction to go on. Pure text; reads nothing.
+The values are usual starting points, and the comments say how to go on. This module reads no files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMMENTS_AT = 33
 
 @dataclass(frozen=True)
 class Engine:
-    """The rollout engine of an asynchronous run, and whether it has the trainer's GPU by turns."""
+    """The rollout engine of an asynchronous run, and whether it takes turns with the trainer on one GPU."""
 
     name: Literal["vllm", "child_process"]
     shares_device: bool = False
@@ -52,7 +52,7 @@ class Choices:
         eval: Held-out rows.
         reward: A component, or `file.py:function`.
         plugins: Plugins to enable.
-        engine: What generates beside training; None generates by turns.
+        engine: The engine that generates beside training; None generates between updates.
     """
 
     model: str
@@ -202,7 +202,7 @@ def _training(choices: Choices, data: DataFacts) -> str:
 def _scalar(value: str) -> str:
     """Return the value as YAML writes it on one line, quoted if it must be."""
     if "  # " in value:
-        # What `_aligned` takes for the beginning of a comment.
+        # `_aligned` would take this for the beginning of a comment.
         return json.dumps(value, ensure_ascii=False).replace("  # ", " \\x20# ")
     out, yaml = StringIO(), YAML(typ="safe", pure=True)
     yaml.width = sys.maxsize

@@ -60,9 +60,9 @@ class SamplesPanel(Panel):
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Return the answers of each step, by prompt and by how often it came before in the same evaluation.
+    """Return the answers of each step, by prompt and by the number of its earlier answers in the same evaluation.
 
-    If a step comes again further down, as after a resume, the later answers count.
+    If a step was evaluated again, as after a resume, the later answers count.
     """
     by_step: dict[int, dict[tuple[str, int], Answer]] = {}
     for step, answers in groupby(lines, key=lambda line: int(line["step"])):
