@@ -69,7 +69,7 @@ class AsyncPrefetch:
         self._metrics = {
             "time/collate": collate_s,
             "time/collate_wait": wait_s,
-            "collation/hidden": hidden_share(collate_s, wait_s),
+            "collation/hidden": max(0.0, 1 - wait_s / collate_s) if collate_s > 0 else 1.0,
         }
         return batch
 
@@ -174,8 +174,3 @@ class AsyncPrefetch:
         else:
             self._building = None
             future.set_result((batch, time.perf_counter() - begin))
-
-
-def hidden_share(collate_s: float, wait_s: float) -> float:
-    """Return the share of the building time, 0..1, that nobody waited for."""
-    return max(0.0, 1 - wait_s / collate_s) if collate_s > 0 else 1.0

@@ -34,7 +34,7 @@ _ALIGNMENT = 64
 
 
 class Lease:
-    """Columns in memory of a pool, until they are released. Any thread may release them, also twice."""
+    """Columns in memory that a pool lends until they are released. Any thread may release them, also twice."""
 
     def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
         self._pool = pool

@@ -53,7 +53,7 @@ class TextQuestion:
 
 
 def read_question(row: Mapping[str, Any], config: DatasetConfig) -> ChatQuestion | TextQuestion:
-    """Return the question of a row; a conversation is asked up to an assistant turn at its end.
+    """Return the question of a row. If a conversation ends with an assistant turn, the question is what precedes it.
 
     Raises BadRowError naming the field, also for a pretokenized row, and DataError when the columns fit no format.
     """

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from spurline.config.run_config import DataConfig
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_text.chats.chat import ChatRenderer, TemplateRewritesHistory
-from spurline_text.chats.chat_template import ChatTemplate
+from spurline_text.chats.chat import ChatRenderer, ChatTemplate, TemplateRewritesHistory
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.encoding import Dropped, RowEncoder, Sample, mask_of_spans
 from spurline_text.rows.formats import Conversation

@@ -14,14 +14,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline_text.chats import chat_template
-from spurline_text.chats.chat import ChatRenderer
-from spurline_text.chats.chat_template import ChatTemplate
+from spurline_text.chats import chat
+from spurline_text.chats.chat import ChatRenderer, ChatTemplate
 from spurline_text.rows.rows import BadRowError
 from spurline_text.testing.inputs import tiny_tokenizer
 from spurline_text.tokenizer import load_tokenizer
 
-BUNDLED = Path(chat_template.__file__).parent / "templates"
+BUNDLED = Path(chat.__file__).parent / "templates"
 TEMPLATES = {path.stem: path.read_text() for folder in (BUNDLED, Path(__file__).parents[1] / "chat_templates")
              for path in folder.glob("*.jinja")}  # fmt: skip
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]

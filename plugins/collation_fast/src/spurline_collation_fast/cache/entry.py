@@ -70,7 +70,7 @@ class Manifest:
     """The facts of an entry that are known without reading its arrays.
 
     Attributes:
-        key, parts, labels: As of CacheKey.
+        key, parts, labels: As in CacheKey.
         created: ISO time in UTC.
         sizes: Samples of each dataset.
         tokens: Tokens of all samples.

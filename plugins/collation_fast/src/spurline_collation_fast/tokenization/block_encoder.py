@@ -1,7 +1,6 @@
 """Turn chunks of rows into blocks of samples, in this process.
 
-Place on the way: chunks -> RowEncoder -> blocks. RowEncoder decides what a row becomes, so that this gives what
-`text/sequential` gives; here it is only kept busy.
+Place on the way: chunks -> RowEncoder -> blocks. RowEncoder decides what a row becomes, as for `text/sequential`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _WAITING = 2
 _LOOK_S = 1.0
 """Seconds between two looks at whether all workers are alive."""
 _STALL_TIMEOUT_S = 1800.0
-"""Seconds that workers may take for the next chunk. Its rows take them well under a second."""
+"""Seconds that workers may take for the next chunk, which usually takes well under a second."""
 
 
 class UnsharableDataError(Exception):

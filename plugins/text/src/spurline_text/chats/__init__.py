@@ -1,1 +1,1 @@
-"""a conversation -> the text of a chat template, and where the model wrote."""
+"""Chat templates: a conversation becomes text, with the spans that the model wrote."""

@@ -1,1 +1,1 @@
-"""files, folders and the hub -> rows."""
+"""Datasets: files, folders and the hub become rows."""

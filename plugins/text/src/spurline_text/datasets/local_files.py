@@ -1,4 +1,4 @@
-"""The files that a local dataset path stands for, and one of them as rows.
+"""Find the files of a local dataset path, and open each as rows.
 
 A local path never leads to the network. `json_rows` reads the rows of JSON files, `arrow_rows` all others.
 """
@@ -126,10 +126,7 @@ class RowFile(Rows, Protocol):
 
 
 class LocalFile:
-    """The rows of a local file, opened when the first is asked for: telling whether it changed must not read it.
-
-    It can be pickled; the copy opens the file again.
-    """
+    """The rows of a local file, which is opened for the first row. A pickled copy opens the file again."""
 
     def __init__(self, path: Path, open_rows: Callable[[Path], Rows]) -> None:
         self._path = path

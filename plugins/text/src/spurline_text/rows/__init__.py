@@ -1,1 +1,1 @@
-"""a row -> a conversation, a pair of texts or tokens."""
+"""Formats: a row becomes a conversation, a pair of texts or tokens."""

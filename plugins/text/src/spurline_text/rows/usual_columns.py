@@ -88,7 +88,7 @@ def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found(row: Mapping[str, Any], column: str) -> str | None:
-    """Return the name in this row, ignoring case, that is the expected one or a known other one; None if none is."""
+    """Return the name of an expected column in this row: its own or a known other one, in any case. None if absent."""
     others, fits = _KINDS[column]
     if column in row:
         return column if fits(row[column]) else None

@@ -1,1 +1,1 @@
-"""samples -> the batch of a step."""
+"""Sources: samples become the batch of a step."""
