@@ -83,15 +83,10 @@ def test_a_cache_that_does_not_exist_is_empty(capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "missing").exists()
 
 
-def test_verify_passes_whole_entries(capsys: pytest.CaptureFixture[str], cache_folder: Path) -> None:
-    code, output = cache(capsys, cache_folder, "verify")
-    assert code == 0
-    assert "2 entries read, 2 whole" in output
-
-
 def test_verify_names_the_damaged_file_and_removes_the_entry(
     capsys: pytest.CaptureFixture[str], cache_folder: Path
 ) -> None:
+    assert cache(capsys, cache_folder, "verify") == (0, "2 entries read, 2 whole\n")
     path = damage(cache_folder)
     code, output = cache(capsys, cache_folder, "verify")
     assert code == 1
@@ -134,18 +129,6 @@ def test_prune_all_empties_the_cache_under_a_reader(capsys: pytest.CaptureFixtur
     assert cache(capsys, cache_folder, "prune", "--all")[0] == 0
     assert list(cache_folder.iterdir()) == []
     assert opened.store.lengths().sum() == len(opened.store.tokens)
-
-
-def test_what_cannot_be_removed_is_named(
-    capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path, _: Path) -> None:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    code, output = cache(capsys, cache_folder, "prune", "--all")
-    assert code == 1
-    assert output.count("cannot be read or removed: Permission denied") == 2
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"], ["prune"]], ids=" ".join)
