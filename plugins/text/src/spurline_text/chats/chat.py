@@ -16,6 +16,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from jinja2.runtime import Context
 from numpy.typing import NDArray
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
@@ -130,6 +131,7 @@ class ChatTemplate:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         self._source = source
         self._special_tokens = dict(special_tokens)
+        self._global: dict[str, Any] = {**self._compiled.globals, "tools": None, "documents": None, **special_tokens}
 
     def render(
         self,
@@ -154,14 +156,11 @@ class ChatTemplate:
             Exception: Whatever the template raises.
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # The same as `render_jinja_template` for such messages, in half of the time.
-            text = self._compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            # The same as `render_jinja_template` for such messages, in a third of the time: jinja itself would go through
+            # all global names once more for every rendering.
+            names = {**self._global, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            context = Context(self._compiled.environment, names, self._compiled.name, self._compiled.blocks)
+            text = "".join(self._compiled.root_render_func(context))
             return text, []
         # Untyped: its annotations are too narrow.
         render: Any = render_jinja_template
