@@ -51,7 +51,7 @@ ALLOWED = {
         "pickle.loads",
     ): "rows of the run, which its own process sends to its child",
     (
-        "plugins/collation_fast/src/spurline_collation_fast/tokenization/worker_pool.py",
+        "plugins/collation_fast/src/spurline_collation_fast/tokenization/blocks.py",
         "pickle.loads",
     ): "bytes that the parent process has sent",
 }

@@ -94,8 +94,7 @@ def is_alive(process_id: int) -> bool:
 
 
 def start_and_wait() -> None:
-    from spurline_collation_fast.tokenization.block_encoder import chunks_of
-    from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool
+    from spurline_collation_fast.tokenization.blocks import TokenizationTask, WorkerPool, chunks_of
     from spurline_text.testing.inputs import tiny_tokenizer
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))

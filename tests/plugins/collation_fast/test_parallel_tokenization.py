@@ -27,11 +27,10 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache import folder
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization import block_encoder
+from spurline_collation_fast.tokenization import blocks
 from spurline_collation_fast.tokenization import parallel as block_source
-from spurline_collation_fast.tokenization.block_encoder import Chunk, chunks_of
+from spurline_collation_fast.tokenization.blocks import Chunk, WorkerPool, chunks_of
 from spurline_collation_fast.tokenization.parallel import ParallelTokenization, show_progress
-from spurline_collation_fast.tokenization.worker_pool import WorkerPool
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.datasets.hf_dataset import HfDataset
 from spurline_text.encoding import RowEncoder
@@ -160,7 +159,7 @@ def test_samples_and_errors_do_not_depend_on_how_rows_are_cut(
     expected = outcome(sequential)
     with pytest.MonkeyPatch.context() as patch:
         of_rows(patch, chunk)
-        patch.setattr(block_encoder, "available_cores", lambda: cores)
+        patch.setattr(blocks, "available_cores", lambda: cores)
         result = outcome(parallel, {"workers": 0})
     if isinstance(expected, str) or isinstance(result, str):
         assert result == expected

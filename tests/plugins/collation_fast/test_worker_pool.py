@@ -19,9 +19,14 @@ from run_helpers import wait_for
 from worker_rows import TrappedRows, chat_rows, data_config, is_alive, large_block, source
 
 from spurline.errors import DataError, RunFailedError
-from spurline_collation_fast.tokenization import worker_pool
-from spurline_collation_fast.tokenization.block_encoder import Chunk, chunks_of
-from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
+from spurline_collation_fast.tokenization import blocks
+from spurline_collation_fast.tokenization.blocks import (
+    Chunk,
+    TokenizationTask,
+    UnsharableDataError,
+    WorkerPool,
+    chunks_of,
+)
 from spurline_text.testing.inputs import tiny_tokenizer
 
 pytestmark = pytest.mark.processes
@@ -68,7 +73,7 @@ def test_a_killed_worker_is_an_error_with_a_way_out() -> None:
 
 
 def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "_STALL_TIMEOUT_S", 10.0)
+    monkeypatch.setattr(blocks, "_STALL_TIMEOUT_S", 10.0)
     pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
     with pytest.raises(RunFailedError, match=r"within 10 s.*tokenization\.workers"):
         rows_of(pool, 60)
@@ -92,7 +97,7 @@ def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException])
 
 def on_first_part(pool: WorkerPool, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Act when a part of a block is in the pipe. The rest is not taken before a worker is dead."""
-    monkeypatch.setattr(worker_pool, "_encode", large_block)
+    monkeypatch.setattr(blocks, "_encode", large_block)
     executor: Any = pool._executor
     reader = executor._result_queue._reader
     receive = reader.recv
@@ -150,8 +155,8 @@ def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Pat
     script = tmp_path / "script.py"
     script.write_text(
         "from worker_rows import *\n"
-        "from spurline_collation_fast.tokenization.block_encoder import chunks_of\n"
-        "from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, WorkerPool\n"
+        "from spurline_collation_fast.tokenization.blocks import chunks_of\n"
+        "from spurline_collation_fast.tokenization.blocks import TokenizationTask, WorkerPool\n"
         "from spurline_text.testing.inputs import tiny_tokenizer\n"
         "item = source(TrappedRows(chat_rows(40)))\n"
         "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"

@@ -23,8 +23,14 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
-from spurline_collation_fast.tokenization.block_encoder import BlockEncoder, available_cores, chunks_of
-from spurline_collation_fast.tokenization.worker_pool import TokenizationTask, UnsharableDataError, WorkerPool
+from spurline_collation_fast.tokenization.blocks import (
+    BlockEncoder,
+    TokenizationTask,
+    UnsharableDataError,
+    WorkerPool,
+    available_cores,
+    chunks_of,
+)
 from spurline_text.tokenization import SampleCollector, check_rows
 
 ROWS_PER_CHUNK = 256

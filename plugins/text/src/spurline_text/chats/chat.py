@@ -156,8 +156,8 @@ class ChatTemplate:
             Exception: Whatever the template raises.
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # The same as `render_jinja_template` for such messages, in a third of the time: jinja itself would go through
-            # all global names once more for every rendering.
+            # The same as `render_jinja_template` for such messages, in a third of the time: jinja itself would go
+            # through all global names once more for every rendering.
             names = {**self._global, "messages": messages, "add_generation_prompt": add_generation_prompt}
             context = Context(self._compiled.environment, names, self._compiled.name, self._compiled.blocks)
             text = "".join(self._compiled.root_render_func(context))
