@@ -1,8 +1,8 @@
 """Prefetch `async`: while a step trains, the batches of the next ones are built on another thread.
 
 Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. Since the order of the data is a
-pure function of the step, the batches equal those of `core/serial`. Batches that were built ahead of a checkpoint are
-built again after a resume.
+pure function of the step, `core/serial` makes equal batches. After a resume, batches that were built ahead are built
+again.
 """
 
 from __future__ import annotations

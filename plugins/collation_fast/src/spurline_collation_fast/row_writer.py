@@ -73,7 +73,7 @@ class BufferPool:
         return Lease(self, buffer, arrays)
 
     def put_back(self, buffer: Buffer) -> None:
-        """Serve Lease, which holds the lock."""
+        """Take back the buffer of a Lease, which holds the lock."""
         if len(self._free) < self._max_free:
             self._free.append(buffer)
 
@@ -104,7 +104,7 @@ _DTYPES = {
     name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).items()
 }
 _ALWAYS = ("input_ids", "segment_ids", "position_ids")
-"""Columns that every batch has, whatever values its segments come with."""
+"""Columns that every batch has."""
 
 
 class Placement(NamedTuple):

@@ -55,13 +55,13 @@ def refuse_adapter(key: str, source: str) -> None:
     )
 
 
-# What it changes belongs to the whole process.
+# The setting that `asked_once` changes belongs to the whole process.
 _asking = threading.RLock()
 
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Let the client of the hub look into its cache alone, unless the hub answers now. One thread at a time."""
+    """Let the client of the hub look only into its cache, unless the hub answers now. One thread at a time."""
     with _asking:
         before = constants.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -82,7 +82,7 @@ def hub_answers() -> bool:
         return False
     if _last_answer is None or time.monotonic() - _last_answer[0] > _ANSWER_COUNTS_S:
         answered = _ask()
-        # The time after the answer: else a minute of waiting for it would use it up.
+        # The minute begins after the answer, since waiting for it takes time.
         _last_answer = time.monotonic(), answered
     return _last_answer[1]
 
@@ -101,7 +101,7 @@ def is_path(source: str) -> bool:
 
 
 def describe_missing_path(source: str) -> str:
-    """Say what is wrong with a local path, and suggest the nearest name."""
+    """Return the problem with a local path, and the nearest name."""
     if Path(source).is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
     parent, missing = nearest_folder(Path(source))

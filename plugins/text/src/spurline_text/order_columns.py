@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,30 +30,22 @@ class ColumnsOfRows:
         for sample, value in enumerate(self.values(name)):
             if value is None:
                 continue
-            number = _number(value)
-            if number is None:
+            try:
+                # All values of a CSV file are text.
+                numbers[sample] = float(value)
+            except (TypeError, ValueError, OverflowError):
+                numbers[sample] = np.nan
+            if not np.isfinite(numbers[sample]):
                 raise DataError(
                     f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
                     " Give every row a number, or name another column."
                 )
-            numbers[sample] = number
         return numbers
 
     def location(self, sample: int) -> str:
         starts = np.cumsum([0, *map(len, self.rows)])
         source = int(np.searchsorted(starts, sample, side="right")) - 1
         return self.datasets[source].dataset.location(int(self.rows[source][sample - starts[source]]))
-
-
-def _number(value: Any) -> float | None:
-    """Return the value as a finite number, or None. All values of a CSV file are text."""
-    if not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:

@@ -137,7 +137,7 @@ def check_rows(dataset: Dataset) -> None:
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
-    """Return for each dataset the share of its rows that `row_limit` let through, 1.0 for all."""
+    """Return for each dataset the share of its rows within `row_limit`: 1.0 if all are."""
     return [
         len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
         for item in datasets

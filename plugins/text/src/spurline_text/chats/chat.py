@@ -40,7 +40,7 @@ def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8
 
 
 def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
-    """Return the first and last token that cover a character of the span; (0, -1) when none does."""
+    """Return the first and last token that cover a character of the span; (0, -1) if there is none."""
     first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
     if first is None:
         return 0, -1
@@ -60,7 +60,7 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
 
 
 def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
-    """Return whether a token next to the known range belongs to the span as well."""
+    """Return whether a token beside the range that was found belongs to the span too."""
     if not 0 <= token < len(encoding):
         return False
     chars = encoding.token_to_chars(token)
@@ -91,22 +91,15 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
     """Return whether a template may have left something of the conversation out of its rendering `text`."""
     if conversation.tools:
         return True
-    last = None
-    for index, message in enumerate(conversation.messages):
+    for message in conversation.messages:
         role = message["role"]
-        if role in SPOKEN and len(message) == 2 and "content" in message:
-            # Role and content alone: nearly all messages of most data.
-            continue
-        if message.get("tool_calls"):
-            return True
-        if any([message.get(key) for key in REASONING_KEYS]):  # noqa: C419 - twice as fast
-            last = max(assistant_turns(conversation.messages), default=None) if last is None else last
-            if index == last:
-                return True
         if role in SPOKEN:
+            # Nearly all messages of most data have role and content alone; others have calls or reasoning.
+            if len(message) != 2 or "content" not in message:
+                return True
             continue
         said = message.get("content", "").strip()
-        if said and (len(said) < _CHANCE_CHARACTERS or said not in text):
+        if "tool_calls" in message or (said and (len(said) < _CHANCE_CHARACTERS or said not in text)):
             return True
     return False
 
@@ -119,7 +112,7 @@ class ChatTemplate:
     """A chat template and the tokens that it may write; rendered as transformers does, in its sandbox."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        """Compile the template. Raises ValueError, which says what is wrong with it, if that is not possible."""
+        """Compile the template. Raises ValueError if that is not possible."""
         if len(source) > _MOST_CHARACTERS:
             raise ValueError(f"it has {len(source):,} characters; at most {_MOST_CHARACTERS:,} are read")
         try:
@@ -213,7 +206,7 @@ class ChatRenderer:
         return self._rendered(template, messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
-        """Render a conversation and find what is trained in it.
+        """Render a conversation and find its trained characters.
 
         Args:
             conversation: Messages and tools of a row.

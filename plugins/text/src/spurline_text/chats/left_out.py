@@ -8,7 +8,7 @@ template leaves out what a missing mark stands for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -60,12 +60,12 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
         )
 
 
-@dataclass
 class _Marks:
     """Words that occur nowhere else, and the parts that they stand for; one word of a group is enough."""
 
-    _groups: list[tuple[LeftOut, list[str]]] = field(default_factory=list[tuple[LeftOut, list[str]]])
-    _count: int = 0
+    def __init__(self) -> None:
+        self._groups: list[tuple[LeftOut, list[str]]] = []
+        self._count = 0
 
     def open(self, what: str, place: str) -> list[str]:
         """Begin a group of marks for one part of the conversation."""

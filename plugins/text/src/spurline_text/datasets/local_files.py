@@ -84,7 +84,7 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def _neighbours(missing: Path) -> str:
-    """Return the nearest name to that of a missing file, and what the nearest folder holds."""
+    """Return the name most like the missing one, and the content of the nearest folder."""
     folder, name = nearest_folder(missing)
     names = [entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
     return f"{suggestion(name, names)} {folder.absolute()} contains: {listing(names)}."

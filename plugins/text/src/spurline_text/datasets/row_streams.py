@@ -98,7 +98,7 @@ class JsonLinesReader:
 
 
 class TableReader:
-    """Reads an iterable dataset of Hugging Face `datasets`, which knows its own place."""
+    """Reads an iterable dataset of Hugging Face `datasets`. The library keeps its place."""
 
     def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
         self._table, self._name = rows, name

@@ -109,7 +109,9 @@ def _message(item: Any, field: str) -> Message:
     if calls:
         if role != "assistant":
             raise BadRowError(f"{field}.tool_calls", f"belongs to a {role!r} message; only the assistant calls tools.")
-        result["tool_calls"] = _tool_calls(calls, f"{field}.tool_calls")
+        if not isinstance(calls, Sequence) or isinstance(calls, str):
+            raise BadRowError(f"{field}.tool_calls", f"is {describe(calls)}, expected a list.")
+        result["tool_calls"] = [_tool_call(call, f"{field}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return result | message
 
 
@@ -146,12 +148,6 @@ def _function_call(content: Any, field: str) -> list[Any]:
     except ValueError as error:
         raise BadRowError(field, f"of a function_call is not valid JSON: {error}.") from error
     return list(parsed) if isinstance(parsed, (list, tuple)) else [parsed]
-
-
-def _tool_calls(calls: Any, field: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, Sequence) or isinstance(calls, str):
-        raise BadRowError(field, f"is {describe(calls)}, expected a list.")
-    return [_tool_call(call, f"{field}[{index}]") for index, call in enumerate(calls)]
 
 
 def _tool_call(call: Any, field: str) -> dict[str, Any]:

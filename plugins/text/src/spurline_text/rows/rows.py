@@ -14,7 +14,7 @@ from spurline.errors import DataError, listing, nearest, suggestion
 
 
 class BadRowError(DataError):
-    """A row that cannot be read: `field` is the path in the row, `problem` says what is wrong and the fix."""
+    """A row that cannot be read: `field` is the path in the row, `problem` the mistake and its fix."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -27,7 +27,7 @@ class BadRowError(DataError):
 
 
 def explain_bad_row(location: str, error: DataError) -> DataError:
-    """Return the error with the location of the row in front and the fix behind, unless it has them already."""
+    """Return the error with the location of the row before it and the fix after it, unless it has them already."""
     text = str(error)
     place = "" if location in text else f"{location}: "
     fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
@@ -143,7 +143,7 @@ class RowView:
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Say which name in the values of a `columns` setting none of the rows has; None when all are there."""
+    """Return the problem with the first name in a `columns` setting that no row has; None if each is in some row."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -171,7 +171,7 @@ def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
-    """Say what is wrong with the keys of a `columns` setting, or return None."""
+    """Return the problem with the keys of a `columns` setting, or None."""
     for name, label in names.items():
         if name in EXPECTED_COLUMNS:
             continue

@@ -106,7 +106,7 @@ class SampleSet:
 
 
 def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """Return a note on how many held-out samples are also training samples; empty if none are, or that is unknown."""
+    """Return a note that counts held-out samples among the training samples; empty if there are none, or unknown."""
     trained = source.sample_keys()
     return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
 
@@ -114,7 +114,7 @@ def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:
-    """Say how many hashes of held-out rows are also hashes of training rows; `location` names a held-out row."""
+    """Return a note that counts held-out rows with the hash of a training row; `location` names a held-out row."""
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):
         return []
