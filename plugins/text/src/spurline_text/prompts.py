@@ -176,8 +176,6 @@ def _encoded(
     """Return the prompt as text and tokens, and the reference. Raises BadRowError, without a location."""
     try:
         question = read_question(row, config)
-    except BadRowError:
-        raise
     except DataError as error:
         raise DataError(f"{location}: {error}") from error
     require_text(question.reference or "", row)

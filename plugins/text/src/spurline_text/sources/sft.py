@@ -158,12 +158,12 @@ class SftSource(BatchSource):
         self.total_steps = run.total_steps(self._samples_per_epoch)
 
     def summary(self) -> Mapping[str, object]:
-        facts = {
+        return {
+            **self._samples.summary(),
             "samples_per_epoch": self._samples_per_epoch,
             "read_in_part": self._read_in_part,
             "rounded": self._rounded,
         }
-        return {**self._samples.summary(), **facts}
 
     def longest(self) -> Longest:
         return longest_sample(self._samples)
