@@ -24,7 +24,7 @@ from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import load_model
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.local.weight_placement import WeightPlacement
+from spurline_models.local.trained_model import WeightPlacement
 
 MIB = 1 << 20
 WIDE = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 4096}

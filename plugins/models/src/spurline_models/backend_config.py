@@ -23,9 +23,9 @@ class MemoryEstimate:
     """Bytes that training takes, as `spurline plan` shows them.
 
     Attributes:
-        kept: Bytes by part on the fullest device that stay from step to step.
-        moments: Bytes by part that come and go. Parts of one moment are there together, and moments take turns.
-        host: Bytes in the memory of the fullest machine for what is kept off its devices.
+        kept: Bytes on the fullest device by part, for parts that stay from step to step.
+        moments: Bytes by part that come and go. All parts of a moment exist together, and moments take turns.
+        host: Bytes in the memory of the fullest machine for parts that are kept off its devices.
     """
 
     kept: Mapping[str, int]
@@ -42,9 +42,9 @@ class MemoryEstimate:
 
     @property
     def lent(self) -> dict[str, int]:
-        """The parts that stay on the device while engines have it and the weights are kept there."""
+        """The parts that stay on the device while engines use it, if weights are kept there."""
         stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
-        # As large as the policy but for its output layer.
+        # A critic is as large as the policy, except for its output layer.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 
 
@@ -60,7 +60,7 @@ class ColocatedSettings(Protocol):
     """Settings of an engine that takes turns with the backend on its devices."""
 
     takes_less: ClassVar[str]
-    """Sentences on the settings that leave a trainer more of the device."""
+    """Sentences that name the settings by which the engine takes less of the device."""
 
     @property
     def offloads_trainer(self) -> bool:
@@ -73,9 +73,9 @@ class ColocatedSettings(Protocol):
         """Return the bytes that the engine needs on the fullest device; {} if they are not known.
 
         Args:
-            run: The run that it generates for.
-            responses: Responses that it writes together.
-            length: Tokens of each, prompt included.
+            run: The run.
+            responses: Number of responses that the engine writes together.
+            length: Tokens of a response and its prompt.
             device_bytes: Memory of the device.
         """
         ...
@@ -86,10 +86,10 @@ class ColocatedEngine:
     """An engine that takes turns with the backend on its devices, and its work.
 
     Attributes:
-        config: Its settings.
-        responses: Responses that it writes together.
-        length: Tokens of each, prompt included.
-        bucket_bytes: Bytes of the weights that are on their way at a time.
+        config: The settings of the engine.
+        responses: Number of responses that the engine writes together.
+        length: Tokens of a response and its prompt.
+        bucket_bytes: Bytes of the weights that are sent to the engine at a time.
     """
 
     config: ColocatedSettings
@@ -99,13 +99,13 @@ class ColocatedEngine:
 
 
 class ModelBackendConfig(BackendConfig):
-    """A backend that trains a model of Hugging Face transformers, or adapters on it.
+    """Settings of a backend that trains a model of Hugging Face transformers, or adapters on it.
 
-    It also answers what `spurline plan` asks (`spurline_planning.protocols`).
+    Some methods answer questions of `spurline plan` (`spurline_planning.protocols`).
     """
 
     beyond: ClassVar[str] = ""
-    """A sentence on what to do with a model that no setting makes fit."""
+    """A sentence that says what to do if no setting makes a model fit."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -118,7 +118,7 @@ class ModelBackendConfig(BackendConfig):
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters that are trained instead of all weights, if there are any."""
+        """Settings of the adapters, if adapters are trained instead of all weights."""
         return None
 
     def check_trainable(self, run: RunConfig) -> None:
@@ -143,23 +143,23 @@ class ModelBackendConfig(BackendConfig):
         return export(backend, loaded, tokenizer, path, replace=replace, adapter=adapter)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate a step of so many tokens in rows of this length, on the fullest device; None if nothing is known."""
+        """Estimate a step of `tokens` tokens in rows of this length, on the fullest device, if that is known."""
         return None
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device that it would train on here, if that is known."""
+        """Return the memory of the smallest device that this machine would train on, if that is known."""
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         """Return changes of this section that need less memory, in the order in which a plan tries them.
 
-        Each is tried on top of those before. A key names a setting, such as `compile` or `lora.base_dtype`.
+        A plan keeps earlier changes when it tries the next. A key names a setting, such as `lora.base_dtype`.
         """
         return ()
 
 
 def adapters_of(run: RunConfig) -> LoraConfig | None:
-    """Return the adapters that this run trains instead of all weights, if its backend trains any."""
+    """Return the settings of the run's adapters, if adapters are trained instead of all weights."""
     return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
 
 

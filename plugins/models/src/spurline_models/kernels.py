@@ -26,7 +26,6 @@ from spurline_models.device_profile import runs_triton
 KERNELS = "kernels"
 """The giver of these functions, for `give_forward`."""
 
-_MISSING = "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
 
 
@@ -74,20 +73,20 @@ def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig,
     """
     if kernels == "none" or (kernels == "auto" and device != "cuda"):
         return False
-    reason = why_not_liger(model, device, precision)
+    reason = _why_not(model, device, precision)
     if kernels == "liger" and reason is not None:
         raise ConfigError.at("backend.kernels", f"is liger, but {reason}, or set kernels: auto.")
     return reason is None
 
 
-def why_not_liger(model: ModelConfig, device: str, precision: str) -> str | None:
+def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
     """Return why Liger's kernels cannot be used, and what to do, as the beginning of a sentence; None if they can."""
     if not runs_triton(device):
         return "Liger's kernels are Triton programs, which run on a GPU. Set device: cuda"
     if precision == "fp64":
         return "Liger's kernels compute in fp32. Set precision: fp32 or bf16"
     if find_spec("liger_kernel") is None:
-        return _MISSING
+        return "liger-kernel is not installed. Run `pip install 'spurline-models[liger]'`"
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
     known = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -41,7 +41,7 @@ class WeightBucket:
         where: JSON values that name the memory or file.
         tensors: The tensors, in the order of `places`, if the transport stays in this process.
         machine: `this_machine` of the only machine that can read the bucket; empty if others can too.
-        receiver: The one of an engine's `receivers` that reads this copy; set when the bucket is sent.
+        receiver: Which of an engine's `receivers` reads this copy; set when the bucket is sent.
     """
 
     transport: str
@@ -104,10 +104,10 @@ class BucketMaker(Protocol):
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Make the bucket of this number, from 1, of (hf_name, tensor), and free the last bucket. It has no `tensors`.
+        """Free the last bucket, and make the bucket of this number, from 1, without `tensors`.
 
-        All weights must be taken once and in order, even after an error. The same number is asked for again if engines
-        did not get the bucket.
+        All weights (hf_name, tensor) must be taken once and in order, even after an error. The same number is asked for
+        again if engines did not get the bucket.
         """
         ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -58,25 +58,28 @@ class WeightGroup:
         return any(part.layer is not None for part in self.parts)
 
 
-class GroupedWeights(Protocol):
-    """Weights of a model in groups that leave it together, so that a sharded model can be gathered group by group."""
+class GroupedWeights:
+    """Weights of a model in groups that leave it together, so that a sharded model can be gathered group by group.
+
+    Attributes:
+        tensors: The model's own tensors, by their names in the model.
+        groups: The groups in the order in which they leave.
+    """
+
+    tensors: Mapping[str, Tensor]
+    groups: Sequence[WeightGroup]
 
     @property
-    def groups(self) -> Sequence[WeightGroup]:
-        """The groups in the order in which they leave."""
-        ...
-
-    @property
-    def layout(self) -> Mapping[str, Tensor]:
+    def layout(self) -> dict[str, Tensor]:
         """All weights by their names in files, on device `meta`."""
-        ...
+        return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the weights of a group, made of its whole `tensors`; memory may be shared."""
-        ...
+        raise NotImplementedError
 
 
-class NamedWeights:
+class NamedWeights(GroupedWeights):
     """The weights of a model under their Hugging Face names, tied ones once. Adapters are merged into copies.
 
     Args:
@@ -90,19 +93,14 @@ class NamedWeights:
     ):
         self._causal = causal
         self._read = read
-        self.tensors: Mapping[str, Tensor] = causal.state_dict(keep_vars=True)
-        """The model's own tensors, by their names in the model."""
+        self.tensors = causal.state_dict(keep_vars=True)
         self._quantized: Mapping[str, QuantizedLinear] = quantized_layers(causal)
         self._layers: Mapping[str, BaseTunerLayer] = {}
         if adapted:
             from spurline_models.adapters.lora import adapted_layers
 
             self._layers = dict(adapted_layers(causal))
-        self.groups: Sequence[WeightGroup] = self._grouped(list(self._parts()))
-
-    @property
-    def layout(self) -> dict[str, Tensor]:
-        return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
+        self.groups = self._grouped(list(self._parts()))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, tensor), made of the model's own tensors."""

@@ -27,15 +27,6 @@ MODES = [MASTERS, ON_HOST, {**MASTERS, **ON_HOST}]
 BATCH = lay_out(make_samples([9, 12, 20, 3]))
 
 
-def named(mode: Mapping[str, Any]) -> str:
-    return "-".join(str(value) for value in mode.values() if value not in ("bf16", True)) or "fp32"
-
-
-def modes(*parameters: Mapping[str, Any]) -> Any:
-    words = [f"{named(mode)}{'-host' if 'offload_optimizer' in mode else ''}" for mode in parameters]
-    return pytest.mark.parametrize("mode", parameters, ids=words)
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     """A model whose files hold fp32 values that bf16 does not have."""
@@ -185,7 +176,7 @@ def test_training_goes_on_after_the_device_was_given_away(half_files: Path, tmp_
     assert same(resumed.trained_parameters(), plain.trained_parameters())
 
 
-@modes(*MODES)
+@pytest.mark.parametrize("mode", MODES, ids=str)
 def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> None:
     optimizer = AdamWConfig()
     backend = opened(half_files, **mode, run={"optimizer": optimizer})

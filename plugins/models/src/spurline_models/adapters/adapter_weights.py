@@ -6,7 +6,7 @@ Nothing is merged. Engines that take adapters get the tensors, or a folder that 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spurline_models.weights import WeightGroup, WeightPart
+from spurline_models.weights import GroupedWeights, WeightGroup, WeightPart
 
 SETTINGS_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
@@ -39,7 +39,7 @@ class AdapterStream:
     tensors: Iterator[tuple[str, Tensor]]
 
 
-class AdapterWeights:
+class AdapterWeights(GroupedWeights):
     """The tensors of an adapter under their names in PEFT's files: `GroupedWeights` of one tensor each.
 
     The model may be on device `meta`.
@@ -57,13 +57,7 @@ class AdapterWeights:
             tensors[source] = parameter
             shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             groups.append(WeightGroup((WeightPart(name, (source,)),), {name: shape}))
-        self.tensors: Mapping[str, Tensor] = tensors
-        """The model's own, by their names in it."""
-        self.groups: Sequence[WeightGroup] = groups
-
-    @property
-    def layout(self) -> dict[str, Tensor]:
-        return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
+        self.tensors, self.groups = tensors, groups
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for group in self.groups:

@@ -66,7 +66,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer without special tokens, the number of its tokens, and `length` if it was cut off."""
+    """An answer: its text without special tokens, its number of tokens, and why it ended."""
 
     text: str
     tokens: int
@@ -78,12 +78,12 @@ class Target:
     """A model that answers.
 
     Attributes:
-        words: A description for people.
+        words: A description of the model for people.
         causal: The model.
         tokenizer: Its tokenizer.
         sampling: The sampling that the run or the model's files recommend.
         stops: Tokens that end an answer.
-        context: Tokens that it can see; None without a limit.
+        context: Tokens that the model can see; None without a limit.
     """
 
     words: str
@@ -152,7 +152,7 @@ def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | N
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
     """Open rows of prompts as `data.train` does, with these `columns`. Raises DataError if there are none."""
     train = {"path": path, "columns": dict(columns)}
-    # Only the data is used. The other settings are there because a config requires them.
+    # A config requires the other settings. Only the data is used.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
     [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(rows.dataset):
@@ -179,7 +179,7 @@ class Prompts:
 
     def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
         if raw and system is not None:
-            raise UserError("--system belongs to a conversation, and --raw goes on from plain text. Leave one out.")
+            raise UserError("--system belongs to a conversation, and --raw continues plain text. Leave one out.")
         self._target, self._raw = target, raw
         self.begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
@@ -193,7 +193,7 @@ class Prompts:
         """Return the tokens of plain text for the model to continue. Raises UserError if it cannot be answered."""
         encoding = self._encoded(text, is_chat=False)
         ids = list(encoding.ids)
-        # Some tokenizers append an end token to every text. The model must not continue after one.
+        # Some tokenizers append an end token to every text, after which the model must not continue.
         if ids and ids[-1] == self._target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
@@ -201,7 +201,7 @@ class Prompts:
     def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Return the tokens of a conversation, ready for the model's turn. Raises UserError as `of_plain_text` does."""
         if self._target.tokenizer.chat_template is None:
-            raise UserError(f"{self._target.words} has no chat template. Give --raw to go on from plain text.")
+            raise UserError(f"{self._target.words} has no chat template. Give --raw to continue plain text.")
         require_chat_template(self._target.tokenizer, self._target.words)
         try:
             text = ChatRenderer(self._target.tokenizer).render(messages, tools, add_generation_prompt=True)
@@ -228,7 +228,7 @@ class Prompts:
             return question.text, self.of_plain_text(question.text)
         asked = question.messages[: question.answer_at]
         if not asked:
-            raise UserError("has an assistant's turn and nothing before it that it could answer. Add a user's turn.")
+            raise UserError("has an assistant's turn and nothing before it. Add a user's turn.")
         begin = [] if asked[0]["role"] == "system" else self.begin
         return str(asked[-1].get("content", "")), self.of_messages([*begin, *asked], question.tools)
 

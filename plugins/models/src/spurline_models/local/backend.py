@@ -35,8 +35,7 @@ from spurline_models.generation import generate_greedily, generation_model, stop
 from spurline_models.loading import check_config
 from spurline_models.local.checkpoint import HostCopies, TrainingState, read_training_state
 from spurline_models.local.configs import LocalBackendConfig
-from spurline_models.local.trained_model import TrainedModel
-from spurline_models.local.weight_placement import WeightPlacement
+from spurline_models.local.trained_model import TrainedModel, WeightPlacement
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters

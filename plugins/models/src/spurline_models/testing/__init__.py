@@ -1,7 +1,4 @@
-"""The contract kit for sources, optimizers and schedules, each checked with a tiny model.
-
-That of backends is in `spurline_rl.testing`: they train policies and critics too.
-"""
+"""The contract kit for sources, optimizers and schedules. The kit for backends is in `spurline_rl.testing`."""
 
 from __future__ import annotations
 

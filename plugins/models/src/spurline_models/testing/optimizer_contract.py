@@ -35,12 +35,10 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class OptimizerContract:
-    """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
-
-    learning_rate: brings float32 weights nearer to a target at a distance of about 1 in thirty steps.
-    """
+    """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`."""
 
     learning_rate = 1e-2
+    """A rate that brings float32 weights nearer to a target at a distance of about 1 in thirty steps."""
 
     def make_config(self, **settings: Any) -> OptimizerConfig:
         """Return your config with these settings of `OptimizerConfig`."""
@@ -73,7 +71,7 @@ class OptimizerContract:
 
         resumed = {name: Parameter(weight.clone()) for name, weight in weights.items()}
         other = self._optimization(resumed)
-        # Whatever the optimizer has done before must be gone after a restore.
+        # A restore must replace all state of earlier steps.
         _train(other, resumed, range(1, 3))
         for name, weight in weights.items():
             resumed[name].data.copy_(weight)
@@ -144,23 +142,22 @@ class OptimizerContract:
     def test_flat_pieces_of_parameters_are_trained_like_whole_ones(self) -> None:
         if not self.make_config().is_elementwise:
             pytest.skip("is not said to be elementwise")
-        whole, plain = _parameters(), _parameters()
-        # The border lies inside a row.
-        pieces = {
-            f"{name}/{index}": Parameter(piece.detach().clone())
-            for name, value in plain.items()
-            for index, piece in enumerate(value.detach().flatten().tensor_split([value.numel() // 3 + 1]))
-        }
+
+        def cut(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+            # The border lies inside a row.
+            return {
+                f"{name}/{index}": Parameter(piece.detach().clone())
+                for name, value in parameters.items()
+                for index, piece in enumerate(value.detach().flatten().tensor_split([value.numel() // 3 + 1]))
+            }
+
+        whole, pieces, targets = _parameters(), cut(_parameters()), cut(_parameters(seed=1))
         # Weight decay depends on the shapes of whole parameters.
         one, other = self._optimization(whole), self._optimization(pieces)
-        targets = {name: target.detach() for name, target in _parameters(seed=1).items()}
         _train(one, whole, range(1, 4))
         for number in range(1, 4):
-            for name, target in targets.items():
-                cut = target.flatten().tensor_split([target.numel() // 3 + 1])
-                for index, part in enumerate(cut):
-                    piece = pieces[f"{name}/{index}"]
-                    piece.grad = piece.detach() - part
+            for name, piece in pieces.items():
+                piece.grad = piece.detach() - targets[name].detach()
             other.step(number)
         for name, parameter in whole.items():
             joined = torch.cat([pieces[f"{name}/{index}"].detach() for index in range(2)]).view(parameter.shape)

@@ -39,24 +39,21 @@ class Recorded:
 
 
 class SourceContract:
-    """Subclass with `source_settings`, the config's `source:` section, and `plugins` to enable.
-
-    Where it needs other ones: `run_settings`, further top-level settings; `rows`, of the one JSONL file that it reads;
-    `data`, the config's section.
-
-    repeats: whether the same config gives the same batches, and a resume the very next ones. Threads and outside
-    processes may decide otherwise. refuses_other_data: whether a resume on other rows is an error.
-    """
+    """Subclass with `source_settings`, and with other attributes, `rows` or `data` where the source needs them."""
 
     source_settings: ClassVar[Mapping[str, Any]] = {}
+    """The config's `source:` section."""
     run_settings: ClassVar[Mapping[str, Any]] = {}
     """Further settings of the run, by top-level key."""
     plugins: ClassVar[Sequence[str]] = ()
+    """The plugins to enable."""
     repeats: ClassVar[bool] = True
+    """Whether the same config always gives the same batches, and a resume the very next ones."""
     refuses_other_data: ClassVar[bool] = True
+    """Whether a resume on other rows is an error."""
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
-        """Return rows of a JSONL file that the source reads; another word makes other rows."""
+        """Return the rows of a JSONL file that the source reads; another word makes other rows."""
         return [
             {
                 "messages": [
@@ -137,7 +134,7 @@ class SourceContract:
 
     def test_a_resumed_run_goes_on_with_the_next_batch(self, train: Train, tmp_path: Path) -> None:
         whole = train(run_dir=str(tmp_path / "whole"))
-        # A resume after each step: a source may forget state that only matters after an odd number of steps.
+        # Resume after each step, since a source may forget state that matters after an odd number of steps only.
         for step in range(1, STEPS + 1):
             resumed = train(steps=step).batches
             assert list(resumed) == [step], "a resume neither repeats nor leaves out a step"
@@ -153,7 +150,7 @@ class SourceContract:
 
 
 class _Recorder:
-    """Checks and keeps each batch before it is trained on: afterwards its buffers may be reused."""
+    """Checks and keeps each batch before training, which may reuse its buffers."""
 
     def __init__(self) -> None:
         self.batches: dict[int, dict[str, np.ndarray]] = {}
