@@ -61,7 +61,6 @@ def in_full_precision(causal: nn.Module) -> AbstractContextManager[None]:
 
 
 def _check_device(profile: DeviceProfile) -> None:
-    """Raise ConfigError for a GPU without kernels for fp8."""
     capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
     if capability < _NEEDS:
         raise ConfigError.at(

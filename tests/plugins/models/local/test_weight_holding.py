@@ -12,13 +12,16 @@ import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from held_weights import OBJECTIVE, round_files, train, write_fp32_files
 from torch import Tensor
+from torch.nn import Parameter
 
 from spurline.config.run_config import ModelConfig
 from spurline_models.configs import LoraConfig
+from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamW8BitConfig, AdamWConfig, MuonConfig
+from spurline_models.placement.master_parameters import VALUES_AT_ONCE, MasterParameters, step_buckets
 
 HALF = {"precision": "bf16"}
 MASTERS = {**HALF, "weights": "bf16_masters"}
@@ -191,3 +194,26 @@ def test_memory_is_estimated_exactly(half_files: Path, mode: dict[str, Any]) -> 
     assert parts["optimizer"] == pytest.approx(kept, rel=0.01)
     cut = LocalBackendConfig(device="cpu", rows_per_microbatch=1, **mode).estimate_memory(run, 50, 100).parts
     assert cut["gradients"] == sum(4 * value.numel() for value in backend._policy.parameters.values())
+
+
+def test_a_step_changes_masters_and_gives_the_model_the_nearest_values() -> None:
+    wide = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    weight, norm = Parameter(wide.bfloat16()), Parameter(torch.ones(32))
+    parameters = {"weight": weight, "norm": norm}
+    made = MasterParameters(parameters, device_profile("cpu", "bf16"), {"weight": wide})
+    assert made.parameters["norm"] is norm
+    optimizer = torch.optim.AdamW(made.parameters.values(), lr=0.1, fused=True)
+    before = weight.detach().clone()
+    gradients = {name: torch.ones_like(value) for name, value in parameters.items()}
+    made.step(optimizer.step, gradients)
+    assert not gradients
+    assert not torch.equal(before, weight)
+    assert all(value.grad is None for value in made.parameters.values())
+    assert [value.data_ptr() for value in made.kept()] == [wide.data_ptr()]
+    assert torch.equal(weight.detach(), made.values["weight"].bfloat16())
+
+
+def test_few_parameters_are_stepped_on_at_once_where_the_optimizer_allows_it() -> None:
+    sizes = {"a": VALUES_AT_ONCE // 2, "b": VALUES_AT_ONCE // 2, "c": 1, "large": 2 * VALUES_AT_ONCE}
+    assert step_buckets(sizes, apart=True) == [["a", "b"], ["c"], ["large"]]
+    assert step_buckets(sizes, apart=False) == [list(sizes)]

@@ -10,17 +10,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
 from weakref import ref
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
 from spurline_models.device_profile import DeviceProfile
+from spurline_models.placement.offloading import storage_key
 
 SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
@@ -48,7 +48,7 @@ class ActivationOffloading:
 
     def _is_worth_it(self) -> Callable[[Tensor], bool]:
         parameters = [*self._causal.parameters(), *self._causal.buffers()]
-        own = {_key(tensor.untyped_storage()) for tensor in parameters if not isinstance(tensor, DTensor)}
+        own = {storage_key(tensor.untyped_storage()) for tensor in parameters if not isinstance(tensor, DTensor)}
         shapes = {tuple(tensor.shape) for tensor in parameters}
 
         def is_worth_it(tensor: Tensor) -> bool:
@@ -56,7 +56,7 @@ class ActivationOffloading:
             if type(tensor) is not Tensor or tensor.device.type != self._device.type:
                 return False
             storage = tensor.untyped_storage()
-            if storage.nbytes() < SMALLEST_BYTES or _key(storage) in own:
+            if storage.nbytes() < SMALLEST_BYTES or storage_key(storage) in own:
                 return False
             # Parameters gathered from shards are not in the model's own list, and linear layers save views of them.
             if isinstance(tensor._base, nn.Parameter):
@@ -116,7 +116,7 @@ class _Pass:
 
     def _moved(self, tensor: Tensor) -> _Moved:
         storage = tensor.untyped_storage()
-        known = self._known.get(_key(storage))
+        known = self._known.get(storage_key(storage))
         if known is not None:
             reference, version, place = known
             found = place()
@@ -125,7 +125,7 @@ class _Pass:
         values = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         values.set_(storage, 0, (storage.nbytes(),), (1,))
         moved = _Moved(self._to_host(values))
-        self._known[_key(storage)] = StorageWeakRef(storage), tensor._version, ref(moved)
+        self._known[storage_key(storage)] = StorageWeakRef(storage), tensor._version, ref(moved)
         return moved
 
     def _to_host(self, values: Tensor) -> Tensor:
@@ -134,8 +134,3 @@ class _Pass:
 
     def _to_device(self, host: Tensor) -> Tensor:
         return torch.empty(host.shape, dtype=torch.uint8, device=self._device).copy_(host, non_blocking=True)
-
-
-def _key(storage: UntypedStorage) -> int:
-    """Return a key that is the same for all Python objects of one storage."""
-    return cast(Any, storage)._cdata

@@ -94,7 +94,6 @@ class MasterParameters:
                 self.publish(names)
 
     def _new(self, parameter: Parameter, values: Tensor) -> Parameter:
-        """Make a master with these values."""
         values, dtype = values.detach(), self._profile.weight_dtype
         if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
