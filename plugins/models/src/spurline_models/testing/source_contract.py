@@ -48,9 +48,9 @@ class SourceContract:
     plugins: ClassVar[Sequence[str]] = ()
     """The plugins to enable."""
     repeats: ClassVar[bool] = True
-    """Whether the same config always gives the same batches, and a resume the very next ones."""
+    """True if the same config always gives the same batches, and a resume the very next ones."""
     refuses_other_data: ClassVar[bool] = True
-    """Whether a resume on other rows is an error."""
+    """True if a resume on other rows is an error."""
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
         """Return the rows of a JSONL file that the source reads; another word makes other rows."""
