@@ -139,14 +139,8 @@ def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
     from spurline_models.losses.configs import CrossEntropyConfig
     from spurline_models.losses.cross_entropy import CrossEntropy
 
-    backend_settings: dict[str, Any] = {
-        "name": "local",
-        "device": job.device,
-        "precision": "bf16",
-        "kernels": "none",
-        "max_tokens_per_microbatch": job.microbatch,
-        **settings,
-    }
+    backend_settings: dict[str, Any] = {"name": "local", "device": job.device, "precision": "bf16", "kernels": "none"}
+    backend_settings |= {"max_tokens_per_microbatch": job.microbatch, **settings}
     if job.adapters:
         backend_settings["lora"] = {"rank": RANK, "base_dtype": "bf16"}
     loaded = load_config(
@@ -424,13 +418,8 @@ def main() -> int:
             print(line(candidate, figure), flush=True)
     gates = [] if tiny else gates_of(figures)
     if given.json:
-        about = {
-            "model": job.model,
-            "device": name,
-            "torch": torch.__version__,
-            "flops_per_step": needed,
-            "steps": job.steps,
-        }
+        about = {"model": job.model, "device": name, "torch": torch.__version__}
+        about |= {"flops_per_step": needed, "steps": job.steps}
         print(json.dumps({**about, "figures": figures, "gates": gates_as_json(gates)}, indent=2))
     else:
         print_gates(gates)

@@ -41,10 +41,12 @@ PLUGINS = tuple(name for name in OFFICIAL if name not in DEFAULT_PLUGINS)
 KITS = ("spurline", "spurline_text", "spurline_models", "spurline_rl", "spurline_insight")
 """Packages with a contract kit, `testing`."""
 API_LISTS = ROOT / "tests/meta/api"
+INTERFACE = offered()
+"""Package -> the lines of its list."""
 
 
 def config_page() -> str:
-    """Every section and component that needs no `plugins:`, then what each other plugin adds."""
+    """Return each section and component that needs no `plugins:`, then those of the other plugins."""
     lines = [
         "# Config reference",
         "",
@@ -61,15 +63,14 @@ def config_page() -> str:
     lines += _section("Top level", whole)
     for name, field in whole.model_fields.items():
         section = _section_type(field)
-        if section is not None and not any(isinstance(item, Component) for item in field.metadata):
+        if section is not None and not _mentions_component(field):
             lines += _nested(name, section, _mark(field))
-    lines += ["## Components", ""]
     lines += [
+        "## Components",
+        "",
         "A component is chosen by `name:`; a bare string is short for a mapping with only the name "
         "(`collator: packed`), and for a dataset short for `path`.",
         "",
-    ]
-    lines += [
         "Those below are of core and of the plugins that are loaded wherever they are installed; the package of each",
         "stands beside its name.",
         "",
@@ -87,7 +88,7 @@ def config_page() -> str:
 
 
 def _plugin(name: str) -> list[str]:
-    """The components one plugin adds; of a config that extends another one, what it adds to that."""
+    """Return the components that one plugin adds, and the new settings of those that extend another component."""
     lines = [f"## Plugin `{name}`", ""]
     registry = PluginHost.load([name]).registry
     for entry in registry.entries(name):
@@ -104,7 +105,7 @@ def _plugin(name: str) -> list[str]:
 
 
 def _own_fields(config: type[ComponentConfig]) -> list[str]:
-    """Settings that no component has which is there without the plugin, and those of a base that only it uses."""
+    """Return the settings that no component has without the plugin."""
     core = PluginHost.load([]).registry
     said = {
         (name, _declares(entry.config, name))
@@ -116,12 +117,12 @@ def _own_fields(config: type[ComponentConfig]) -> list[str]:
 
 
 def _declares(config: type[BaseModel], field: str) -> type:
-    """The class whose settings this one is among."""
+    """Return the class that declares this setting."""
     return next(base for base in config.__mro__ if field in vars(base).get("__annotations__", {}))
 
 
 def hooks_page() -> str:
-    """Every hook with its arguments and its docstring."""
+    """Return the page of hooks, with their arguments and docstrings."""
     lines = [
         "# Hooks",
         "",
@@ -137,7 +138,7 @@ def hooks_page() -> str:
 
 
 def _paragraphs(hook: Any) -> list[str]:
-    """The docstring; a line that begins a new `word:` entry becomes its own list item."""
+    """Return the docstring. A line that begins a new `word:` entry becomes its own list item."""
     lines: list[str] = []
     for line in (inspect.getdoc(hook) or "").splitlines():
         head, separator, _ = line.partition(":")
@@ -191,7 +192,7 @@ def _type(field: FieldInfo) -> str:
 
 
 def _bounds(annotation: Any, marks: Sequence[Any]) -> Iterator[str]:
-    """Bounds of a number or of one of the choices of a union; of the entries of a list they would be too much here."""
+    """Yield the bounds of a number, or of the choices of a union."""
     for mark in marks:
         yield from _bounds(None, mark.metadata) if isinstance(mark, FieldInfo) else ()
         if type(mark).__name__ in _BOUNDS:
@@ -203,7 +204,7 @@ def _bounds(annotation: Any, marks: Sequence[Any]) -> Iterator[str]:
 
 
 def _words(annotation: Any, marks: Sequence[Any] = ()) -> str:
-    """A type as people write it; components by their kind."""
+    """Return a type as people write it. A component is named by its kind."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _words(arguments[0], arguments[1:])
@@ -240,14 +241,14 @@ def _bound(item: object) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if any(isinstance(item, Component) for item in field.metadata):
+    if _mentions_component(field):
         return "see the kind"
     if field.is_required():
         return "**required**"
     value = field.get_default(call_default_factory=False)
-    return (
-        "see below" if isinstance(value, Section) else f"`{value!r}`" if not isinstance(value, Path) else f"`{value}`"
-    )
+    if isinstance(value, Section):
+        return "see below"
+    return f"`{value}`" if isinstance(value, Path) else f"`{value!r}`"
 
 
 _RESUME = {
@@ -260,13 +261,13 @@ _RESUME = {
 
 
 def _mark(field: FieldInfo, above: OnResume = OnResume.REFUSED) -> OnResume:
-    """What holds for a field of a section whose own mark is `above`."""
+    """Return the mark of a field in a section with the mark `above`."""
     own = next((item for item in field.metadata if isinstance(item, OnResume)), above)
     return above if above is OnResume.FREE else own
 
 
 def _mark_of_kind(kind: str) -> OnResume:
-    """What holds for the components of a kind wherever one is chosen; REFUSED where that depends on the place."""
+    """Return the mark of the components of a kind, or REFUSED if it depends on the place."""
     marks = set(_marks_of_kind(kind, whole_file(), OnResume.REFUSED))
     for entry in PluginHost.load(PLUGINS).registry.entries():
         marks |= set(_marks_of_kind(kind, entry.config, OnResume.REFUSED))
@@ -293,7 +294,7 @@ def _mentions_component(field: FieldInfo) -> bool:
 
 @functools.cache
 def whole_file() -> type[BaseModel]:
-    """The settings of a file with the sections that default plugins add, as they are written in the code."""
+    """Return the settings of a file, with the sections that default plugins add."""
     fields: dict[str, dict[str, Any]] = {"": {}}
     for name, section in PluginHost.load([]).registry.sections.items():
         parent, _, key = name.rpartition(".")
@@ -313,10 +314,7 @@ def whole_file() -> type[BaseModel]:
 
 
 def component_table() -> list[str]:
-    """Every kind with what it decides, as its protocol's docstring begins, whose it is, and the components by package.
-
-    Without those of the plugins that a config has to list.
-    """
+    """Return a row for each kind: what it decides, its protocol, and the components of plugins loaded by default."""
     registry = PluginHost.load([]).registry
     lines = ["| kind | decides | Protocol | components |", "|---|---|---|---|"]
     for kind, declared in registry.kinds.items():
@@ -337,7 +335,7 @@ def component_table() -> list[str]:
 
 
 def layers() -> list[str]:
-    """The layers that import-linter checks, from top to bottom: the packages, and within core."""
+    """Return the layers that import-linter checks, from top to bottom: packages first, then those within core."""
     tools = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
     lines: list[str] = []
     for contract in [contract for contract in tools["contracts"] if contract["type"] == "layers"]:
@@ -349,7 +347,7 @@ def layers() -> list[str]:
 
 
 def contracts() -> list[str]:
-    """The suites of the contract kits, and what a subclass of each provides."""
+    """Return a row for each suite of the contract kits, with what a subclass provides."""
     lines = ["| suite | to use it | from |", "|---|---|---|"]
     for package in KITS:
         kit = importlib.import_module(f"{package}.testing")
@@ -361,15 +359,9 @@ def contracts() -> list[str]:
     return lines
 
 
-@functools.cache
-def interface() -> dict[str, list[str]]:
-    """Package -> the lines of its list."""
-    return offered()
-
-
 def api_list(package: str) -> str:
-    """The list of a package, with a head that says how it is made."""
-    lines = interface()[package]
+    """Return the list of a package, with a head that says how it is made."""
+    lines = INTERFACE[package]
     head = [
         f"# What other packages may import of {package}: {len(lines)} modules and names.",
         "# `python docs/generate.py` makes the list of what plugins/*/src, examples/ and the pages' Python import.",
@@ -380,7 +372,7 @@ def api_list(package: str) -> str:
 
 
 def api_page() -> str:
-    """What plugins may rely on, by package and module."""
+    """Return the page of modules and names that plugins may rely on."""
     lines = [
         "# Plugin interface",
         "",
@@ -391,20 +383,14 @@ def api_page() -> str:
         "[Architecture](../architecture.md#what-a-plugin-may-import) says what else may be imported.",
         "",
     ]
-    for package, entries in interface().items():
+    for package, entries in INTERFACE.items():
         lines += [f"## Package `{package}`", ""]
         for name in sorted({entry.partition(":")[0] for entry in entries}):
             module = importlib.import_module(name)
             names = [entry.partition(":")[2].partition("(")[0] for entry in entries if entry.startswith(f"{name}:")]
             shown = ", ".join(f"`{attribute}`" for attribute in names)
-            lines += [
-                f"### `{name}`",
-                "",
-                (inspect.getdoc(module) or "").splitlines()[0],
-                "",
-                shown or "The module.",
-                "",
-            ]
+            summary = (inspect.getdoc(module) or "").splitlines()[0]
+            lines += [f"### `{name}`", "", summary, "", shown or "The module.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -423,7 +409,7 @@ PARTS: dict[str, dict[str, Callable[[], list[str]]]] = {
 
 
 def with_parts(text: str, parts: dict[str, Callable[[], list[str]]]) -> str:
-    """The page with its generated parts written again. Raises SystemExit when the page has no place for one."""
+    """Return the page with new generated parts. Raises SystemExit if the page has no place for one."""
     for name, build in parts.items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
         if text.count(begin) != 1:
@@ -439,7 +425,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only say which pages are stale")
     check = parser.parse_args().check
     built = {DOCS / name: build() for name, build in PAGES.items()}
-    built |= {API_LISTS / f"{package}.txt": api_list(package) for package in interface()}
+    built |= {API_LISTS / f"{package}.txt": api_list(package) for package in INTERFACE}
     for name, parts in PARTS.items():
         built[DOCS / name] = with_parts((DOCS / name).read_text(encoding="utf-8"), parts)
     stale = [path for path, text in built.items() if not path.exists() or path.read_text(encoding="utf-8") != text]

@@ -39,14 +39,14 @@ def test_packages_import_of_each_other_what_is_listed_and_all_of_that_is_there(
     path: Path, generate: ModuleType
 ) -> None:
     listed = {line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] != "#"}
-    imported = {*generate.interface()[path.stem]}
+    imported = {*generate.INTERFACE[path.stem]}
     assert imported - listed == set(), f"imported of {path.stem} and not listed; is it meant for others? See the list"
     assert listed - imported == set(), f"listed and no longer imported, or with other parameters; see {path.name}"
 
 
 def test_every_package_that_others_import_has_a_list(generate: ModuleType) -> None:
-    assert {*generate.interface()} == {path.stem for path in LISTS.iterdir()}
-    assert {"spurline", "spurline_models", "spurline_rl"} <= {*generate.interface()}
+    assert {*generate.INTERFACE} == {path.stem for path in LISTS.iterdir()}
+    assert {"spurline", "spurline_models", "spurline_rl"} <= {*generate.INTERFACE}
 
 
 @pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.__name__)
