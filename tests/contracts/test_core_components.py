@@ -9,20 +9,11 @@ import pytest
 
 from spurline import load_config
 from spurline.builtin import PLUGIN
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig, SerialPrefetchConfig
+from spurline.data.configs import SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline.testing import (
-    CollatorContract,
-    LossContract,
-    MiniBatchesContract,
-    PluginContract,
-    PrefetchContract,
-    TrackerContract,
-)
+from spurline.testing import LossContract, MiniBatchesContract, PluginContract, PrefetchContract, TrackerContract
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
 from spurline.trackers.jsonl import JsonlTracker
@@ -32,9 +23,7 @@ from spurline_insight.testing import ReportPanelContract
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
-from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.rollouts_collator import RolloutsCollator
-from spurline_rl.testing import AdapterContract, BackendContract, RolloutCollatorContract
+from spurline_rl.testing import AdapterContract, BackendContract
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing import TokenizationContract
 from spurline_text.tokenization import SequentialTokenization
@@ -50,58 +39,6 @@ class TestCorePlugin(PluginContract):
 
     def test_core_is_named_core(self) -> None:
         assert PLUGIN.name == "core"
-
-
-class TestPaddedRight(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PaddedCollator:
-        return PaddedCollator(PaddedCollatorConfig(), pad_token_id, layout)
-
-
-class TestPaddedLeft(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PaddedCollator:
-        return PaddedCollator(PaddedCollatorConfig(pad_side="left", pad_to_multiple_of=8), pad_token_id, layout)
-
-
-class TestPacked(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
-        return PackedCollator(PackedCollatorConfig(max_tokens=128), pad_token_id, layout)
-
-
-class TestPackedAligned(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
-        return PackedCollator(PackedCollatorConfig(max_tokens=256, align_to=8, pad_to_max=True), pad_token_id, layout)
-
-
-class TestPackedBestFit(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
-        return PackedCollator(PackedCollatorConfig(max_tokens=128, algorithm="bfd"), pad_token_id, layout)
-
-
-class TestPackedMultifit(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
-        return PackedCollator(PackedCollatorConfig(max_tokens=128, algorithm="multifit"), pad_token_id, layout)
-
-
-class TestPackedRollouts(RolloutCollatorContract):
-    one_turn_per_row = False
-
-    def make_collator(self, pad_token_id: int, layout: Any) -> PackedCollator:
-        return PackedCollator(PackedCollatorConfig(max_tokens=128), pad_token_id, layout)
-
-
-class TestRolloutsAsSamples(CollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
-        return RolloutsCollator(RolloutsCollatorConfig(), pad_token_id, layout)
-
-
-class TestRolloutsRight(RolloutCollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
-        return RolloutsCollator(RolloutsCollatorConfig(), pad_token_id, layout)
-
-
-class TestRolloutsLeft(RolloutCollatorContract):
-    def make_collator(self, pad_token_id: int, layout: Any) -> RolloutsCollator:
-        return RolloutsCollator(RolloutsCollatorConfig(pad_side="left"), pad_token_id, layout)
 
 
 class TestSerial(PrefetchContract):

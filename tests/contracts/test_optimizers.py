@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,45 +26,41 @@ from spurline_models.optimizers.torch_optimizers import Muon, make_adamw, make_a
 from spurline_models.testing import OptimizerContract, ScheduleContract
 
 
-class TestAdamW(OptimizerContract):
-    def make_config(self, **settings: Any) -> AdamWConfig:
-        return AdamWConfig(**settings)
+class AnyOptimizer(OptimizerContract):
+    """Makes the optimizer of a subclass: its config class and its factory."""
 
-    def make_optimizer(self, config: AdamWConfig, named_parameters: Mapping[str, Parameter]) -> Optimizer:
-        return make_adamw(config, named_parameters)
+    config: Any
+    make: Any
 
+    def make_config(self, **settings: Any) -> Any:
+        return self.config(**settings)
 
-class TestSgd(OptimizerContract):
-    def make_config(self, **settings: Any) -> SgdConfig:
-        return SgdConfig(**settings)
-
-    def make_optimizer(self, config: SgdConfig, named_parameters: Mapping[str, Parameter]) -> Optimizer:
-        return make_sgd(config, named_parameters)
+    def make_optimizer(self, config: Any, named_parameters: Mapping[str, Parameter]) -> Optimizer:
+        return self.make(config, named_parameters)
 
 
-class TestSgdWithMomentum(TestSgd):
-    def make_config(self, **settings: Any) -> SgdConfig:
-        return SgdConfig(momentum=0.9, **settings)
+class TestAdamW(AnyOptimizer):
+    config, make = AdamWConfig, staticmethod(make_adamw)
 
 
-class TestMuon(OptimizerContract):
-    def make_config(self, **settings: Any) -> MuonConfig:
-        return MuonConfig(**settings)
-
-    def make_optimizer(self, config: MuonConfig, named_parameters: Mapping[str, Parameter]) -> Optimizer:
-        return Muon(config, named_parameters)
+class TestSgd(AnyOptimizer):
+    config, make = SgdConfig, staticmethod(make_sgd)
 
 
-class TestAdamW8Bit(OptimizerContract):
+class TestSgdWithMomentum(AnyOptimizer):
+    config, make = partial(SgdConfig, momentum=0.9), staticmethod(make_sgd)
+
+
+class TestMuon(AnyOptimizer):
+    config, make = MuonConfig, Muon
+
+
+class TestAdamW8Bit(AnyOptimizer):
+    config, make = AdamW8BitConfig, staticmethod(make_adamw_8bit)
+
     @pytest.fixture(autouse=True)
     def bitsandbytes(self) -> None:
         pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
-
-    def make_config(self, **settings: Any) -> AdamW8BitConfig:
-        return AdamW8BitConfig(**settings)
-
-    def make_optimizer(self, config: AdamW8BitConfig, named_parameters: Mapping[str, Parameter]) -> Optimizer:
-        return make_adamw_8bit(config, named_parameters)
 
 
 class TestConstant(ScheduleContract):

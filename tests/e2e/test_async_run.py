@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from async_runs import assert_equals_synchronous, asynchronous
-from problems import assert_problem
 from reward_functions import in_process
-from run_helpers import Config, assert_same_weights, train
+from run_helpers import Config, assert_problem, assert_same_weights, train
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, DataError, HookFailedError, RunFailedError

@@ -21,7 +21,7 @@ from vllm_engines import SMALL_VLLM, vllm_models
 from spurline import load_config
 from spurline_models.export import export_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400), pytest.mark.usefixtures("warm_vllm")]
 
 IN_SOAK = pytest.mark.skipif(not SOAK, reason="starts more engines; SPURLINE_SOAK=1")
 RANK = 4

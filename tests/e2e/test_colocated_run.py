@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from async_runs import assert_every_prompt_ended_once, asynchronous, comparable
 from child_engines import engines_of, shared_memory_of
-from problems import assert_problem
-from run_helpers import Config, KillableProcess, assert_same_weights, read_metrics, train, wait_for
+from run_helpers import Config, KillableProcess, assert_problem, assert_same_weights, read_metrics, train, wait_for
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, RunFailedError

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from problems import assert_problem
-from run_helpers import Config, on_ranks, train
+from run_helpers import Config, assert_problem, on_ranks, train
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -185,6 +184,18 @@ def test_a_run_without_an_adapter_and_one_of_another_model_are_refused(base_conf
     with pytest.raises(CheckpointError, match=r"not in the model \(model\.layers\.1\."):
         export_run(load_config(base_config), tmp_path / "exported")
     assert not (tmp_path / "exported").exists()
+
+
+def test_a_run_that_was_recorded_with_all_packages_is_exported_with_text_and_models(
+    base_config: Config, tmp_path: Path
+) -> None:
+    recorded = json.loads((train(base_config, steps=2).run_dir / "config.json").read_text())
+    assert {"critic", "cluster", "report"} <= recorded.keys()
+    without = ["-preference", "-rl", "-ranks", "-insight", "-planning", "-trackers"]
+    loaded = load_config({**recorded, "plugins": without}, recorded=True)
+    assert set(loaded.host.plugins) == {"core", "text", "models"}
+    export_run(loaded, tmp_path / "model")
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 def test_an_adapter_of_random_weights_is_refused(base_config: Config, tmp_path: Path) -> None:

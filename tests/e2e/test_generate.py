@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
-from run_helpers import Config, Spurline, train, wait_for
+from run_helpers import Config, Spurline, train, wait_for, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_children import WarmRuns
 
@@ -73,7 +72,7 @@ def test_prompts_come_from_arguments_files_and_standard_input(
         {"prompt": "say 4", "completion": "5"},
         {"instruction": "say 5", "output": "6"},
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, rows)
     code, out, err = spurline(*ask, "--file", file)
     assert code == 0, err
     assert [found["prompt"] for found in answers(out)][:2] == ["say 3", "say 4"]
@@ -86,31 +85,20 @@ def test_prompts_come_from_arguments_files_and_standard_input(
     assert len({raw["response"], with_system["response"], answers(again)[0]["response"]}) > 1
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet", "json", "folder"])
-def test_prompts_are_read_from_all_that_data_train_takes(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, kind: str
+def test_columns_of_a_table_are_named_by_an_option(
+    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path
 ) -> None:
-    rows = datasets.Dataset.from_list([{"question": "say 3", "answer": "3"}, {"question": "say 4", "answer": "4"}])
-    file = tmp_path / f"rows.{kind}"
-    if kind == "csv":
-        rows.to_csv(file)
-    elif kind == "parquet":
-        rows.to_parquet(file)
-    elif kind == "json":
-        file.write_text(json.dumps(list(rows)))
-    else:
-        file.mkdir()
-        rows.to_json(file / "train.jsonl")
+    file = tmp_path / "rows.csv"
+    file.write_text("question,answer\nsay 3,3\nsay 4,4\n")
     ask = ("generate", spurline_tiny_model, "--json", "--max-new-tokens", "2", "--file", file)
     code, out, err = spurline(*ask, "--column", "prompt=question")
     assert code == 0, err
     assert [found["prompt"] for found in answers(out)] == ["say 3", "say 4"]
-    if kind == "csv":
-        code, out, err = spurline(*ask)
-        assert (code, out) == (2, "")
-        assert re.search(r"rows.csv row 0: the columns \(answer, question\) .*--column prompt=NAME", err), err
-        code, _, err = spurline(*ask, "--column", "prompt=quest")
-        assert (code, "Did you mean 'question'?" in err) == (2, True), err
+    code, out, err = spurline(*ask)
+    assert (code, out) == (2, "")
+    assert re.search(r"rows.csv row 0: the columns \(answer, question\) .*--column prompt=NAME", err), err
+    code, _, err = spurline(*ask, "--column", "prompt=quest")
+    assert (code, "Did you mean 'question'?" in err) == (2, True), err
 
 
 @pytest.mark.processes
@@ -120,7 +108,7 @@ def test_ctrl_c_ends_an_answer_half_way_and_keeps_those_before_it(
     (tmp_path / "scratch").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     file, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    file.write_text("".join(json.dumps({"prompt": f"say {number}"}) + "\n" for number in range(500)))
+    write_rows(file, [{"prompt": f"say {number}"} for number in range(500)])
     words = ("generate", spurline_tiny_model, "--file", file, "--json", "--max-new-tokens", "100")
     process = warm_runs.start(*words, output=output)
     wait_for(lambda: output.is_file() and output.read_text().count('"tokens"') >= 2, "two answers")

@@ -223,18 +223,6 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     assert not (tmp_path / "run.yaml").exists()
 
 
-def test_what_a_glance_tells_is_told_before_anything_large_is_imported(
-    spurline: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise AssertionError("imported")
-
-    monkeypatch.setattr(init_command, "importing", refuse)
-    (tmp_path / "run.yaml").write_text("mine")
-    assert "exists. Give --force" in spurline("init", tmp_path / "run.yaml")[2]
-    assert "--data is missing" in spurline("init", tmp_path / "new.yaml", "--model", "m", "--yes")[2]
-
-
 @pytest.mark.parametrize(
     "path", ["word and " * 15 + "rows.jsonl", "a: b # 'c' \"d\" [x], {y}  # z.jsonl", "no", "- 1", "123", "*.jsonl"]
 )
@@ -247,10 +235,14 @@ def test_any_path_is_written_as_it_is(path: str) -> None:
     assert read["data"]["train"] == read["data"]["eval"] == path
 
 
-def test_a_file_that_is_there_stays(init: Spurline, tmp_path: Path) -> None:
+def test_a_file_that_is_there_stays_and_is_told_before_anything_large_is_imported(
+    init: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "run.yaml").write_text("mine\n")
     data = rows(tmp_path / "train.jsonl", CHAT)
-    code, _, err = init(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(init_command, "importing", lambda: pytest.fail("imported"))
+        code, _, err = init(data)
     assert (code, "exists. Give --force" in err) == (2, True)
     assert (tmp_path / "run.yaml").read_text() == "mine\n"
     assert init(data, "--force")[0] == 0

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import Config, Spurline, train
+from run_helpers import Config, Spurline, train, write_rows
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from spurline.config.loading import load_config
 from spurline.errors import ConfigError
+from spurline.protocols.dataset import Longest
 from spurline_models.lengths import check_lengths
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -27,9 +27,7 @@ def long_rows(tmp_path: Path) -> Path:
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * length}]}
         for length in lengths
     ]
-    path = tmp_path / "long.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
-    return path
+    return write_rows(tmp_path / "long.jsonl", rows)
 
 
 def learned_positions(folder: Path) -> Path:
@@ -122,7 +120,6 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: Confi
     source = rl_config["source"] | {"name": "async_rollouts", "max_staleness": 0}
     source["engine"] = {"name": "vllm", "max_model_len": 20}
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
-    from spurline.protocols.dataset import Longest
 
     class Prompts:
         def longest(self) -> Longest:

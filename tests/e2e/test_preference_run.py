@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from run_helpers import Config, assert_pieces_equal_the_whole, read_metrics, train, write_pairs
+from run_helpers import Config, assert_pieces_equal_the_whole, train, write_pairs, write_rows
 
 from spurline import load_config
 from spurline.errors import CheckpointError, ConfigError, DataError
+from spurline.trackers.jsonl import read_json_lines
+from spurline_planning.plan import make_plan
 
 
 @pytest.fixture
@@ -34,30 +35,26 @@ def test_training_tells_chosen_from_rejected_answers_it_has_not_seen(preference_
         "max_new_tokens": 4,
         "max_samples": 3,
     }
-    train(preference_config)
-    metrics = read_metrics(preference_config["run_dir"])
+    run = train(preference_config)
+    first, *_, last = run.lines
     # Before the first update the model is its own reference.
-    assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
-    assert abs(metrics[0]["dpo/margin"]) < 1e-3
-    assert metrics[-1]["loss"] < 0.6
-    assert metrics[-1]["eval/loss"] < 0.6
-    assert metrics[-1]["eval/dpo/accuracy"] > 0.9
-    assert metrics[-1]["dpo/chosen_reward"] - metrics[-1]["dpo/rejected_reward"] == pytest.approx(
-        metrics[-1]["dpo/margin"], abs=1e-6
-    )
-    assert [line["step"] for line in metrics if "eval/dpo/accuracy" in line] == [3, 6]
-    samples = (Path(preference_config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
-    assert sorted(json.loads(samples[0])["reference"]) == list(json.loads(samples[0])["reference"])
+    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert abs(first["dpo/margin"]) < 1e-3
+    assert last["loss"] < 0.6
+    assert last["eval/loss"] < 0.6
+    assert last["eval/dpo/accuracy"] > 0.9
+    assert last["dpo/chosen_reward"] - last["dpo/rejected_reward"] == pytest.approx(last["dpo/margin"], abs=1e-6)
+    assert [line["step"] for line in run.lines if "eval/dpo/accuracy" in line] == [3, 6]
+    sample = read_json_lines(run.run_dir / "eval_samples.jsonl")[0]
+    assert sorted(sample["reference"]) == list(sample["reference"])
 
 
 def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(preference_config: Config, tmp_path: Path) -> None:
     assert_pieces_equal_the_whole(preference_config, tmp_path, [3])
 
 
-def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(
-    preference_config: Config, tmp_path: Path
-) -> None:
-    variants: dict[str, dict[str, Any]] = {
+def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_learn(preference_config: Config) -> None:
+    variants: dict[str, Config] = {
         "packed": {},
         "padded": {"collator": "padded"},
         "microbatches": {"backend": {**preference_config["backend"], "rows_per_microbatch": 1}},
@@ -65,17 +62,14 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
     }
     losses = {}
     for name, changes in variants.items():
-        train({**preference_config, **changes, "run_dir": str(tmp_path / name)})
-        metrics = read_metrics(tmp_path / name)
-        losses[name] = [line["loss"] for line in metrics] + [metrics[-1]["eval/loss"]]
+        lines = train(preference_config, name=name, **changes).lines
+        losses[name] = [line["loss"] for line in lines] + [lines[-1]["eval/loss"]]
     for name in ("padded", "microbatches"):
         assert losses[name] == pytest.approx(losses["packed"], rel=1e-3)
     assert losses["fast"] == losses["packed"]
 
 
 def test_a_plan_says_what_is_counted_and_compared(preference_config: Config) -> None:
-    from spurline_planning.plan import make_plan
-
     plan = make_plan(load_config(preference_config))
     assert plan.problems == []
     said = {name: "\n".join(lines) for name, lines in plan.sections.items()}
@@ -88,7 +82,7 @@ def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(preference_c
     train(preference_config)
     write_pairs(tmp_path / "pairs.jsonl", 30, seed=5)
     with pytest.raises(CheckpointError, match="training data is not what the checkpoint"):
-        train({**preference_config, "steps": 8})
+        train(preference_config, steps=8)
 
 
 def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
@@ -96,17 +90,16 @@ def test_a_row_of_which_one_answer_is_unusable_is_left_out_and_counted(
 ) -> None:
     long = {"prompt": "a", "chosen": "b", "rejected": "c" * 100}
     short = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (long, short)))
+    write_rows(tmp_path / "pairs.jsonl", [long, short])
     data = {"train": str(tmp_path / "pairs.jsonl"), "max_length": 64, "too_long": "drop"}
-    config = {**preference_config, "data": data, "evaluation": {}, "steps": 1}
-    train(config)
-    facts = json.loads((Path(config["run_dir"]) / "summary.json").read_text())["data"]["train"]
+    run = train(preference_config, data=data, evaluation={}, steps=1)
+    facts = json.loads((run.run_dir / "summary.json").read_text())["data"]["train"]
     assert (facts["pairs"], facts["dropped"]) == (1, {"too_long": 1, "other_answer_left_out": 1})
 
 
 def test_pairs_given_to_the_sft_source_are_recognised(preference_config: Config) -> None:
     with pytest.raises(DataError, match="Set `source: preference`"):
-        train({**preference_config, "source": "sft"})
+        train(preference_config, source="sft")
 
 
 @pytest.mark.parametrize(

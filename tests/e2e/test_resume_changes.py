@@ -36,6 +36,11 @@ def test_a_run_goes_on_with_less_memory_and_learns_the_same(base_config: Config,
     assert [line["loss"] for line in run.lines] == pytest.approx([line["loss"] for line in whole.lines], rel=1e-5)
 
 
+def test_a_run_goes_on_where_a_package_came_or_went(base_config: Config) -> None:
+    train(base_config, steps=2)
+    assert train(base_config, steps=4, plugins=["-rl", "-trackers"], allow_change=["plugins"]).step == 4
+
+
 def test_a_faster_prefetch_changes_nothing(base_config: Config) -> None:
     config = {**base_config, "plugins": ["collation_fast"], "prefetch": "serial", "tokenization": "sequential"}
     whole = train(config, name="whole")

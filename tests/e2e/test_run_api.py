@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from run_helpers import Config, deterministic, read_metrics, train
+from run_helpers import Config, read_metrics, train
 from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
-from spurline.errors import RunFailedError, UserError
+from spurline.errors import PluginError, RunFailedError, UserError
 from spurline.plugins import hookimpl
+from spurline.run.evaluations.evaluation import DataEvaluation
 
 
 class Acting:
@@ -53,28 +54,25 @@ def evaluated_config(base_config: Config, spurline_chat_file: Path) -> Config:
     return base_config
 
 
-def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_rest_follows(
-    base_config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = base_config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
+def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_rest_follows(base_config: Config) -> None:
+    whole = train(base_config, name="whole")
 
     def stop(run: Run) -> None:
         run.request_stop("the loss is good enough")
         run.request_stop("a later reason")
 
     for hook in ("on_step_start", "on_step_end"):
-        config = base_config | {"run_dir": str(tmp_path / hook)}
-        result = train(config, Acting(hook, stop, at_step=3))
+        result = train(base_config, Acting(hook, stop, at_step=3), name=hook)
         assert (result.status, result.step, result.stop_reason) == ("stopped", 3, "the loss is good enough")
         assert result.signal is None
+        assert result.checkpoint is not None
         assert result.checkpoint.name == "step-00000003"
-        summary = json.loads((tmp_path / hook / "summary.json").read_text())
+        summary = json.loads((result.run_dir / "summary.json").read_text())
         assert (summary["status"], summary["stop_reason"]) == ("stopped", "the loss is good enough")
-        finished = train(config)
+        finished = train(base_config, name=hook)
         assert (finished.status, finished.stop_reason) == ("finished", None)
-        assert "stop_reason" not in json.loads((tmp_path / hook / "summary.json").read_text())
-        assert deterministic(read_metrics(tmp_path / hook)) == deterministic(read_metrics(tmp_path / "whole"))
+        assert "stop_reason" not in json.loads((result.run_dir / "summary.json").read_text())
+        assert finished.without_times == whole.without_times
 
 
 def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(
@@ -96,67 +94,59 @@ def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_b
     assert set(returned[1]) == {"after/loss", "after/time"}
 
 
+def keep_parameters(run: Run, kept: dict[str, torch.Tensor]) -> None:
+    backend: Any = run.backend
+    kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
+
+
+def evaluate_swapped(run: Run, kept: dict[str, torch.Tensor], prefix: str) -> None:
+    backend: Any = run.backend
+    with backend.swapped("policy", kept):
+        run.evaluate(prefix)
+
+
 def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_as_it_was(
-    evaluated_config: Config, tmp_path: Path
+    evaluated_config: Config,
 ) -> None:
-    whole = evaluated_config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
+    whole = train(evaluated_config, name="whole")
     kept: dict[str, torch.Tensor] = {}
-
-    def keep(run: Run) -> None:
-        backend: Any = run.backend
-        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
-
-    def compare(run: Run) -> None:
-        backend: Any = run.backend
-        with backend.swapped("policy", kept):
-            run.evaluate("first")
-
-    train(evaluated_config, Acting("on_run_start", keep), Acting("on_eval_end", compare, at_step=6))
-    metrics = read_metrics(evaluated_config["run_dir"])
-    assert metrics[5]["first/loss"] > metrics[5]["eval/loss"] + 0.1
-    del metrics[5]["first/loss"], metrics[5]["first/time"]
-    assert deterministic(metrics) == deterministic(read_metrics(whole["run_dir"]))
+    run = train(
+        evaluated_config,
+        Acting("on_run_start", lambda run: keep_parameters(run, kept)),
+        Acting("on_eval_end", lambda run: evaluate_swapped(run, kept, "first"), at_step=6),
+    )
+    lines = run.without_times
+    assert lines[5].pop("first/loss") > lines[5]["eval/loss"] + 0.1
+    assert lines == whole.without_times
 
 
 def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
-    rl_config: Config, spurline_chat_file: Path, tmp_path: Path
+    rl_config: Config, spurline_chat_file: Path
 ) -> None:
     rl_config["data"]["eval"] = str(spurline_chat_file)
-    rl_config["evaluation"] = {"every_steps": 2}
     rl_config["source"]["held_out"] = {"max_prompts": 8, "success": {"reward": "early"}}
-    rl_config |= {"steps": 4, "optimizer": {"learning_rate": 1e-2}}
-    whole = rl_config | {"run_dir": str(tmp_path / "whole")}
-    train(whole)
+    rl_config |= {"steps": 4, "optimizer": {"learning_rate": 1e-2}, "evaluation": {"every_steps": 2}}
+    whole = train(rl_config, name="whole")
     kept: dict[str, torch.Tensor] = {}
     told: list[int] = []
 
-    class Updates:
-        @hookimpl
-        def on_optimizer_step(self, update: int) -> None:
-            told.append(update)
-
     def keep(run: Run) -> None:
-        backend: Any = run.backend
-        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
+        keep_parameters(run, kept)
         run.evaluate("first")
 
     def compare(run: Run) -> None:
-        backend: Any = run.backend
         run.evaluate("now")
-        with backend.swapped("policy", kept):
-            run.evaluate("then")
+        evaluate_swapped(run, kept, "then")
 
-    train(rl_config, Acting("on_step_start", keep, at_step=1), Acting("on_eval_end", compare, at_step=4), Updates())
-    metrics = read_metrics(rl_config["run_dir"])
+    hooks = (Acting("on_step_start", keep, at_step=1), Acting("on_eval_end", compare, at_step=4))
+    run = train(rl_config, *hooks, on_optimizer_step=lambda update: told.append(update))
+    lines = run.without_times
     for name in ("reward", "rewards/early"):
-        assert metrics[3][f"now/{name}"] == metrics[3][f"eval/{name}"] != metrics[0][f"first/{name}"]
-        assert metrics[3][f"then/{name}"] == metrics[0][f"first/{name}"]
-    own = [
-        {name: value for name, value in line.items() if name.partition("/")[0] not in ("first", "now", "then")}
-        for line in deterministic(metrics)
-    ]
-    assert own == deterministic(read_metrics(whole["run_dir"]))
+        assert lines[3][f"now/{name}"] == lines[3][f"eval/{name}"] != lines[0][f"first/{name}"]
+        assert lines[3][f"then/{name}"] == lines[0][f"first/{name}"]
+    added = ("first/", "now/", "then/")
+    own = [{name: value for name, value in line.items() if not name.startswith(added)} for line in lines]
+    assert own == whole.without_times
     assert told == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -167,10 +157,8 @@ def evaluate_twice(run: Run) -> None:
 
 def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
     run._session.components.data.evaluations[0].held_out.measures_copies = True
-    backend: Any = run.backend
     run.evaluate("plain")
-    with backend.swapped("policy", {}):
-        run.evaluate("ema")
+    evaluate_swapped(run, {}, "ema")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +224,6 @@ class Counter:
     @hookimpl
     def on_run_start(self, run: Run) -> None:
         run.keep_state("seen", self)
-        self._run = run
 
     @hookimpl
     def on_optimizer_step(self, update: int, role: str) -> None:
@@ -246,52 +233,40 @@ class Counter:
     @hookimpl
     def on_step_end(self, step: int) -> None:
         self.steps.append(step)
-        if step in (1, 4):
-            self._run.request_stop("for a test")
 
 
 def test_a_step_whose_evaluation_failed_reaches_hooks_once_all_the_same(
     evaluated_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run.evaluations.evaluation import DataEvaluation
+    seen = Counter()
 
-    def fail(*_: object) -> None:
+    def broken(*_: object) -> None:
         raise RunFailedError("no answer")
 
     evaluated_config["evaluation"] = {"every_steps": 5}
-    with monkeypatch.context() as broken:
-        broken.setattr(DataEvaluation, "evaluate", fail)
+    with monkeypatch.context() as patch:
+        patch.setattr(DataEvaluation, "evaluate", broken)
         with pytest.raises(RunFailedError, match="no answer"):
-            train(evaluated_config, SeesSteps())
-    seen = SeesSteps()
+            train(evaluated_config, Counter())
     train(evaluated_config, seen)
     assert seen.steps == [1, 2, 3, 4, 5, 6]
-
-
-class SeesSteps(Counter):
-    @hookimpl
-    def on_step_end(self, step: int) -> None:
-        self.steps.append(step)
 
 
 def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_left(
     base_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base_config["steps"] = 2
-    run = Run(load_config(base_config))
+    run = Run(base_config | {"steps": 2})
     first = Counter()
     first.steps = [7]
     run.keep_state("own", first)
     run.train()
-    base_config["steps"] = 4
-    run = Run(load_config(base_config))
+    run = Run(base_config | {"steps": 4})
     second = Counter()
     run.keep_state("own", second)
     run.keep_state("other", Counter())
     run.train()
     assert second.steps == [7]
     assert "The state 'other' is new in this run and starts afresh." in capsys.readouterr().out
-    base_config["steps"] = 6
     train(base_config)
     assert "The state 'own' in the checkpoint is left out" in capsys.readouterr().out
 
@@ -311,3 +286,9 @@ def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config)
             getattr(run, name)
     with pytest.raises(AttributeError, match="'Run' object has no attribute 'trainer'"):
         run.trainer  # noqa: B018
+
+
+@pytest.mark.parametrize("made", ["a text", {"report": Path("other.html")}])
+def test_files_of_a_record_that_are_no_mapping_or_take_a_name_are_told(base_config: Config, made: Any) -> None:
+    with pytest.raises(PluginError, match="on_run_recorded returned"):
+        train(base_config, steps=2, on_run_recorded=lambda: made)

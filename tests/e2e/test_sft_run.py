@@ -17,16 +17,23 @@ from run_helpers import (
     Spurline,
     WriteConfig,
     assert_pieces_equal_the_whole,
+    at,
     deterministic,
+    fail,
+    kept_steps,
     read_metrics,
     train,
     wait_for,
 )
 
-from spurline import Run, load_config
-from spurline.errors import HookFailedError, RunFailedError
-from spurline.plugins.hookspecs import hookimpl
+from spurline import load_config
+from spurline.errors import HookFailedError, RunFailedError, UserError
+from spurline.run import directory
+from spurline.run.directory import RunDirectory, RunRecordFiles
+from spurline_insight import health
+from spurline_models.local.backend import LocalBackend
 from spurline_planning.plan import make_plan
+from spurline_rl.rewards.matching import ExactMatch
 
 
 def test_training_writes_metrics_checkpoint_report_and_summary(
@@ -87,81 +94,75 @@ def test_resuming_an_older_checkpoint_sets_later_ones_aside(
     assert deterministic(read_metrics(base_config["run_dir"])) == before
 
 
-def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(
-    spurline: Spurline, write_config: WriteConfig, base_config: Config, tmp_path: Path
-) -> None:
-    other = base_config | {"run_dir": str(tmp_path / "other")}
-    spurline("train", other)
-    path = write_config(base_config)
-    spurline("train", path)
-    foreign = tmp_path / "other" / "checkpoints" / "step-00000004"
-    code, _, err = spurline("train", path, "--resume", foreign)
-    assert code == 2
-    assert "belongs to another run" in err
-    fresh = base_config | {"run_dir": str(tmp_path / "fresh")}
-    code, _, _ = spurline("train", fresh, "--resume", foreign)
-    assert code == 0
-    kept = sorted(path.name for path in (tmp_path / "fresh" / "checkpoints").glob("step-*"))
-    assert kept == ["step-00000004", "step-00000006"]
-    assert [line["step"] for line in read_metrics(tmp_path / "fresh")] == [5, 6]
+def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(base_config: Config) -> None:
+    foreign = train(base_config, name="other").run_dir / "checkpoints" / "step-00000004"
+    train(base_config)
+    with pytest.raises(UserError, match="belongs to another run"):
+        train(base_config, resume=str(foreign))
+    fresh = train(base_config, name="fresh", resume=str(foreign))
+    assert kept_steps(fresh) == [4, 6]
+    assert fresh.steps == [5, 6]
 
 
-def test_a_resume_that_fails_to_load_sets_nothing_aside(
-    spurline: Spurline, write_config: WriteConfig, base_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from spurline_models.local.backend import LocalBackend
+def test_a_resume_that_fails_to_load_sets_nothing_aside(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: object) -> None:
+        raise MemoryError("too large")
 
-    path = write_config(base_config)
-    spurline("train", path)
-    monkeypatch.setattr(
-        LocalBackend, "load", lambda self, path, digests: (_ for _ in ()).throw(MemoryError("too large"))
-    )
-    checkpoints = Path(base_config["run_dir"]) / "checkpoints"
+    checkpoints = train(base_config).run_dir / "checkpoints"
+    monkeypatch.setattr(LocalBackend, "load", load)
     with pytest.raises(MemoryError):
-        train(path, resume=str(checkpoints / "step-00000004"))
+        train(base_config, resume=str(checkpoints / "step-00000004"))
     assert sorted(entry.name for entry in checkpoints.glob("*step-*")) == ["step-00000004", "step-00000006"]
 
 
 def test_generated_text_that_no_file_takes_as_it_is_does_not_spoil_a_resume(base_config: Config) -> None:
-    from spurline.run.directory import RunDirectory, RunRecordFiles
-
-    directory = RunDirectory(Path(base_config["run_dir"]))
-    directory.path.mkdir()
-    files = RunRecordFiles(directory, {})
+    record = RunDirectory(Path(base_config["run_dir"]))
+    record.path.mkdir()
+    files = RunRecordFiles(record, {})
     files.add_samples(1, [{"response": "a\u2028b\x85c\ud83d"}])
     files.add_samples(9, [{"response": "later"}])
     files.start({}, resume_step=4)
-    (line,) = directory.eval_samples.read_bytes().splitlines()
+    (line,) = record.eval_samples.read_bytes().splitlines()
     assert json.loads(line)["response"] == "a\u2028b\x85c\ud83d"
 
 
 def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config: Config) -> None:
-    loaded = load_config(base_config)
-    loaded.host.attach(BrokenRunEnd(), "broken")
-    with pytest.raises(HookFailedError, match=r"^plugin 'broken', hook on_run_end: ValueError: broken hook") as raised:
-        Run(loaded).train()
-    assert isinstance(raised.value.__cause__, ValueError)
+    with pytest.raises(HookFailedError, match=r"hook on_run_end: ZeroDivisionError") as raised:
+        train(base_config, on_run_end=fail)
     summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
     assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
+
+
+def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = health.Finding("off", "Something is off.", (0,), lasts=True)
+    monkeypatch.setattr(health, "findings", lambda lines, config: [found])
+    with pytest.raises(HookFailedError):
+        train(base_config, steps=2, on_run_end=fail)
+    summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
+    assert [warning["kind"] for warning in summary["warnings"]] == ["off"]
+    assert train(base_config, steps=2).status == "finished"
 
 
 def test_an_unwritable_summary_does_not_hide_what_ended_the_run(
     base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline.run import directory
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
 
-    loaded = load_config(base_config)
-    loaded.host.attach(FailAt(3, monkeypatch, directory), "fail")
-    with pytest.raises(HookFailedError, match="plugin 'fail', hook on_step_start: ZeroDivisionError") as raised:
-        Run(loaded).train()
+    def fill_the_disk() -> None:
+        monkeypatch.setattr(directory, "write_json", refuse)
+        fail()
+
+    with pytest.raises(HookFailedError, match="hook on_step_start: ZeroDivisionError") as raised:
+        train(base_config, on_step_start=at(3, fill_the_disk))
     assert any("summary.json could not be written" in note for note in raised.value.__notes__)
 
 
 def test_a_failing_evaluation_does_not_cost_the_training_before_it(
     base_config: Config, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spurline_rl.rewards.matching import ExactMatch
-
     async def broken(self: ExactMatch, answer: Any) -> float:
         raise KeyError("answer")
 
@@ -172,13 +173,10 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
         with pytest.raises(RunFailedError, match=r"Reward 'exact' failed on the response.*KeyError") as raised:
             train(base_config)
     assert "Step 3 itself was trained and saved; the same command evaluates again" in raised.value.__notes__[0]
-    assert train(base_config).status == "finished"
-    metrics = read_metrics(base_config["run_dir"])
-    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
-    assert [line["step"] for line in metrics if "eval/exact" in line] == [3, 6]
-    whole = base_config | {"run_dir": base_config["run_dir"] + "-whole"}
-    train(whole)
-    assert deterministic(metrics) == deterministic(read_metrics(whole["run_dir"]))
+    run = train(base_config)
+    assert run.steps == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in run.lines if "eval/exact" in line] == [3, 6]
+    assert run.without_times == train(base_config, name="whole").without_times
 
 
 def test_a_finished_run_still_writes_what_it_is_asked_to_export_now(base_config: Config) -> None:
@@ -265,29 +263,6 @@ def test_plan_of_large_data_estimates_steps_from_the_rows_it_read(base_config: C
     assert estimated.sections["steps"][0].startswith("16 steps of 8 samples")
     assert "estimates" in estimated.sections["data"][-1]
     assert "estimates" not in exact.sections["data"][-1]
-
-
-class BrokenRunEnd:
-    @hookimpl
-    def on_run_end(self) -> None:
-        raise ValueError("broken hook")
-
-
-class FailAt:
-    """End the run with an error, on a disk that refuses the summary as well."""
-
-    def __init__(self, step: int, monkeypatch: pytest.MonkeyPatch, run_record: Any) -> None:
-        self._step, self._monkeypatch, self._run_record = step, monkeypatch, run_record
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            self._monkeypatch.setattr(self._run_record, "write_json", self._refuse)
-            raise ZeroDivisionError
-
-    @staticmethod
-    def _refuse(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
 
 def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another_folder(

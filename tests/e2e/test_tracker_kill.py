@@ -5,8 +5,10 @@ SPURLINE_SOAK=1 has all of them, and a longer run.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sqlite3
 import sys
 import urllib.request
 from collections.abc import Callable
@@ -95,8 +97,6 @@ def scrape(port: int) -> dict[str, float]:
 
 
 def mlflow_values(database: Path) -> set[tuple[str, int]]:
-    import sqlite3
-
     with sqlite3.connect(database) as connection:
         runs = connection.execute("SELECT run_uuid, status FROM runs").fetchall()
         assert [status for _, status in runs] == ["FINISHED"]
@@ -104,9 +104,6 @@ def mlflow_values(database: Path) -> set[tuple[str, int]]:
 
 
 def trackio_values() -> set[tuple[str, int]]:
-    import json
-    import sqlite3
-
     (database,) = Path(os.environ["TRACKIO_DIR"]).glob("spurline*.db")
     with sqlite3.connect(database) as connection:
         rows = connection.execute("SELECT run_name, step, metrics FROM metrics").fetchall()

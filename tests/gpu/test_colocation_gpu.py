@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_rl.protocols.rollout_engine import GenerationResult
+from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_text.tokenizer import load_tokenizer
 
@@ -37,22 +37,10 @@ SHAPE = {
 SHARE = 0.4
 
 
-class Weights:
-    """As much of a backend as a publish needs."""
-
-    def __init__(self, model: Path) -> None:
-        self._model = model
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        from safetensors.torch import load_file
-
-        yield from load_file(self._model / "model.safetensors").items()
-
-
 async def publish(engine: Any, version: int, model: Path) -> None:
     sync = SharedMemorySync(SharedMemorySyncConfig())
     try:
-        backend: Any = Weights(model)
+        backend: Any = WeightsOf(model)
         await sync.publish(version, backend, [engine])
     finally:
         sync.close()

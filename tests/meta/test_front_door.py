@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -158,21 +159,46 @@ def test_the_front_page_of_the_docs_lists_what_a_run_leaves_behind(
     assert found == {*listed}
 
 
-def test_what_fits_is_what_the_program_prints(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def what_fits() -> ModuleType:
     spec = importlib.util.spec_from_file_location("what_fits", ROOT / "benchmarks/what_fits.py")
     assert spec is not None
     assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
-    monkeypatch.setattr(sys, "argv", ["what_fits.py"])
-    every = program.MODELS
-    # The table of the page on many GPUs, which is checked too, has the others; the soak measures all of both.
-    monkeypatch.setattr(program, "MODELS", every if os.environ.get("SPURLINE_SOAK") else dict(list(every.items())[::2]))
-    program.main()
-    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    shown = [line for line in README.partition("## What fits")[2].partition("\n## ")[0].splitlines() if line[:1] == "|"]
-    left_out = every.keys() - program.MODELS.keys()
-    assert [line for line in shown if line.split("|")[1].strip() not in left_out] == printed
-    assert [line.split("|")[1].strip() for line in shown[2:]] == list(every)
+    return program
+
+
+# Each table has half of the models in every run; the soak measures all of both.
+@pytest.mark.parametrize(("page", "option", "first"), [("README.md", [], 0), ("docs/many-gpus.md", ["--many"], 1)])
+def test_what_fits_is_what_the_program_prints(
+    what_fits: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    page: str,
+    option: list[str],
+    first: int,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["what_fits.py", *option])
+    every = what_fits.MODELS
+    measured = every if os.environ.get("SPURLINE_SOAK") else dict(list(every.items())[first::2])
+    monkeypatch.setattr(what_fits, "MODELS", measured)
+    what_fits.main()
+    head, line, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    shown = text.partition(f"{head}\n{line}\n")[2].partition("\n\n")[0].splitlines()
+    assert [row.split("|")[1].strip() for row in shown] == list(every)
+    assert [row for row in shown if row.split("|")[1].strip() in measured] == rows
+    assert len(rows) >= 3
+
+
+def test_the_smallest_model_has_its_published_size_and_fits_as_estimated(
+    what_fits: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(what_fits, "MODELS", {"Qwen3-0.6B": what_fits.MODELS["Qwen3-0.6B"]})
+    [found] = what_fits.measure().values()
+    # 596,049,920 parameters: weights and two moments in fp32 and the rounded weights are 14 bytes each; gradients come
+    # while activations and logits of 4,096 positions go.
+    assert 14 * 596_049_920 / 2**30 < found["SFT, all weights"] < 18
+    assert found["SFT, LoRA"] < found["SFT, all weights"]
+    assert found["RL, all weights"] > found["SFT, all weights"]

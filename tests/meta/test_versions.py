@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from pins import pin_of
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = sorted([ROOT / "core/pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")])
@@ -20,6 +20,12 @@ PINNING = [*PACKAGES, *sorted(ROOT.glob("examples/*/pyproject.toml"))]
 
 PAGES = [*sorted(ROOT.glob("docs/*.md")), ROOT / "core/README.md"]
 """Show pins to readers."""
+
+
+def pin_of(version: str) -> str:
+    """Return `~=X.Y.0` for a release, and the version itself for a pre-release, which `~=` excludes."""
+    parsed = Version(version)
+    return f"~={version}" if parsed.is_prerelease else f"~={parsed.major}.{parsed.minor}.0"
 
 
 def project(path: Path) -> dict[str, Any]:

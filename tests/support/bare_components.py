@@ -10,6 +10,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -50,26 +51,17 @@ PAD = 0
 VOCABULARY = 256
 
 
-class BareDistribution:
-    """The metadata of this plugin as a distribution."""
-
-    name, version = DISTRIBUTION, BARE.version
-
-
 def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
     """Return the entry points of the plugin and its command, as if it was installed."""
     found = {ENTRY_POINT_GROUP: (NAME, BARE.module), COMMAND_GROUP: ("shout", f"{BARE.module}:shout")}[group]
-    return [importlib.metadata.EntryPoint(*found, group)._for(BareDistribution())]  # type: ignore[attr-defined]
+    return [importlib.metadata.EntryPoint(*found, group)._for(SimpleNamespace(name=DISTRIBUTION, version=BARE.version))]  # type: ignore[attr-defined]
 
 
 metadata_of_environment = importlib.metadata.entry_points
 
 
 def metadata_with(found: Callable[[str], Sequence[importlib.metadata.EntryPoint]]) -> Callable[..., Any]:
-    """Return a stand-in for `importlib.metadata.entry_points` by which these plugins and commands are installed.
-
-    found: those of a group. All other groups are what they are.
-    """
+    """Return a stand-in for `importlib.metadata.entry_points` that finds these plugins and commands."""
 
     def entry_points(**chosen: Any) -> Any:
         group = chosen.get("group")
@@ -145,11 +137,9 @@ class Held:
 
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, create = context.config, context.host.registry.create
-        self._rows = [DatasetToTokenize(create("dataset", each), each) for each in configs]
-        tokenizer = context.tokenizer
-        self.tokenized = create("tokenization", run.tokenization, tokenizer=tokenizer, data=run.data).tokenize(
-            self._rows
-        )
+        rows = [DatasetToTokenize(create("dataset", each), each) for each in configs]
+        tokenization = create("tokenization", run.tokenization, tokenizer=context.tokenizer, data=run.data)
+        self.tokenized = tokenization.tokenize(rows)
         self._collator = create("collator", run.collator, pad_token_id=PAD, layout=context.layout)
 
     def sizes(self) -> tuple[int, ...]:
@@ -163,15 +153,6 @@ class Held:
 
     def summary(self) -> dict[str, Any]:
         return summarize(self.tokenized)
-
-    def keys(self) -> NDArray[np.uint64]:
-        return np.arange(len(self.tokenized.store), dtype=np.uint64)
-
-    def location(self, number: int) -> str:
-        return self.tokenized.store.uid(number)
-
-    def answered(self) -> Sequence[DatasetToTokenize]:
-        return self._rows
 
 
 class TextConfig(SourceConfig):
@@ -302,10 +283,8 @@ class HeldOut(MeasuresSamples):
         return {"loss"}
 
     def evaluate(self, backend: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        numbers = np.arange(sum(self._held.sizes()), dtype=np.int64)
-        sums = backend.evaluate(
-            self._held.batch(numbers, training=False), Objective(LogLikelihood(LogLikelihoodConfig()), 1.0)
-        )
+        batch = self._held.batch(np.arange(sum(self._held.sizes()), dtype=np.int64), training=False)
+        sums = backend.evaluate(batch, Objective(LogLikelihood(LogLikelihoodConfig()), 1.0))
         return {"loss": sums.loss / sums.weight}, [{"prompt": "", "response": "held out"}]
 
 
@@ -407,12 +386,6 @@ class Table:
         times = {"time/forward_backward": 0.001, "time/optimizer": 0.001}
         tokens = {"tokens": float(batch.tokens["segment_ids"].gt(0).sum()), "loss_tokens": float(sums.tokens)}
         return {"loss": sums.loss / objective.normalizer, "grad_norm": float(norm), "lr": rate, **tokens, **times}
-
-    def gradients(
-        self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
-    ) -> Iterator[tuple[str, Tensor]]:
-        loss, _ = self._sums(batch, objective)
-        yield "table", torch.autograd.grad(loss / objective.normalizer, self.table)[0]
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
         with torch.no_grad():

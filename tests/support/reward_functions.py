@@ -49,10 +49,6 @@ def exits(answer: Answer) -> float:
     sys.exit(2)
 
 
-def not_a_number(answer: Answer) -> float:
-    return float("nan")
-
-
 def text(answer: Answer) -> str:
     return "1.0"
 
@@ -62,11 +58,6 @@ def forgets(answer: Answer) -> None: ...
 
 def hangs(answer: Answer) -> float:
     release.wait(60)
-    return 1.0
-
-
-async def hangs_later(answer: Answer) -> float:
-    await asyncio.sleep(60)
     return 1.0
 
 
@@ -96,10 +87,6 @@ def spins() -> None:
 
 def gives_back_a_set() -> set[int]:
     return {1}
-
-
-def takes_all_memory() -> int:
-    return len(bytearray(1 << 40))
 
 
 def process_ids() -> list[int]:

@@ -45,7 +45,7 @@ import torch
 
 from spurline import Run, load_config
 from spurline.config.loading import LoadedConfig
-from spurline.errors import HookFailedError
+from spurline.errors import ConfigError, HookFailedError, Problem
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.endings.ending import RunResult
 
@@ -134,6 +134,14 @@ def fail_at(config: Mapping[str, Any], step: int) -> None:
     """Train until before this step, and end there by an error."""
     with pytest.raises(HookFailedError):
         train(config, on_step_start=at(step, fail))
+
+
+def assert_problem(caught: pytest.ExceptionInfo[ConfigError], *, key: str, fix: str = "") -> Problem:
+    """Return the first problem with this key whose message contains `fix`; fail with all problems if there is none."""
+    for problem in caught.value.problems:
+        if problem.key == key and fix in problem.message:
+            return problem
+    raise AssertionError(f"no problem at {key!r} that says {fix!r}, but:\n{caught.value}")
 
 
 def read_metrics(run_dir: PathLike[str] | str) -> list[dict[str, Any]]:

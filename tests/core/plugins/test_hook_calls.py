@@ -154,7 +154,7 @@ def test_a_wrapper_that_yields_never_or_twice_is_told_so(plugins: FakePlugins) -
             step(host_of(plugins, name, train_step=function))
 
 
-def test_a_name_that_is_attached_already_is_refused() -> None:
+def test_a_name_that_is_attached_already_is_refused_until_it_is_detached() -> None:
     class Watch:
         @hookimpl
         def on_step_end(self) -> None: ...
@@ -163,5 +163,8 @@ def test_a_name_that_is_attached_already_is_refused() -> None:
     host.attach(Watch(), "watch")
     with pytest.raises(PluginError, match="'watch' is attached already"):
         host.attach(Watch(), "watch")
+    with host.attachments():
+        host.attach(Watch(), "of a run")
+    host.attach(Watch(), "of a run")
     host.detach("watch")
     host.attach(Watch(), "watch")

@@ -1,62 +1,80 @@
-"""Training from a Python program or notebook: objects in place of paths, on_step, the metrics as a DataFrame, plots."""
+"""Training from a program or notebook: objects in place of paths, `on_step`, plots, and `examples/notebook.ipynb`."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import builtins
 import json
+import os
+import shutil
 import signal
-from collections.abc import Mapping
+import sys
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 import torch
-from run_helpers import Config, deterministic, read_metrics, train
+from nbclient import NotebookClient
+from run_helpers import Config, Trained, read_metrics, train, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spurline import Run, load_config
 from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
+from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 from spurline_insight import notebook
 from spurline_insight.notebook import LivePlot, metrics_frame
 from spurline_rl.chat_front import ChatFront
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-def rl(config: Config, reward: object) -> Config:
-    environment = {**config["source"]["environment"], "rewards": reward}
-    return config | {"source": {**config["source"], "environment": environment}}
+# What a person would do in the notebook's next cell: train on, and press the button that interrupts.
+ENDLESS = """
+import signal
+handler = signal.getsignal(signal.SIGINT)
+def endless(steps):
+    return load_config({
+        "run_dir": str(RUNS / "endless"),
+        "model": {"path": model, "tokenizer": tokenizer},
+        "data": {"train": rows, "max_length": 64},
+        "batch_size": 2,
+        "steps": steps,
+        "checkpoint": {"keep_last": 1},
+        "backend": backend,
+    })
+stopped = Run(endless(2_000), on_step=LivePlot("loss")).train()
+"""
+FURTHER = """
+again = Run(endless(stopped.step + 2), allow_change=["steps"]).train()
+print(stopped.status, int(stopped.signal), signal.getsignal(signal.SIGINT) is handler)
+print(again.status, again.step - stopped.step)
+"""
 
 
 def test_rows_and_a_model_in_memory_train_as_their_files_do_and_a_resume_goes_on_from_them(
-    base_config: Config, spurline_chat_file: Path, spurline_tiny_model: Path, tmp_path: Path
+    base_config: Config, spurline_chat_file: Path, spurline_tiny_model: Path
 ) -> None:
     base_config["steps"] = 4
-    train(base_config | {"run_dir": str(tmp_path / "files")})
+    files = train(base_config, name="files")
     model = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tokenizer = AutoTokenizer.from_pretrained(spurline_tiny_model)
 
     def config() -> Config:
-        data = base_config["data"] | {"train": rows_of(spurline_chat_file)}
+        data = base_config["data"] | {"train": read_json_lines(spurline_chat_file)}
         return base_config | {"data": data, "model": {"path": model, "tokenizer": tokenizer}}
 
-    def stop(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 3:
-            run.request_stop("enough for now")
-
-    run = Run(load_config(config()), on_step=stop)
-    assert run.train().status == "stopped"
-    assert train(config()).status == "finished"
-    assert deterministic(read_metrics(base_config["run_dir"])) == deterministic(read_metrics(tmp_path / "files"))
+    assert train(config(), stop_after=3).status == "stopped"
+    run = train(config())
+    assert run.without_times == files.without_times
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     # The record alone is enough to open the run again, from any folder.
-    recorded = load_config(json.loads((Path(base_config["run_dir"]) / "config.json").read_text()), recorded=True)
+    recorded = load_config(json.loads((run.run_dir / "config.json").read_text()), recorded=True)
     assert Path(recorded.config.data.train[0].place).is_file()
-    changed = base_config["data"] | {"train": rows_of(spurline_chat_file)[:-1]}
+    changed = base_config["data"] | {"train": read_json_lines(spurline_chat_file)[:-1]}
     with pytest.raises(CheckpointError, match="data"):
         train(config() | {"data": changed, "steps": 6})
 
@@ -81,20 +99,20 @@ def test_rl_with_a_closure_runs_inside_an_event_loop_and_resumes_with_the_functi
         seen.append(answer.response)
         return -len(answer.response) / 10
 
-    async def cell(steps: int) -> Any:
+    async def cell(steps: int) -> Trained:
         # As in a notebook, whose cells are callbacks of a loop.
-        result = train(rl(rl_config, brevity) | {"steps": steps})
+        result = train(rl_config, steps=steps)
         await asyncio.sleep(0)
         return result
 
+    rl_config["source"]["environment"]["rewards"] = brevity
     assert asyncio.run(cell(1)).status == "finished"
     first = len(seen)
     assert first >= 16
-    assert asyncio.run(cell(2)).step == 2
+    run = asyncio.run(cell(2))
+    assert run.steps == [1, 2]
+    assert run.lines[0]["reward/mean"] < 0
     assert len(seen) > first
-    metrics = read_metrics(rl_config["run_dir"])
-    assert [line["step"] for line in metrics] == [1, 2]
-    assert metrics[0]["reward/mean"] < 0
 
 
 def test_rl_trains_in_an_environment_of_a_cell(rl_config: Config, spurline_tiny_model: Path) -> None:
@@ -108,10 +126,10 @@ def test_rl_trains_in_an_environment_of_a_cell(rl_config: Config, spurline_tiny_
         return policy.finish({"brief": -float(len(reply.text))}, info={"messages": list(chat.messages)})
 
     source = {**rl_config["source"], "environment": attempt, "reward_weights": {}}
-    assert train(rl_config | {"source": source, "steps": 1}).status == "finished"
+    run = train(rl_config, source=source, steps=1)
     assert len(set(asked)) == 4
-    assert read_metrics(rl_config["run_dir"])[0]["reward/mean"] < 0
-    recorded = json.loads((Path(rl_config["run_dir"]) / "config.json").read_text())
+    assert run.lines[0]["reward/mean"] < 0
+    recorded = json.loads((run.run_dir / "config.json").read_text())
     assert recorded["source"]["environment"]["path"] == "in-memory:attempt"
 
 
@@ -209,3 +227,84 @@ def test_an_interrupt_stops_and_saves_and_gives_the_handler_back(base_config: Co
     assert stopped.checkpoint.name == "step-00000002"
     assert signal.getsignal(signal.SIGINT) is before
     assert asyncio.run(cell()).status == "finished"
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookClient]:
+    """The notebook after its last cell, with its kernel; its runs are beside its folder."""
+    folder = tmp_path_factory.mktemp("notebook") / "examples"
+    (folder / "data").mkdir(parents=True)
+    for name in ("make_tiny_model.py", "data/sort_train.jsonl"):
+        shutil.copy(EXAMPLES / name, folder / name)
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}})
+    with pytest.MonkeyPatch.context() as patch:
+        # A kernel imports the same packages as the tests, wherever these are, and leaves the user's settings alone.
+        patch.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        patch.setenv("IPYTHONDIR", str(folder.parent / "ipython"))
+        patch.setenv("JUPYTER_RUNTIME_DIR", str(folder.parent / "runtime"))
+        with client.setup_kernel():
+            for number, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, number)
+            yield client
+
+
+def runs_of(client: NotebookClient) -> Path:
+    return Path(client.resources["metadata"]["path"]).parent / "runs"
+
+
+def outputs_of(notebook: Any) -> list[Any]:
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+def html_of(notebook: Any) -> list[str]:
+    return [output["data"]["text/html"] for output in outputs_of(notebook) if "text/html" in output.get("data", {})]
+
+
+def execute(client: NotebookClient, source: str) -> str:
+    """Return the output of one more cell, which does not become part of the notebook."""
+    client.nb.cells.append(nbformat.v4.new_code_cell(source))
+    cell = client.execute_cell(client.nb.cells[-1], len(client.nb.cells) - 1)
+    client.nb.cells.pop()
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+def test_the_notebook_is_kept_without_outputs() -> None:
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    assert outputs_of(notebook) == []
+    assert all(cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+
+
+@pytest.mark.processes
+def test_the_notebook_trains_plots_and_exports_a_model_that_loads(executed: NotebookClient) -> None:
+    runs = runs_of(executed)
+    plots = [html for html in html_of(executed.nb) if "<svg" in html]
+    assert len(plots) == 2, "each run has one picture, replaced in place"
+    assert all(html.count("<polyline") >= 2 for html in plots)
+    assert any("<table" in html and "grad_norm" in html for html in html_of(executed.nb)), "the DataFrame"
+    sft, rl = read_metrics(runs / "notebook_sft"), read_metrics(runs / "notebook_rl")
+    assert sft[-1]["eval/loss"] < sft[19]["eval/loss"]
+    # So few steps of a reward do not rise on every machine.
+    assert next(line["step"] for line in rl if "eval/reward" in line) == 0, "the first was measured before training"
+    [seen] = [cell.outputs[-1]["data"]["text/plain"] for cell in executed.nb.cells if "len(seen)" in cell.source]
+    status, calls = ast.literal_eval(seen)
+    assert status == "finished"
+    assert calls >= (len(rl) - 1) * 24 * 8, "the reward was called in the kernel"
+    model = AutoModelForCausalLM.from_pretrained(runs / "notebook_rl" / "model")
+    assert len(AutoTokenizer.from_pretrained(runs / "notebook_rl" / "model")) == model.config.vocab_size
+
+
+@pytest.mark.processes
+def test_an_interrupted_kernel_saves_and_stops_and_goes_on_with_the_next_cell(executed: NotebookClient) -> None:
+    run_dir = runs_of(executed) / "endless"
+
+    def interrupt() -> None:
+        wait_for(lambda: len(read_json_lines(run_dir / METRICS_FILE)) >= 3, "three steps", timeout_s=60)
+        os.kill(executed.km.provisioner.process.pid, signal.SIGINT)
+
+    pressing = threading.Thread(target=interrupt, daemon=True)
+    pressing.start()
+    execute(executed, ENDLESS)
+    pressing.join()
+    assert execute(executed, FURTHER).splitlines()[-2:] == ["stopped 2 True", "finished 2"]

@@ -1,22 +1,31 @@
-"""`spurline view` as a person uses it: a process, a browser, Ctrl-C."""
+"""Pages as a person sees them in a browser: reports from the disk without a network, and `spurline view`."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import compared_runs
 import pytest
-from headless_browser import CHROMIUM, Browser
+from rl_run_record import RL_SUMMARY, rl_metrics
 from viewed_runs import add_step, write_rollouts, write_run
 
+from spurline.plugins.host import PluginHost
 from spurline.run.directory import RunDirectory
+from spurline_insight.report.comparison import write_comparison
+from spurline_insight.report.page import default_panels, write_report
+from spurline_insight.report_panel import RunRecord
 
 pytest.importorskip("uvicorn", reason="needs the extra spurline-insight[view]")
 
@@ -28,6 +37,155 @@ from spurline_insight.view.runs import open_runs
 from spurline_planning.data_preview import viewing as samples
 
 pytestmark = pytest.mark.processes
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+PATIENCE_S = 60
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")
+
+
+class Browser:
+    """One page. complaints: errors of its scripts, and violations of its policy."""
+
+    def __init__(self, folder: Path) -> None:
+        connect = pytest.importorskip("websockets.sync.client", reason="drives the browser").connect
+        assert CHROMIUM is not None
+        self.complaints: list[str] = []
+        self._number = 0
+        command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run"]
+        command += ["--disable-dev-shm-usage", "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._exits = ExitStack()
+        self._socket = self._exits.enter_context(connect(self._address(folder), max_size=None))
+        for domain in ("Runtime", "Log", "Page"):
+            self.call(f"{domain}.enable")
+
+    def _address(self, folder: Path) -> str:
+        """Return the address of the page, once the browser listens."""
+        said, deadline = folder / "DevToolsActivePort", time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if said.exists() and len(said.read_text().split()) == 2:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{said.read_text().split()[0]}/json", timeout=10
+                ) as answer:
+                    pages = [page for page in json.load(answer) if page["type"] == "page"]
+                if pages:
+                    return pages[0]["webSocketDebuggerUrl"]
+            time.sleep(0.05)
+        raise AssertionError("Chromium does not listen")
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """Return the result of a command."""
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=PATIENCE_S))
+            if message.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
+                self.complaints.append(json.dumps(message["params"]))
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
+
+    def run(self, script: str) -> Any:
+        """Return the value of an expression. Waits for a promise."""
+        answer = self.call("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.run(condition):
+            assert time.monotonic() < deadline, f"never true: {condition}; {self.complaints}"
+            time.sleep(0.02)
+
+    def go(self, address: str) -> None:
+        self.call("Page.navigate", url=address)
+
+    def close(self) -> None:
+        self._exits.close()
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """A browser without a network."""
+    with closing(Browser(tmp_path_factory.mktemp("profile"))) as page:
+        page.call("Network.enable")
+        page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
+        yield page
+
+
+def opened(browser: Browser, page: Path) -> None:
+    """Show a report, and wait until all that is to be seen is drawn."""
+    browser.go(page.as_uri())
+    browser.wait(f"location.href === {page.as_uri()!r} && document.documentElement?.dataset.drawn === 'yes'")
+    seen = "[...document.querySelectorAll('.plot')].filter(plot => !plot.closest('details:not([open])'))"
+    browser.wait(f"{seen}.every(plot => plot.querySelector('svg.main-svg .trace path'))")
+    assert browser.run("performance.getEntriesByType('resource').length") == 0
+    assert browser.complaints == []
+
+
+@needs_chromium
+def test_the_plots_of_a_run_are_drawn_from_the_file_alone(browser: Browser, tmp_path: Path) -> None:
+    registry = PluginHost.load([]).registry
+    panels = default_panels(registry)
+    record = RunRecord(tmp_path, [rl_metrics(step) for step in range(1, 30)], {}, RL_SUMMARY)
+    page = write_report(record, panels, tmp_path / "report.html")
+    opened(browser, page)
+    assert browser.run("document.querySelectorAll('.plot svg.main-svg').length") >= 10
+
+
+@needs_chromium
+def test_a_comparison_draws_a_curve_for_each_run_and_folded_ones_when_they_are_opened(
+    browser: Browser, tmp_path: Path
+) -> None:
+    runs = [
+        compared_runs.write_run(tmp_path / "slow", 12, lr=1e-4),
+        compared_runs.write_run(tmp_path / "fast", 20, lr=1e-3),
+    ]
+    page = write_comparison(runs, tmp_path / "comparison.html")
+    opened(browser, page)
+    of_loss = "[...document.querySelectorAll('.panel')].find(panel => panel.querySelector('h2').textContent === 'loss')"
+    strokes = f"[...{of_loss}.querySelectorAll('path.js-line')].map(path => getComputedStyle(path).stroke)"
+    assert browser.run(f"new Set({strokes}).size") == 2
+    folded = "document.querySelector('.panel details')"
+    assert browser.run(f"{folded}.querySelectorAll('svg.main-svg').length") == 0
+    browser.run(f"{folded}.open = true")
+    browser.wait(f"[...{folded}.querySelectorAll('.plot')].every(plot => plot.querySelector('path.js-line'))")
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
+    try:
+        browser.wait("document.documentElement.scrollWidth <= 390")
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
+    assert browser.complaints == []
+
+
+@needs_chromium
+def test_names_of_runs_and_metrics_stand_in_plots_as_they_are(browser: Browser, tmp_path: Path) -> None:
+    names = ["<b>bold< b>", "--series-2", "a &lt; b & $x^2$ %{y}"]
+    metric = "eval/<i>set</i> &amp; more"
+    runs = [
+        compared_runs.write_run(tmp_path / name, 12, lr=number + 1, more={metric: 1.0})
+        for number, name in enumerate(names)
+    ]
+    opened(browser, write_comparison(runs, tmp_path / "comparison.html"))
+    plots = "[...document.querySelectorAll('.plot:has(svg)')]"
+    texts = f"{plots}.map(plot => [...plot.querySelectorAll({{0!r}})].map(e => e.textContent))"
+    assert browser.run(texts.format(".legendtext")) == [names] * browser.run(f"{plots}.length")
+    assert [metric] in browser.run(texts.format(".ytitle"))
+    pointed = "document.querySelector('.plot')"
+    browser.run(f"Plotly.Fx.hover({pointed}, {{xval: 4}}, 'xy')")
+    hovers = f"[...{pointed}.querySelectorAll('.hoverlayer .legendtext')].map(e => e.textContent.split(' : ')[0])"
+    browser.wait(f"{hovers}.length")
+    assert browser.run(hovers) == names
+    assert browser.complaints == []
 
 
 @contextmanager
@@ -57,11 +215,10 @@ def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
     assert complained == ""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")
+@needs_chromium
 def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("websockets", reason="drives the browser")
     sequence = {
         "uid": "rows:3",
         "notes": ["cut to 4 of 9 tokens"],
@@ -102,9 +259,8 @@ def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
         thread.join(30)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is on the PATH")
+@needs_chromium
 def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_path: Path) -> None:
-    pytest.importorskip("websockets", reason="drives the browser")
     runs = [write_run(tmp_path / "first"), write_run(tmp_path / "second", steps=2, loss=3.0)]
     with viewing(*runs) as (address, _), closing(Browser(tmp_path / "profile")) as page:
         page.go(address)
