@@ -32,7 +32,6 @@ from spurline_async_rl.engines.vllm.launch import (
     engine_arguments,
     engine_environment,
     engine_spec,
-    held_back,
     writing_to,
 )
 from spurline_async_rl.engines.vllm.member import VllmResponse
@@ -186,13 +185,6 @@ def test_an_engine_that_does_not_start_shows_the_errors_in_its_log_and_nothing_o
         EngineStart(replace(spec(), log=log)).run()
     first, *lines = str(refused.value).splitlines()
     assert ("engine-0.log" in str(refused.value), lines[1:]) == (bool(written), shown), first
-
-
-def test_a_level_of_logging_that_somebody_sets_shows_what_engines_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    assert held_back()
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    assert not held_back()
 
 
 @pytest.mark.parametrize(

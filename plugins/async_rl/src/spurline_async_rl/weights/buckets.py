@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,12 +54,21 @@ class _Progress:
     losses: int = 0
 
 
-class BucketSync(ABC):
-    """A `WeightSync` that sends buckets. Subclass with `transport` and `make_buckets`, or derive from `MakerSync`."""
+class BucketSync:
+    """A `WeightSync` that sends buckets, made by a `BucketMaker` wherever the weights are.
+
+    Attributes:
+        maker: The maker, as "module:Class".
+        made_by: The ranks that make buckets.
+        makes_ahead: Whether the next bucket may be made while engines take the last one over.
+    """
 
     transport: str
+    maker: str
+    made_by: Literal["first", "owners", "all"] = "first"
     makes_ahead = False
-    """If True, the next bucket may be made while engines take the last one over."""
+    _own: BucketMaker | None = None
+    _own_choice: MakerChoice | None = None
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
         """Prepare to send weights of this run's backend; without a run they are in this process.
@@ -78,23 +86,51 @@ class BucketSync(ABC):
         # Decided by the first publish, where it is not known yet.
         self._sends_adapters = None if config.adapters and (lora is None or lora.merged_because is None) else False
 
-    @abstractmethod
+    def maker_settings(self) -> dict[str, Any]:
+        """Return the maker's arguments, as JSON can hold them."""
+        return {}
+
     def make_buckets(
         self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
     ) -> Iterator[WeightBucket]:
         """Yield buckets, on a thread; see `MakerChoice` for `dtype` and `part`."""
+        settings = self.maker_settings()
+        choice = MakerChoice(self.maker, settings, self.max_bucket_bytes, dtype, part, self.made_by)
+        if isinstance(backend, MakesBuckets):
+            yield from backend.weight_buckets(version, choice, first)
+            return
+        if self._own is None or choice != self._own_choice:
+            if self._own is not None:
+                self._own.close()
+            made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
+            self._own, self._own_choice = made, choice
+        maker = self._own
+        buckets = cut(in_dtype(weights_of(backend, part), dtype), self.max_bucket_bytes)
+        for number, held in enumerate(buckets, 1):
+            if number < first:
+                continue
+            yield maker.make(version, number, held)
+            # The next one may need the memory.
+            held.clear()
+            if not self.makes_ahead:
+                maker.taken()
+        if self.makes_ahead:
+            maker.taken()
 
-    def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:  # noqa: B027
+    def close(self) -> None:
+        """Free what the transport holds."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+    def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:
         """Prepare for `make_buckets` and these receivers, see `TakesWeights`; `is_lost` after a lost bucket."""
 
-    def note_receivers(self, receivers: Mapping[str, int]) -> None:  # noqa: B027
+    def note_receivers(self, receivers: Mapping[str, int]) -> None:
         """Note the receivers that are left; called every second while buckets are on their way."""
 
-    def check(self, bucket: WeightBucket) -> None:  # noqa: B027
+    def check(self, bucket: WeightBucket) -> None:
         """Raise BucketLostError for a bucket that stands for the loss of the last one."""
-
-    def close(self) -> None:  # noqa: B027
-        """Free what the transport holds; most hold nothing."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         limit_s = self._config.timeout_s
@@ -165,7 +201,7 @@ class BucketSync(ABC):
                 watch.cancel()
 
     async def _watch(self, engines: Sequence[TakesWeights]) -> None:
-        """Tell the transport of engines that end, so that others do not wait long for them."""
+        """Tell the transport which engines are left, so that others do not wait long for one that ended."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.note_receivers(_receivers(engines))
@@ -205,55 +241,6 @@ class BucketSync(ABC):
         # A lost bucket is sent again only if nothing else went wrong.
         for answer in sorted(filter(None, answers), key=lambda answer: isinstance(answer, BucketLostError)):
             raise answer
-
-
-class MakerSync(BucketSync):
-    """A `BucketSync` whose buckets are made by a `BucketMaker`, named as "module:Class", wherever the weights are."""
-
-    maker: str
-    made_by: Literal["first", "owners", "all"] = "first"
-    _own: BucketMaker | None = None
-    _own_choice: MakerChoice | None = None
-
-    def maker_settings(self) -> dict[str, Any]:
-        """Return the maker's arguments, as JSON can hold them."""
-        return {}
-
-    def make_buckets(
-        self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
-    ) -> Iterator[WeightBucket]:
-        settings = self.maker_settings()
-        choice = MakerChoice(self.maker, settings, self.max_bucket_bytes, dtype, part, self.made_by)
-        if isinstance(backend, MakesBuckets):
-            yield from backend.weight_buckets(version, choice, first)
-            return
-        maker = self._own_maker(choice)
-        buckets = cut(in_dtype(weights_of(backend, part), dtype), self.max_bucket_bytes)
-        for number, held in enumerate(buckets, 1):
-            if number < first:
-                continue
-            yield maker.make(version, number, held)
-            # The next one may need the memory.
-            held.clear()
-            if not self.makes_ahead:
-                maker.taken()
-        if self.makes_ahead:
-            maker.taken()
-
-    def _own_maker(self, choice: MakerChoice) -> BucketMaker:
-        if self._own is None or choice != self._own_choice:
-            self._close_own()
-            made: BucketMaker = resolve(choice.maker, f"maker of weight_sync '{self.transport}'")(**choice.settings)
-            self._own, self._own_choice = made, choice
-        return self._own
-
-    def close(self) -> None:
-        self._close_own()
-
-    def _close_own(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
-            own.close()
 
 
 class InProcessSync(BucketSync):

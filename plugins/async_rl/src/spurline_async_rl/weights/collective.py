@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillRunningError
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline_async_rl.weights.buckets import MakerSync, weights_on_gpu
+from spurline_async_rl.weights.buckets import BucketSync, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
 from spurline_async_rl.weights.packing import end_of, pack, room, unpack
@@ -45,7 +45,7 @@ _FAR_AWAY = "192.0.2.1"
 """An address that nobody has (RFC 5737); the way there shows the network that reaches other machines."""
 
 
-class CollectiveSync(MakerSync):
+class CollectiveSync(BucketSync):
     """A `WeightSync`."""
 
     transport = "collective"
@@ -80,7 +80,7 @@ class CollectiveSync(MakerSync):
 
     def maker_settings(self) -> dict[str, Any]:
         assert self._meeting is not None
-        return {"meeting": self._meeting.to_plain()}
+        return {"meeting": asdict(self._meeting)}
 
     def check(self, bucket: WeightBucket) -> None:
         if _FAILED in bucket.where:
@@ -115,7 +115,7 @@ class CollectiveSync(MakerSync):
 class BroadcastMaker:
     """A `BucketMaker`. It tells a network failure with the next bucket, as an error here would end the training.
 
-    `meeting` comes from `Meeting.to_plain`. Each sender has a group of its own.
+    `meeting` has the fields of a `Meeting`. Each sender has a group of its own.
     """
 
     def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
@@ -136,7 +136,7 @@ class BroadcastMaker:
             device = torch.device("cuda", torch.cuda.current_device())
         self._buffer, places = pack(held, self._buffer, device)
         held.clear()
-        where: dict[str, Any] = {_MEETING: self._meeting.to_plain(), _NUMBER: [version, number]}
+        where: dict[str, Any] = {_MEETING: asdict(self._meeting), _NUMBER: [version, number]}
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         if self._meeting.receivers:

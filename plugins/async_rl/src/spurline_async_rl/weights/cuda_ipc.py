@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError, listing
-from spurline_async_rl.weights.buckets import MakerSync
+from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.packing import pack, unpack
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
@@ -41,7 +41,7 @@ class CurrentGpu:
         self.name = str(torch.cuda.get_device_properties(index).uuid)
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Return a context; memory allocated in it can be exported."""
+        """Return a context, within which memory is allocated that can be exported."""
         return fixed_segments()
 
     def export(self, buffer: Tensor) -> Handle:
@@ -65,7 +65,7 @@ class CurrentGpu:
         torch.cuda.ipc_collect()
 
 
-class CudaIpcSync(MakerSync):
+class CudaIpcSync(BucketSync):
     """A `WeightSync` for engine `vllm` in mode `engine` on this machine."""
 
     transport = "cuda_ipc"
@@ -96,8 +96,7 @@ class HandleMaker:
         if handle is not None:
             self._gpu.release(handle)
 
-    def close(self) -> None:
-        self.taken()
+    close = taken
 
 
 def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tuple[str, Tensor]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spurline.errors import RunFailedError
 from spurline.files import remove
-from spurline_async_rl.weights.buckets import MakerSync
+from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.configs import DiskSyncConfig
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _PREFIX = "spurline-weights-"
 
 
-class DiskSync(MakerSync):
+class DiskSync(BucketSync):
     """A `WeightSync`."""
 
     transport = "disk"
@@ -62,23 +62,24 @@ class FileMaker:
         self.taken()
         held = list(weights)
         self._path = path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
+        # Tensors may share memory (tied weights), which the format does not allow.
+        copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in held}
         try:
             if number == 1:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 _remove_files(self._folder)
-            _write(path, held)
+            save_file(copies, path.with_suffix(".tmp"))
+            os.replace(path.with_suffix(".tmp"), path)
         except OSError as error:
             raise RunFailedError(f"{path}: the weights cannot be written: {error}.") from error
         places = tuple(TensorPlace.of(name, tensor) for name, tensor in held)
         return WeightBucket(DiskSync.transport, places, {"path": str(path)})
 
     def taken(self) -> None:
-        path, self._path = self._path, None
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        self.taken()
+    close = taken
 
 
 def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
@@ -91,14 +92,6 @@ def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
         for place in bucket.places:
             yield place.name, file.get_tensor(place.name)
-
-
-def _write(path: Path, weights: list[tuple[str, Tensor]]) -> None:
-    beside = path.with_suffix(".tmp")
-    # Tensors may share memory (tied weights), which the format does not allow.
-    copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
-    save_file(copies, beside)
-    os.replace(beside, path)
 
 
 def _remove_files(folder: Path) -> None:

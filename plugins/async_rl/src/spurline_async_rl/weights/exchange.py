@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -58,9 +58,6 @@ class Meeting:
     device: Literal["cpu", "cuda"]
     limit_s: float
     group: str = ""
-
-    def to_plain(self) -> dict[str, Any]:
-        return asdict(self)
 
     def end(self, store: Any, why: str) -> None:
         """Make all groups of the meeting fail for this reason, unless one has failed already."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.weights.buckets import MakerSync
+from spurline_async_rl.weights.buckets import BucketSync
 from spurline_async_rl.weights.packing import end_of, fill, places_of, unpack
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
@@ -27,7 +27,7 @@ _STEP = 1 << 20
 """Bytes by which the memory grows."""
 
 
-class SharedMemorySync(MakerSync):
+class SharedMemorySync(BucketSync):
     """A `WeightSync`."""
 
     transport = "shared_memory"
@@ -93,13 +93,13 @@ class MemoryReader:
         Raises:
             RunFailedError: If the memory cannot be reached.
         """
-        return unpack(self._attach(bucket), bucket.places)
+        path, file, size = (bucket.where[key] for key in (_PATH, _FILE, _SIZE))
+        if self._memory is None or self._file != file or len(self._memory) < size:
+            self._memory, self._file = self._mapping(path, file, size), file
+        return unpack(self._memory, bucket.places)
 
-    def _attach(self, bucket: WeightBucket) -> Tensor:
-        file, size = bucket.where[_FILE], bucket.where[_SIZE]
-        if self._memory is not None and self._file == file and len(self._memory) >= size:
-            return self._memory
-        path = bucket.where[_PATH]
+    @staticmethod
+    def _mapping(path: str, file: int, size: int) -> Tensor:
         try:
             descriptor = os.open(path, os.O_RDWR)
         except OSError as error:
@@ -108,11 +108,9 @@ class MemoryReader:
             # Another process may have got the number of one that has ended.
             if os.fstat(descriptor).st_ino != file:
                 raise _unreachable(path, "it is another file now")
-            self._memory = _mapped(descriptor, size)
+            return _mapped(descriptor, size)
         finally:
             os.close(descriptor)
-        self._file = file
-        return self._memory
 
 
 def _mapped(file: int, size: int) -> Tensor:

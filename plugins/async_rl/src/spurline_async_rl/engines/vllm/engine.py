@@ -19,7 +19,7 @@ from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineMember
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.engines.vllm.launch import engine_spec, held_back
+from spurline_async_rl.engines.vllm.launch import engine_spec
 from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
@@ -74,7 +74,9 @@ class VllmEngine(EnginePool):
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)
             log = self._run.run_dir / "engines" / f"engine-{number}.log"
-            engine = AsyncEngine(replace(self._spec, gpus=gpus, log=log if held_back() else None))
+            # A user who asks vLLM for its log reads it on the terminal.
+            shown = "VLLM_LOGGING_LEVEL" in os.environ
+            engine = AsyncEngine(replace(self._spec, gpus=gpus, log=None if shown else log))
         else:
             engine = self._cluster.engine(self._spec, number)
         return VllmMember(f"engine {number}", engine, self._model_tokenizer)

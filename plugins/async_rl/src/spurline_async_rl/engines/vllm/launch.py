@@ -299,11 +299,6 @@ def end_of(log: Path | None) -> str:
     return f"\nThe end of {log}, without the frames of tracebacks:\n{words}" if words else ""
 
 
-def held_back() -> bool:
-    """Return whether output of vLLM's processes stays off the terminal. VLLM_LOGGING_LEVEL brings it there."""
-    return "VLLM_LOGGING_LEVEL" not in os.environ
-
-
 @contextmanager
 def writing_to(log: Path | None) -> Iterator[None]:
     """Make this file the output of processes that this thread spawns inside, and of their children.
