@@ -91,7 +91,7 @@ def test_a_table_and_json_compare_the_config_with_other_settings(
     assert (now["knobs"]["max_staleness"], now["knobs"]["max_running"]) == (1, 4)
     assert (found["steps_simulated"], now["training_groups_per_second"]) == (6, 1.0)
     assert sum(now["figures"]["staleness"].values()) == pytest.approx(1.0)
-    assert {other["changed"] for other in found["alternatives"]} == {"S", "K", "D", "B", "E"}
+    assert found["alternatives"].keys() == {"S", "K", "D", "B", "E"}
     assert found["recommended"]["figures"]["groups_per_second"] >= 0.96 * now["figures"]["groups_per_second"]
 
 

@@ -18,7 +18,7 @@ from schedule_driver import assert_nothing_lost, limits, outcomes
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.model import Engines, Model, SimulatedRun
+from spurline_async_rl.simulation.model import Engines, Model
 from spurline_async_rl.simulation.prediction import figures_of, trained_work
 from spurline_async_rl.simulation.workload import Fate, Times, Workload
 from spurline_rl.draws import Draw, SkippedRow
@@ -59,7 +59,7 @@ class Setup:
     def fate(self, draw: int) -> Fate:
         return self.workload.fate(draw)
 
-    def run(self) -> SimulatedRun:
+    def run(self) -> Model:
         return Model(self.workload, self.limits, self.engines, self.publish_every).finish()
 
 
@@ -100,7 +100,7 @@ def test_the_bound_holds_and_nothing_is_lost_on_a_virtual_clock(setup: Setup):
     given, counts = setup.limits, model.scheduler.counts()
     assert counts["trained"] == given.num_batches * given.batch_size
     assert counts["running"] == counts["buffered"] == counts["pending"] == 0
-    for step, age, _ in trained_work(model.result()):
+    for step, age, _ in trained_work(model):
         assert age <= given.max_staleness or given.at_bound == "mask", step
 
 
@@ -155,7 +155,7 @@ def synchronous_batches(setup: Setup) -> dict[int, list[int]]:
     return batches
 
 
-def batches(run: SimulatedRun) -> dict[int, list[int]]:
+def batches(run: Model) -> dict[int, list[int]]:
     return {taken.step: list(taken.draws) for record in run.records for taken in record.taken}
 
 

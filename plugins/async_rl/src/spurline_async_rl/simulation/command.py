@@ -6,6 +6,7 @@ Mounted by entry point; imports the model only inside the command, so that `spur
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,7 +71,7 @@ def simulate(
         pause_s=pause_seconds,
     )
     if as_json:
-        typer.echo(json.dumps(comparison.as_json(), indent=2))
+        typer.echo(json.dumps(asdict(comparison), indent=2))
     else:
         _print(comparison)
 
@@ -112,17 +113,16 @@ def _print(comparison: Comparison) -> None:
     # Wide enough also where the output is no terminal, whose width would be taken to be 80.
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=True)
     console.print("Rests on:")
-    for line in comparison.workload.basis:
+    for line in comparison.basis:
         console.print(f"  {line}")
     table = Table(box=None, header_style="")
     for heading in _HEADINGS:
         table.add_column(heading, justify="left" if heading in ("", "by age") else "right", no_wrap=True)
     table.add_row(*_BELOW)
-    table.add_row("config", *_cells(comparison.current))
-    before = ""
-    for name, other in comparison.others:
-        table.add_row(f"other {name}" if name != before else "", *_cells(other))
-        before = name
+    table.add_row("config", *_cells(comparison.config))
+    for letter, others in comparison.alternatives.items():
+        for number, other in enumerate(others):
+            table.add_row("" if number else f"other {letter}", *_cells(other))
     console.print(table, soft_wrap=False)
     console.print(f"{_LEGEND}\n")
     for line in comparison.advice:

@@ -8,10 +8,10 @@ trainer takes the next batch if it waits for one. Nothing is random: equal input
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Literal
+from typing import Literal, Self
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -21,22 +21,6 @@ from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, Spa
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
 """A phase of the trainer. In `transfer` weights travel while engines generate; in `pause` engines stand still."""
-
-
-@dataclass(frozen=True)
-class SimulatedRun:
-    """The record of a run.
-
-    `work` is by draw, in the order of admission: the work that each group got done with each version of the weights.
-    For each record, `depths` has the depth of admission after its batch was taken, and `busy_s` the seconds that places
-    for groups were busy until its end, without pauses.
-    """
-
-    records: Sequence[StepRecord]
-    work: Mapping[int, Mapping[int, float]]
-    limits: SchedulerLimits
-    depths: Sequence[float]
-    busy_s: Sequence[float]
 
 
 class Engines:
@@ -87,7 +71,14 @@ class _Running:
 
 
 class Model:
-    """One run of source `async_rollouts`; may be stopped after any event."""
+    """One run of source `async_rollouts`; may be stopped after any event.
+
+    Attributes:
+        records: What the run left, step by step.
+        work: By draw, in the order of admission: the work that each group got done with each version of the weights.
+        depths: The depth of admission after each batch was taken.
+        busy_s: For each record, the seconds that places for groups were busy until its end, without pauses.
+    """
 
     def __init__(self, workload: Workload, limits: SchedulerLimits, engines: int = 1, publish_every: int = 1) -> None:
         self.limits = limits
@@ -99,6 +90,9 @@ class Model:
         self._publish_every = publish_every
         self._engines = Engines(lambda groups: workload.speed(groups, engines))
         self._busy_s = 0.0
+        self.records: list[StepRecord] = []
+        self.depths: list[float] = []
+        self.busy_s: list[float] = []
         self._running: dict[int, _Running] = {}
         self._phase: _Phase = "wait"
         self._began: dict[_Phase, float] = {"wait": 0.0}
@@ -107,16 +101,13 @@ class Model:
         self._groups: list[GroupSpan] = []
         self._spans: list[Span] = []
         self._taken: dict[int, Taken] = {}
-        self._depths: list[float] = []
-        self._busy_until: list[float] = []
-        self._records: list[StepRecord] = []
         self._proceed()
 
-    def finish(self) -> SimulatedRun:
+    def finish(self) -> Self:
         """Go on to the end of the last step. Raises as `advance` does."""
         while self.advance():
             pass
-        return self.result()
+        return self
 
     def advance(self) -> bool:
         """Let time pass until the next event, and let that happen. Return False once the last step is over.
@@ -124,13 +115,14 @@ class Model:
         Raises:
             RunFailedError: If a batch cannot be filled.
         """
-        if self.is_over():
+        if self.step == self.limits.num_batches:
+            self.close_record()
             return False
         group_s, trainer_s = self._engines.until_end(), max(0.0, self._phase_end - self.now)
         assert min(group_s, trainer_s) < math.inf, f"deadlock after {self.now:g} s: {self.scheduler}"
         if min(group_s, trainer_s) > 0:
             # Everything that ends at the same time as a step is in its record.
-            self._record_step()
+            self.close_record()
         self._engines.advance(min(group_s, trainer_s))
         if not self._engines.paused:
             self._busy_s += min(group_s, trainer_s) * self.scheduler.num_running
@@ -143,33 +135,23 @@ class Model:
         self._proceed()
         return True
 
-    def is_over(self) -> bool:
-        """Return whether the last step has been trained and published."""
-        return self.step == self.limits.num_batches
-
-    def result(self) -> SimulatedRun:
-        """Return the steps that have ended so far."""
-        self._record_step()
-        count = len(self._records)
-        return SimulatedRun(self._records, self.work, self.limits, self._depths[:count], self._busy_until)
-
-    def _record_step(self) -> None:
+    def close_record(self) -> None:
         """Close the record of the step that has ended, if one has."""
         if self.step in self._taken:
             taken = self._taken.pop(self.step)
-            self._records.append(StepRecord(self.step, self.now, tuple(self._groups), tuple(self._spans), (taken,)))
-            self._busy_until.append(self._busy_s)
+            self.records.append(StepRecord(self.step, self.now, tuple(self._groups), tuple(self._spans), (taken,)))
+            self.busy_s.append(self._busy_s)
             self._groups, self._spans = [], []
 
     def _proceed(self) -> None:
         """Do everything that takes no time."""
         self._admit()
-        if self._phase == "wait" and not self.is_over():
+        if self._phase == "wait" and self.step < self.limits.num_batches:
             if self.scheduler.next_batch() is not None:
                 waited, since = self.now - self._began["wait"], self.now - self._taken_at
                 self._taken[self.step + 1] = Taken(self.step + 1, self.now, tuple(self.scheduler.take(waited, since)))
                 self._taken_at = self.now
-                self._depths.append(self.scheduler.depth.value)
+                self.depths.append(self.scheduler.depth.value)
                 self._begin("train", self._workload.step_s(self.step + 1, self.limits.batch_size))
                 self._admit()
             elif self.scheduler.is_exhausted():
@@ -232,5 +214,5 @@ class Model:
                     self._note_work(draw)
                 self.scheduler.publish(self.step + 1)
             self._begin("wait", math.inf)
-            self._record_step()
+            self.close_record()
             self.step += 1

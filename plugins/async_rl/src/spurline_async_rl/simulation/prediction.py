@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import Any
 
-from spurline_async_rl.simulation.model import Model, SimulatedRun
+from spurline_async_rl.simulation.model import Model
 from spurline_async_rl.simulation.workload import Knobs, Workload
 from spurline_async_rl.timeline.records import staleness_of, trained_steps
 
@@ -50,26 +50,19 @@ class Figures:
 class Prediction:
     """The figures of the steady part of a run with these knobs.
 
-    The last two fields say how many groups either side could do if it never waited and nothing was published.
+    Either side alone could do so many groups a second if it never waited and nothing was published. `efficiency` is
+    the throughput relative to the slower side's.
     """
 
     knobs: Knobs
     figures: Figures
     generation_groups_per_second: float
     training_groups_per_second: float
+    efficiency: float
 
     @property
     def per_s(self) -> float:
-        """Groups that are trained on in a second."""
         return self.figures.groups_per_second
-
-    @property
-    def efficiency(self) -> float:
-        """Trained groups in a second, relative to what the slower of the two could do."""
-        return self.per_s / min(self.generation_groups_per_second, self.training_groups_per_second)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"efficiency": self.efficiency}
 
 
 Predict = Callable[[Knobs], Prediction]
@@ -81,59 +74,48 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
     @cache
     def predict(knobs: Knobs) -> Prediction:
         run, first = steady_run(workload, knobs, num_steps)
-        generation = workload.generation_per_s(knobs, 1 + max(run.work))
-        return Prediction(knobs, figures_of(run, first), generation, workload.training_per_s)
+        figures = figures_of(run, first)
+        generation, training = workload.generation_per_s(knobs, 1 + max(run.work)), workload.training_per_s
+        efficiency = figures.groups_per_second / min(generation, training)
+        return Prediction(knobs, figures, generation, training, efficiency)
 
     return predict
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that `spurline simulate` tells.
+    """Everything that `spurline simulate` tells; `alternatives` are by the letter of the one knob that is changed."""
 
-    `current` is the prediction for the config, `best` the recommended one. Each of `others` has one knob changed, and
-    comes with the name of that knob.
-    """
-
-    workload: Workload
-    num_steps: int
-    current: Prediction
-    others: Sequence[tuple[str, Prediction]]
-    best: Prediction
+    basis: Sequence[str]
+    steps_simulated: int
+    config: Prediction
+    alternatives: Mapping[str, Sequence[Prediction]]
+    recommended: Prediction
     advice: Sequence[str]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "basis": list(self.workload.basis),
-            "steps_simulated": self.num_steps,
-            "config": self.current.as_json(),
-            "alternatives": [{"changed": name, **other.as_json()} for name, other in self.others],
-            "recommended": self.best.as_json(),
-            "advice": list(self.advice),
-        }
 
 
 def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
     """Simulate so many steps of each choice."""
     predict = predictor(workload, num_steps)
     current = predict(knobs)
-    others = [(name, predict(other)) for name, other in alternatives(knobs)]
+    others = {letter: [predict(other) for other in changed] for letter, changed in alternatives(knobs).items()}
     best = recommended([current, *search(predict, knobs)])
     advice = [_on_sides(current), _on_settings(current, best), *_on_engines(predict, current)]
-    return Comparison(workload, num_steps, current, others, best, advice)
+    return Comparison(workload.basis, num_steps, current, others, best, advice)
 
 
-def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[SimulatedRun, int]:
+def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[Model, int]:
     """Return a long run, and the index of the record from which on its steps count."""
     cold = 2 * (knobs.max_staleness + 1)
     limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
     model = Model(workload, limits, knobs.engines, knobs.publish_every)
     while model.step < cold + num_steps:
         model.advance()
-    return model.result(), cold
+    model.close_record()
+    return model, cold
 
 
-def figures_of(run: SimulatedRun, first: int = 0) -> Figures:
+def figures_of(run: Model, first: int = 0) -> Figures:
     """Return the numbers of a simulated run, from the record of this index on."""
     records = run.records[first:]
     began, busy_s = (run.records[first - 1].until, run.busy_s[first - 1]) if first else (0.0, 0.0)
@@ -156,11 +138,11 @@ def figures_of(run: SimulatedRun, first: int = 0) -> Figures:
         staleness=shares,
         trainer_idle=waits / seconds,
         generation_idle=1 - (run.busy_s[-1] - busy_s) / (run.limits.max_running * seconds),
-        depth=fmean(run.depths[first:]),
+        depth=fmean(run.depths[first : len(run.records)]),
     )
 
 
-def trained_work(run: SimulatedRun, first: int = 0) -> Iterator[tuple[int, int, float]]:
+def trained_work(run: Model, first: int = 0) -> Iterator[tuple[int, int, float]]:
     """Yield step, age and amount of everything that was trained on, from the record of this index on."""
     steps = trained_steps(run.records[first:])
     for draw, parts in run.work.items():
@@ -169,16 +151,20 @@ def trained_work(run: SimulatedRun, first: int = 0) -> Iterator[tuple[int, int, 
                 yield steps[draw], staleness_of(steps[draw], version), work
 
 
-def alternatives(knobs: Knobs) -> list[tuple[str, Knobs]]:
-    """Return the knobs with one of them changed at a time, with the name of that one."""
+def alternatives(knobs: Knobs) -> dict[str, list[Knobs]]:
+    """Return the knobs with one of them changed at a time, by the letter of that one."""
     batch, engines = knobs.batch_size, knobs.engines
     depths: Sequence[Any] = ("auto", 2 * batch, "full") if knobs.max_staleness else ()
-    changed = [("S", replace(knobs, max_staleness=bound)) for bound in _bounds(knobs)]
-    changed += [("K", replace(knobs, max_running=groups)) for groups in _groups(knobs)]
-    changed += [("D", replace(knobs, depth=depth)) for depth in depths]
-    changed += [("B", replace(knobs, batch_size=max(1, round(batch * factor)))) for factor in (0.5, 2.0)]
-    changed += [("E", knobs.with_engines(max(1, round(engines * factor)))) for factor in (0.5, 2.0)]
-    return [(name, other) for name, other in changed if other.is_allowed and other != knobs]
+    changed = {
+        "S": [replace(knobs, max_staleness=bound) for bound in _bounds(knobs)],
+        "K": [replace(knobs, max_running=groups) for groups in _groups(knobs)],
+        "D": [replace(knobs, depth=depth) for depth in depths],
+        "B": [replace(knobs, batch_size=max(1, round(batch * factor))) for factor in (0.5, 2.0)],
+        "E": [knobs.with_engines(max(1, round(engines * factor))) for factor in (0.5, 2.0)],
+    }
+    return {
+        letter: [other for other in others if other.is_allowed and other != knobs] for letter, others in changed.items()
+    }
 
 
 def search(predict: Predict, knobs: Knobs) -> list[Prediction]:
