@@ -99,9 +99,9 @@ class RecordedActor(EngineActor):
         self._engine = RecordedEngine(chunk_tokens=spec.config.chunk_tokens)
         self._core: Any = self._engine.core
 
-    async def start(self) -> tuple[int, int, str, str, str, str]:
+    async def start(self) -> tuple[int, int, str, str]:
         self._steps = asyncio.create_task(self._step())
-        return self._engine.max_model_len, self._engine.vocabulary, "float32", "recorded", "here", "here"
+        return self._engine.max_model_len, self._engine.vocabulary, "float32", "recorded"
 
     async def _step(self) -> None:
         made: dict[str, int] = {}

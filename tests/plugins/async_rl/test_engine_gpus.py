@@ -100,24 +100,8 @@ def test_engines_that_get_handles_of_memory_are_on_the_gpus_of_the_ranks() -> No
     assert own_gpus(run, 0, 1, 1) == "14"
     assert [own_gpus(run, number, 4, 1) for number in range(4)] == ["14", "11", "10", "15"]
     assert [own_gpus(run, number, 2, 2) for number in range(2)] == ["14,11", "10,15"]
-    for sizes in ({"engines": 4}, {"engines": 2, "tensor_parallel_size": 2}, {}):
-        assert list(VllmEngineConfig(**sizes).problems(run)) == []
-
-
-@pytest.mark.parametrize("sizes", [{"engines": 3}, {"engines": 2, "tensor_parallel_size": 2}])
-def test_handles_of_memory_for_more_workers_than_ranks_are_refused_with_another_way(sizes: Any) -> None:
-    [problem] = VllmEngineConfig(**sizes).problems(run_with(2, sync="cuda_ipc"))
-    assert problem.key == "engines"
-    assert "the GPUs of the ranks of backend 'many' alone, which are 2" in problem.message
-    assert "weight_sync: collective" in problem.message
-    assert list(VllmEngineConfig(**sizes).problems(run_with(2, sync="shared_memory"))) == []
-
-
-def test_handles_of_memory_are_refused_where_ray_gives_each_gpu_to_one() -> None:
-    run = run_with(2, launch="ray", sync="cuda_ipc")
-    [problem] = VllmEngineConfig(placement="ray").problems(run)
-    assert problem.key == "placement"
-    assert "needs both on one GPU" in problem.message
+    with pytest.raises(ConfigError, match=r"engine\.engines is 5, .*ranks of backend 'many' leave 4|have 4"):
+        own_gpus(run, 0, 5, 1)
 
 
 def test_what_is_chosen_is_what_an_engine_sees(monkeypatch: pytest.MonkeyPatch) -> None:

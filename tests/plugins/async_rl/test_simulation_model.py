@@ -18,7 +18,7 @@ from schedule_driver import assert_nothing_lost, limits, outcomes
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
-from spurline_async_rl.simulation.model import Engines, Model
+from spurline_async_rl.simulation.model import Model
 from spurline_async_rl.simulation.prediction import figures_of, trained_work
 from spurline_async_rl.simulation.workload import Fate, Times, Workload
 from spurline_rl.draws import Draw, SkippedRow
@@ -225,12 +225,6 @@ def test_engines_get_slower_with_more_groups():
     speed = Workload(Times([1.0]), Times([1.0]), 1, saturation=4).speed
     assert [speed(groups) for groups in (1, 4, 5, 16)] == [1, 1, 0.8, 0.25]
     assert [speed(groups, 2) for groups in (4, 8, 16)] == [1, 1, 0.5]
-    engines = Engines(lambda groups: 12 / (groups + 1))
-    engines.start(0, 16.0)
-    engines.start(1, 8.0)
-    engines.advance(engines.until_end())
-    assert engines.end_next() == 1
-    assert engines.until_end() == pytest.approx(8 / 6)
 
 
 def test_times_depend_on_the_number_alone_and_have_their_mean():

@@ -204,15 +204,11 @@ class Response:
         self._so_far.extend(part)
         # Each engine counts from the beginning of its prompt, which includes the tokens of the others.
         if (experts := part.experts.since(0)) is not None:
-            self.note_experts(0, experts)
+            self._so_far.experts.add(0, experts)
         # The engine that wrote the last part knew nothing of the text before it.
         if self._finds_stop_texts or was_continued or reason is None:
             self._has_stop_text = self._cut_behind_stop_text()
         return "stop" if self._has_stop_text else reason or self.ended
-
-    def note_experts(self, start: int, experts: NDArray[np.int16]) -> None:
-        """Add the experts of consecutive tokens of prompt and response, the first of which has index `start`."""
-        self._so_far.experts.add(start, experts)
 
     def result(self, reason: FinishReason) -> GenerationResult:
         so_far = self._so_far

@@ -8,7 +8,6 @@ trainer takes the next batch if it waits for one. Nothing is random: equal input
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Literal, Self
@@ -21,40 +20,6 @@ from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, Spa
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
 """A phase of the trainer. In `transfer` weights travel while engines generate; in `pause` engines stand still."""
-
-
-class Engines:
-    """Engines that all groups under way share equally.
-
-    All groups get on equally fast, so one number, the work `done` by each group since the beginning, says when each of
-    them ends. The work of a group is a difference of it. `speed` is the work of one group in a second, by their number.
-    """
-
-    def __init__(self, speed: Callable[[int], float]) -> None:
-        self.done = 0.0
-        self.paused = False
-        self._ends: list[tuple[float, int]] = []
-        self._speed = speed
-
-    def start(self, draw: int, work: float) -> None:
-        heappush(self._ends, (self.done + work, draw))
-
-    def until_end(self) -> float:
-        """Return the seconds until the next group ends; infinite when none gets on."""
-        if self.paused or not self._ends:
-            return math.inf
-        return (self._ends[0][0] - self.done) / self._speed(len(self._ends))
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass during which no group ends."""
-        if self._ends and not self.paused:
-            # Rounding must not carry the engines beyond the end of the next group.
-            self.done = min(self.done + seconds * self._speed(len(self._ends)), self._ends[0][0])
-
-    def end_next(self) -> int:
-        """End the next group, whose end has come, and return its draw."""
-        self.done, draw = heappop(self._ends)
-        return draw
 
 
 @dataclass
@@ -73,6 +38,9 @@ class _Running:
 class Model:
     """One run of source `async_rollouts`; may be stopped after any event.
 
+    All groups under way share the engines equally, so one number, the work that each group got done since the
+    beginning, says when each of them ends. The work of a group is a difference of it.
+
     Attributes:
         records: What the run left, step by step.
         work: By draw, in the order of admission: the work that each group got done with each version of the weights.
@@ -88,7 +56,10 @@ class Model:
         self.work: dict[int, dict[int, float]] = {}
         self._workload = workload
         self._publish_every = publish_every
-        self._engines = Engines(lambda groups: workload.speed(groups, engines))
+        self._engines = engines
+        # The work of each group so far, and at which work the groups under way end.
+        self._done = 0.0
+        self._ends: list[tuple[float, int]] = []
         self._busy_s = 0.0
         self.records: list[StepRecord] = []
         self.depths: list[float] = []
@@ -118,17 +89,24 @@ class Model:
         if self.step == self.limits.num_batches:
             self.close_record()
             return False
-        group_s, trainer_s = self._engines.until_end(), max(0.0, self._phase_end - self.now)
+        speed = 0.0
+        if self._ends and self._phase != "pause":
+            speed = self._workload.speed(len(self._ends), self._engines)
+        group_s = (self._ends[0][0] - self._done) / speed if speed else math.inf
+        trainer_s = max(0.0, self._phase_end - self.now)
         assert min(group_s, trainer_s) < math.inf, f"deadlock after {self.now:g} s: {self.scheduler}"
         if min(group_s, trainer_s) > 0:
             # Everything that ends at the same time as a step is in its record.
             self.close_record()
-        self._engines.advance(min(group_s, trainer_s))
-        if not self._engines.paused:
+        if speed:
+            # Rounding must not carry the engines beyond the end of the next group.
+            self._done = min(self._done + min(group_s, trainer_s) * speed, self._ends[0][0])
+        if self._phase != "pause":
             self._busy_s += min(group_s, trainer_s) * self.scheduler.num_running
         if group_s <= trainer_s:
             self.now += group_s
-            self._end_group(self._engines.end_next())
+            self._done, draw = heappop(self._ends)
+            self._end_group(draw)
         else:
             self.now = self._phase_end
             self._end_phase()
@@ -169,8 +147,8 @@ class Model:
                 continue
             self.scheduler.admit(draw)
             self.work[draw] = {}
-            self._engines.start(draw, fate.work)
-            self._running[draw] = _Running(fate, self.now, self.scheduler.version, self._engines.done)
+            heappush(self._ends, (self._done + fate.work, draw))
+            self._running[draw] = _Running(fate, self.now, self.scheduler.version, self._done)
 
     def _end_group(self, draw: int) -> None:
         self._note_work(draw)
@@ -185,10 +163,9 @@ class Model:
     def _note_work(self, draw: int) -> None:
         """Count what this group got done since the last call as work with the weights that are published now."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
-        done = self._engines.done
-        if done > group.done:
-            work[version] = work.get(version, 0.0) + done - group.done
-        group.done = done
+        if self._done > group.done:
+            work[version] = work.get(version, 0.0) + self._done - group.done
+        group.done = self._done
 
     def _begin(self, phase: _Phase, seconds: float) -> None:
         """Begin the trainer's next phase; `wait` ends when a batch is there."""
@@ -197,7 +174,6 @@ class Model:
         elif self._phase != "transfer":
             self._note_span(self._phase, self._began[self._phase])
         self._phase, self._began[phase], self._phase_end = phase, self.now, self.now + seconds
-        self._engines.paused = phase == "pause"
 
     def _note_span(self, kind: SpanKind, began: float) -> None:
         if self.now > began:

@@ -66,22 +66,16 @@ class Meeting:
             keys.set(_FAILED, why)
 
     @property
-    def world(self) -> int:
-        return 1 + sum(self.receivers.values())
+    def members(self) -> list[str]:
+        """The names of all members, by rank."""
+        engines = self.receivers.items()
+        return ["the sender", *(self._name(engine, worker) for engine, count in engines for worker in range(count))]
 
     def rank_of(self, receiver: str, worker: int) -> int:
-        before = list(self.receivers)[: list(self.receivers).index(receiver)]
-        return 1 + sum(self.receivers[name] for name in before) + worker
+        return self.members.index(self._name(receiver, worker))
 
-    def name_of(self, rank: int) -> str:
-        if rank == 0:
-            return "the sender"
-        rank -= 1
-        for name, count in self.receivers.items():
-            if rank < count:
-                return f"worker {rank} of {name}" if count > 1 else name
-            rank -= count
-        raise AssertionError(rank)
+    def _name(self, receiver: str, worker: int) -> str:
+        return f"worker {worker} of {receiver}" if self.receivers[receiver] > 1 else receiver
 
 
 class ExchangeGroup:
@@ -153,11 +147,11 @@ class ExchangeGroup:
     def _wait_for_all(self) -> None:
         limit_s = self._meeting.limit_s
         began = time.monotonic()
-        while missing := [rank for rank in range(self._meeting.world) if not self._keys.check([f"{_HERE}/{rank}"])]:
+        members = self._meeting.members
+        while missing := [name for rank, name in enumerate(members) if not self._keys.check([f"{_HERE}/{rank}"])]:
             self._check()
             if time.monotonic() - began >= limit_s:
-                names = listing([self._meeting.name_of(rank) for rank in missing])
-                raise _LateError(f"{names} did not come within {limit_s:g} s (exchange_timeout_s)")
+                raise _LateError(f"{listing(missing)} did not come within {limit_s:g} s (exchange_timeout_s)")
             time.sleep(10 * _POLL_S)
         self._check()
 
@@ -170,7 +164,7 @@ class ExchangeGroup:
         """Return the error to raise, and write it for the others."""
         kind = "" if isinstance(error, _LateError) else f"{type(error).__name__}: "
         said = str(error).partition("\n")[0]
-        text = f"{self._meeting.name_of(self._rank)} {what}: {kind}{said}".rstrip(".")
+        text = f"{self._meeting.members[self._rank]} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
             # If the store is lost, nobody waits for long.
             if self._common is not None and not self._common.check([_FAILED]):
@@ -180,11 +174,11 @@ class ExchangeGroup:
 
     def _who_is_behind(self) -> str:
         behind: list[str] = []
-        for rank in range(1, self._meeting.world):
+        for rank, name in list(enumerate(self._meeting.members))[1:]:
             key = f"{_GOT}/{rank}"
             got = int(self._keys.get(key)) if self._keys.check([key]) else 0
             if got < self._count:
-                behind.append(self._meeting.name_of(rank))
+                behind.append(name)
         return f". Without it: {listing(behind)}" if behind else ""
 
 
@@ -211,13 +205,13 @@ def _make(store: Any, rank: int, meeting: Meeting) -> Any:
     if meeting.device == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, meeting.world, options)
+        return dist.ProcessGroupNCCL(store, rank, len(meeting.members), options)
     options: Any = cast("Any", dist.ProcessGroupGloo)._Options()
     options._timeout = limit
     # Use the network over which the store is reached.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(meeting.host))]
     options._threads = 1
-    return dist.ProcessGroupGloo(store, rank, meeting.world, options)
+    return dist.ProcessGroupGloo(store, rank, len(meeting.members), options)
 
 
 def address_towards(host: str) -> str:

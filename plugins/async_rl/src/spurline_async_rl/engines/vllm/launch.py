@@ -195,8 +195,7 @@ class EngineProcesses:
 
     async def wait_ended(self) -> str:
         """Return when the first of them has ended, as an engine needs all of them."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[int] = loop.create_future()
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
         watched: list[int] = []
         try:
             for process in self._all:
@@ -205,8 +204,9 @@ class EngineProcesses:
                 except ProcessLookupError:
                     return f"process {process.pid} has ended"
                 watched.append(descriptor)
-                loop.add_reader(descriptor, _note, ended, process.pid)
-            return f"process {await ended} has ended"
+                loop.add_reader(descriptor, ended.set)
+            await ended.wait()
+            return f"{self} or one that it started has ended"
         finally:
             for descriptor in watched:
                 loop.remove_reader(descriptor)
@@ -218,11 +218,6 @@ class EngineProcesses:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(self._all, timeout=10)
-
-
-def _note(ended: asyncio.Future[int], pid: int) -> None:
-    if not ended.done():
-        ended.set_result(pid)
 
 
 class EngineStart:

@@ -48,7 +48,18 @@ class VllmResponse(Response):
         """Raise DataError for a request that a model of this context, and vocabulary if known, cannot answer."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
-        _check_prompt(request.name, prompt, max_model_len, vocabulary)
+        if len(prompt) >= max_model_len:
+            raise DataError(
+                f"{request.name}: the prompt has {len(prompt)} tokens, and the engine's context of {max_model_len} "
+                "holds prompt and response. Shorten the prompt, or raise max_model_len and kv_cache_gb where the model "
+                "allows it."
+            )
+        for token in (min(prompt), max(prompt)):
+            if token < 0 or (vocabulary and token >= vocabulary):
+                raise DataError(
+                    f"{request.name}: the prompt has token {token}, and the model knows 0 to {(vocabulary or 0) - 1}. "
+                    "Is the tokenizer another model's?"
+                )
         asked, eos = request.sampling, tokenizer.eos_token_id
         sampling = replace(
             asked,
@@ -64,22 +75,8 @@ class VllmResponse(Response):
         part = Progress()
         part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
-            self.note_experts(delta.experts_start, delta.experts)
+            self._so_far.experts.add(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)
-
-
-def _check_prompt(name: str, prompt: list[int], max_model_len: int, vocabulary: int | None) -> None:
-    if len(prompt) >= max_model_len:
-        raise DataError(
-            f"{name}: the prompt has {len(prompt)} tokens, and the engine's context of {max_model_len} holds prompt "
-            "and response. Shorten the prompt, or raise max_model_len and kv_cache_gb where the model allows it."
-        )
-    outside = [token for token in (min(prompt), max(prompt)) if token < 0 or (vocabulary and token >= vocabulary)]
-    if outside:
-        raise DataError(
-            f"{name}: the prompt has token {outside[0]}, and the model knows 0 to {(vocabulary or 0) - 1}. Is the "
-            "tokenizer another model's?"
-        )
 
 
 class Gate:

@@ -18,15 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError
-from spurline_async_rl.engines.commands import Command, LoadBucket
+from spurline_async_rl.engines.commands import Command
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import EngineSpec
-from spurline_models.machine import this_machine
-from spurline_models.weight_buckets import WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.cluster_room import Place, each_needs, placed, room_for
 from spurline_ranks.logs import write_into
@@ -131,14 +128,14 @@ class EngineActor:
         self._events: list[tuple[str, News]] = []
         self._more, self._urgent = asyncio.Event(), asyncio.Event()
 
-    async def start(self) -> tuple[int, int, str, str, str, str]:
-        """Return context, vocabulary, dtype of the weights, name for messages, id of the node, and machine."""
+    async def start(self) -> tuple[int, int, str, str]:
+        """Return context, vocabulary, dtype of the weights, and the engine's name for messages."""
         import ray
 
         await self._engine.start()
-        node = ray.get_runtime_context().get_node_id()
-        engine = self._engine
-        return engine.max_model_len, engine.vocabulary, engine.weights_dtype, engine.where, node, this_machine()
+        engine, node = self._engine, ray.get_runtime_context().get_node_id()
+        where = f"{engine.where} on Ray node {node[:8]}"
+        return engine.max_model_len, engine.vocabulary, engine.weights_dtype, where
 
     async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
         """Yield lists of news, by id of request or command, until the actor ends; to its one reader."""
@@ -204,7 +201,6 @@ class RayEngine:
         self._cluster = cluster
         self._place: Place | None = None
         self._actor: Any = None
-        self._node = self._machine = ""
         self._inboxes: dict[str, asyncio.Queue[News]] = {}
         self._marks = (f"command {number}" for number in itertools.count())
         self._reader: asyncio.Task[None] | None = None
@@ -216,9 +212,7 @@ class RayEngine:
         actor_class: Any = ray.remote(EngineActor)
         options = self._cluster.actor_options(place)
         self._actor = actor_class.options(**options).remote(self._spec, self._log)
-        started = await self._ask("start")
-        self.max_model_len, self.vocabulary, self.weights_dtype, where, self._node, self._machine = started
-        self.where = f"{where} on Ray node {self._node[:8]}"
+        self.max_model_len, self.vocabulary, self.weights_dtype, self.where = await self._ask("start")
         self._reader = asyncio.create_task(self._read(), name="spurline-ray-events")
 
     async def generate(
@@ -246,8 +240,6 @@ class RayEngine:
                 self._actor.abort.remote(request_id)
 
     async def control(self, command: Command) -> None:
-        if isinstance(command, LoadBucket):
-            self._check_reach(command.bucket)
         mark = next(self._marks)
         self._inboxes[mark] = asyncio.Queue()
         try:
@@ -274,14 +266,6 @@ class RayEngine:
             del error
         finally:
             self._end(actor)
-
-    def _check_reach(self, bucket: WeightBucket) -> None:
-        if bucket.machine and self._machine != bucket.machine:
-            raise ConfigError.at(
-                "source.weight_sync.name",
-                f"is {bucket.transport}, which ends at the trainer's machine, but Ray has put an engine on node "
-                f"{self._node[:8]}. Set weight_sync: disk with a folder that all nodes see.",
-            )
 
     def _end(self, actor: Any) -> None:
         """End the actor by force, and its processes with it."""

@@ -87,7 +87,10 @@ class WorkerExtension:
             # vLLM does not keep the class of an error that is raised.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
-            self._spurline_take(weights)
+            if self._spurline_adapter is not None:
+                self._spurline_adapter.add(weights)
+            else:
+                self._spurline_model().load_weights(_copies(weights))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return None
@@ -108,12 +111,6 @@ class WorkerExtension:
             finalize_layerwise_reload(model, self.model_runner.model_config)
             _refresh_tied_head(model)
         return missing
-
-    def _spurline_take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        if self._spurline_adapter is not None:
-            self._spurline_adapter.add(tensors)
-        else:
-            self._spurline_model().load_weights(_copies(tensors))
 
     def _spurline_model(self) -> Any:
         return self.model_runner.get_model()
