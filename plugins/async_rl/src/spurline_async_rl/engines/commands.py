@@ -1,7 +1,4 @@
-"""Commands to an engine between requests; every layer passes them on unchanged.
-
-Place on the way: pool -> each of its engines -> a pipe or an actor -> the engine that does them.
-"""
+"""Commands to an engine between requests, which every layer from the pool to the engine passes on unchanged."""
 
 from __future__ import annotations
 

@@ -67,9 +67,6 @@ class Progress:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def __repr__(self) -> str:
-        return f"Progress({len(self)} tokens, versions {self._version_runs})"
-
     @property
     def token_ids(self) -> NDArray[np.int32]:
         return np.array(self._token_ids, np.int32)

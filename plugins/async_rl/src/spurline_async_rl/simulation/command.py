@@ -133,10 +133,7 @@ def _cells(prediction: Prediction) -> list[str]:
     knobs, figures = prediction.knobs, prediction.figures
     ages = range(max(figures.staleness, default=0) + 1)
     return [
-        str(knobs.max_staleness),
-        str(knobs.batch_size),
-        str(knobs.max_running),
-        str(knobs.engines),
+        *map(str, (knobs.max_staleness, knobs.batch_size, knobs.max_running, knobs.engines)),
         f"{'~' if knobs.depth == 'auto' else ''}{figures.depth:.0f}",
         f"{figures.steps_per_second:.3g}",
         # Chance can make the groups of a window lighter than all groups are.

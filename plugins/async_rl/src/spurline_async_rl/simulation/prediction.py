@@ -175,7 +175,7 @@ def search(predict: Predict, knobs: Knobs) -> list[Prediction]:
 
 
 def _groups(knobs: Knobs) -> list[int]:
-    """Numbers of groups at once to try: from a sixteenth of a batch to as many as the bound allows."""
+    """Return the numbers of groups at once to try, from a sixteenth of a batch to as many as the bound allows."""
     wanted = {math.ceil(knobs.batch_size * part) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)}
     wanted |= {knobs.max_running, knobs.most_running}
     return sorted(groups for groups in wanted if knobs.engines <= groups <= knobs.most_running)

@@ -1,7 +1,4 @@
-"""Bring the weights from the training thread to engines on the event loop, and say so when it takes long.
-
-Place on the way: backend, on the training thread, which waits -> weight sync, on the loop -> engines.
-"""
+"""Bring the weights from the training thread, which waits, to engines on the event loop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Wait for rollouts, and report what holds them up when nothing moves for too long.
-
-Place on the way: policy handle -> ObservedEngine, which remembers the requests under way -> rollout engine.
-"""
+"""Wait for rollouts, and report what holds them up when nothing moves for too long."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ _SHOWN = 8
 
 
 class ObservedEngine:
-    """A rollout engine whose requests under way can be listed."""
+    """A rollout engine that remembers its requests under way, between policy handles and the engine itself."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine

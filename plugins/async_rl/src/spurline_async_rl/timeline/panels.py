@@ -1,8 +1,8 @@
 """Show in the report how waiting and age came about in a run of source `async_rollouts`.
 
-Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, `staleness` the metrics. Totals of time are in core's panels. The
-timeline has two plots over the same seconds: groups in lanes, coloured by the staleness of their oldest token when they
-were trained; the loop and its publishes. Imports no torch, as the configs of the panels are here too.
+Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, `staleness` the metrics. The timeline has two plots over the same
+seconds: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
+publishes. This module imports no torch, as it holds the configs of the panels too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from spurline_async_rl.timeline.records import (
     staleness_of,
     trained_steps,
 )
-from spurline_insight.report.figure import Trace, figure, line, one_of_several, raw_and_smoothed, step_figure
+from spurline_insight.report.figure import Trace, figure, one_of_several, step_figure
 from spurline_insight.report.markup import Panel, block, caption, columns
 from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 _TOKENS = "staleness/tokens_"
+_AGES = (("staleness/mean", "mean", "--series-1"), ("staleness/max", "oldest token", "--series-6"))
 _WAITS = (
     ("time/wait_rollouts", "waiting for a batch", "--series-6"),
     ("time/sync", "publishing weights", "--series-1"),
@@ -46,10 +47,10 @@ _MAX_LANES = 128
 _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
 """From fresh to old; readable on a light and on a dark page. Older groups have the last one."""
 _UNTRAINED = {
-    "buffered": ("not trained by then", "--series-8-faint", ""),
-    "filtered": ("filtered", "--series-8", "/"),
-    "quarantined": ("given up", "--series-6", "x"),
-    "skipped": ("skipped", "--series-7", "x"),
+    "buffered": ("not trained by then", "--series-8-faint"),
+    "filtered": ("filtered", "--series-8"),
+    "quarantined": ("given up", "--series-6"),
+    "skipped": ("skipped", "--series-7"),
 }
 _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "train": ("training", 0, "--series-3"),
@@ -107,7 +108,7 @@ class StalenessPanel(Panel):
             return None
         plots = [_histogram(tokens)]
         for y_title, label, traces, tickformat in (
-            ("Updates", "Staleness of trained tokens over steps", _staleness_traces(record), None),
+            ("Updates", "Staleness of trained tokens over steps", _traces(record, _AGES), None),
             ("Share of the step", "Waiting over steps", _traces(record, _WAITS, is_share=True), ".0%"),
             ("Groups, a batch just taken", "Groups under way and buffered over steps", _traces(record, _LEVELS), None),
         ):
@@ -147,14 +148,8 @@ def _head(record: RunRecord, tokens: dict[int, float]) -> str:
     mean = sum(age * count for age, count in tokens.items()) / total
     oldest = max((age for age, count in tokens.items() if count), default=0)
     text = f"Trained tokens came from weights {mean:.3g} updates old on average, {oldest} at most"
-    source = record.config.get("source")
-    limit = source.get("max_staleness") if isinstance(source, dict) else None
-    if isinstance(limit, int):
-        text += f" (max_staleness: {limit})"
-    _, sent = record.series("sync/bytes")
-    if sent and any(sent):
-        text += f". Each publish sent {sum(sent) / sum(1 for count in sent if count) / 2**20:,.1f} MiB"
-    return text + "."
+    source: Any = record.config.get("source") or {}
+    return text + (f" (max_staleness: {source['max_staleness']})." if "max_staleness" in source else ".")
 
 
 def _histogram(tokens: dict[int, float]) -> str:
@@ -175,17 +170,6 @@ def _histogram(tokens: dict[int, float]) -> str:
         "bargap": 0.25,
     }
     return figure([bars], layout, label="Trained tokens by staleness")
-
-
-def _staleness_traces(record: RunRecord) -> list[Trace]:
-    traces: list[Trace] = []
-    steps, means = record.series("staleness/mean")
-    if steps:
-        traces += raw_and_smoothed("mean", steps, means, "--series-1")
-    steps, oldest = record.series("staleness/max")
-    if steps:
-        traces.append(line("oldest token", steps, oldest, "--series-6", width=1.2, mode="lines"))
-    return traces
 
 
 def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
@@ -253,43 +237,40 @@ def staleness_color(staleness: int) -> str:
 
 def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, int], window: Window) -> list[Trace]:
     """Return a set of bars for each staleness, then one for each state of groups that were not trained."""
-    by_look: dict[tuple[bool, int, str, str, str], list[tuple[int, GroupSpan]]] = {}
+    by_look: dict[tuple[bool, int, str, str], list[tuple[int, GroupSpan]]] = {}
     for lane, group in lanes:
         if lane < _MAX_LANES:
-            by_look.setdefault(_look(group, trained.get(group.draw)), []).append((lane, group))
+            by_look.setdefault(_look(group, trained.get(group.draw)), []).append((lane + 1, group))
     return [
-        _bars(name, [group for _, group in found], [lane + 1 for lane, _ in found], window)
+        _bars(name, found, window)
         | {
             "width": 0.86,
-            "marker": {
-                "color": color,
-                "pattern": {"shape": pattern, "size": 5},
-                "line": {"color": "--surface", "width": 1},
-            },
+            "marker": {"color": color, "line": {"color": "--surface", "width": 1}},
             "hovertext": [_describe(group, trained.get(group.draw)) for _, group in found],
             "hovertemplate": "%{hovertext}<extra></extra>",
         }
-        for (*_, name, color, pattern), found in sorted(by_look.items())
+        for (*_, name, color), found in sorted(by_look.items())
     ]
 
 
-def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str, str]:
-    """Return two numbers that order the legend, and name, colour and pattern of a group trained at this step."""
+def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str]:
+    """Return two numbers that order the legend, and name and colour of a group trained at this step."""
     if step is None:
         return (True, [*_UNTRAINED].index(group.state), *_UNTRAINED[group.state])
     age = staleness_of(step, group.oldest)
-    return (False, age, f"staleness {age}", staleness_color(age), "")
+    return (False, age, f"staleness {age}", staleness_color(age))
 
 
-def _bars(name: str, spans: Sequence[GroupSpan | Span], rows: Sequence[int], window: Window) -> Trace:
+def _bars(name: str, spans: Sequence[tuple[int, GroupSpan | Span]], window: Window) -> Trace:
+    """Return bars of spans with their rows."""
     # Times count from the window's beginning: the page has too few digits for times since a long run began.
     return {
         "type": "bar",
         "orientation": "h",
         "name": name,
-        "y": list(rows),
-        "base": [span.began - window.began for span in spans],
-        "x": [span.seconds for span in spans],
+        "y": [row for row, _ in spans],
+        "base": [span.began - window.began for _, span in spans],
+        "x": [span.seconds for _, span in spans],
     }
 
 
@@ -306,7 +287,7 @@ def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
     found = _within((span for record in records for span in record.spans), window)
     traces: list[Trace] = []
     for kind, (name, row, color) in _SPANS.items():
-        spans = [span for span in found if span.kind == kind]
+        spans = [(row, span) for span in found if span.kind == kind]
         style = {
             "width": 0.8,
             "marker": {"color": color, "line": {"width": 0}},
@@ -315,7 +296,7 @@ def _loop_traces(records: Sequence[StepRecord], window: Window) -> list[Trace]:
             "yaxis": "y2",
         }
         if spans:
-            traces.append(_bars(name, spans, [row] * len(spans), window) | style)
+            traces.append(_bars(name, spans, window) | style)
     return traces
 
 

@@ -1,7 +1,4 @@
-"""Rollout engine `vllm`: a pool of vLLM engines on this machine, in Ray actors, or behind URLs.
-
-This module makes the members of an `EnginePool`. vLLM is imported when a member starts.
-"""
+"""Rollout engine `vllm`: a pool of vLLM engines on this machine, in Ray actors, or behind URLs."""
 
 from __future__ import annotations
 

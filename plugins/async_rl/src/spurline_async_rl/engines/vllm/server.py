@@ -79,18 +79,20 @@ class ServerApi:
     async def model(self) -> ServedModel:
         """Return the model of the server. Raises ConfigError if the server was not started as a run needs it."""
         try:
-            return await self._read_model()
+            first = (await self._call("GET", "/v1/models"))["data"][0]
+            config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
+            model, parallel = config["model_config"], config["parallel_config"]
+            mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
+            served = ServedModel(
+                name=first["id"],
+                max_model_len=int(first["max_model_len"]),
+                num_workers=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
+                weights_dtype=str(model["dtype"]).removeprefix("torch."),
+                is_open=not self.is_here and await self._obeys_strangers(),
+            )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {START_HINT}"
             raise self._config_error(text) from error
-
-    async def _read_model(self) -> ServedModel:
-        listed = await self._call("GET", "/v1/models")
-        config = (await self._call("GET", "/server_info", params={"config_format": "json"})).get("vllm_config")
-        if not config or not listed.get("data"):
-            raise self._config_error(f"answers, but not as vLLM does. {START_HINT}")
-        model, parallel = config["model_config"], config["parallel_config"]
-        mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
         if mode != "processed_logprobs":
             raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
         if extension != WORKER_EXTENSION:
@@ -99,14 +101,7 @@ class ServerApi:
             raise self._config_error(
                 "was started with --enable-lora, but a run sends it whole weights, adapters merged. Start it without."
             )
-        first = listed["data"][0]
-        return ServedModel(
-            name=first["id"],
-            max_model_len=int(first["max_model_len"]),
-            num_workers=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
-            weights_dtype=str(model["dtype"]).removeprefix("torch."),
-            is_open=not self.is_here and await self._obeys_strangers(),
-        )
+        return served
 
     @property
     def is_here(self) -> bool:
