@@ -105,7 +105,7 @@ class Sleep(Command):
 
 @dataclass(frozen=True)
 class Wake(Command):
-    """Take a part of the memory again: that of the weights, which an update may follow, then that of the cache."""
+    """Take the memory of the weights again, after which an update may follow, or the memory of the cache."""
 
     part: EngineMemory
     name, hold = "wake", SLEEP

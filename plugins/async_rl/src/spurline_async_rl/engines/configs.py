@@ -267,11 +267,6 @@ class VllmEngineConfig(PoolConfig):
         return self.mode == "server" or self.placement == "ray"
 
     @property
-    def longest_wait_s(self) -> float:
-        """Seconds that a token may wait to be handed over, well below `generate_timeout_s`."""
-        return min(1.0, self.generate_timeout_s / 4)
-
-    @property
     def context_tokens(self) -> int | None:
         return self.max_model_len
 

@@ -1,7 +1,7 @@
 """Choose the GPUs of this machine that an engine sees.
 
-They are those that no rank of the backend has. With `placement: colocated`, and where weights come by handles of
-memory, they are those of the ranks. A backend that trains in this process shares its GPU with engines, by
+An engine gets GPUs that no rank of the backend has. With `placement: colocated`, and where weights come by handles of
+memory, it gets the GPUs of the ranks. A backend that trains in this process shares its GPU with engines, by
 `gpu_memory_utilization`.
 """
 

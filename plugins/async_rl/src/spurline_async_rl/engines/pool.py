@@ -44,7 +44,7 @@ class Router:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
 
     def choose(self, name: str, engines: Sequence[PooledEngine]) -> PooledEngine:
-        """Return the engine for the request of this name, whose part before ` sample ` names the prompt."""
+        """Return the engine for the request of this name. The part before ` sample ` names the prompt."""
         prompt = name.partition(" sample ")[0]
         chosen = min(engines, key=lambda engine: engine.load)
         home = self._homes.get(prompt)
@@ -189,7 +189,8 @@ class EnginePool(ControlledEngine):
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
         """Return the engines that take part in the hold that the command begins.
 
-        For an update these are the started ones, for the first update all, and during sleep those that sleep.
+        An update waits for the started engines, the first update for all engines, and during sleep for the sleeping
+        ones.
         """
         if command.hold == SLEEP:
             # From now on no start begins. One under way is not interrupted: an engine that takes longer to start than

@@ -1,7 +1,8 @@
 """Hold a response while it is written, by one engine or by several in turn.
 
 Place on the way: request -> the rest to ask for -> tokens of one engine, in chunks -> `Progress` -> `Response` -> the
-whole result. The pool continues the responses of a dead engine, and a vLLM server those that a pause has cut off.
+whole result. The pool continues the responses of a dead engine, and the member of a vLLM server continues those that a
+pause has cut off.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ Logprobs = Sequence[float] | NDArray[np.float32]
 class Delta:
     """The next tokens of a response; `finish_reason` is set with the last ones.
 
-    `experts`, int16 [tokens, layers, top_k], are those of consecutive tokens of prompt and response, the first of which
-    has index `experts_start`; None if vLLM was not asked for them.
+    `experts`, int16 [tokens, layers, top_k], were chosen for consecutive tokens of prompt and response, from index
+    `experts_start` on; None if vLLM was not asked for them.
     """
 
     token_ids: TokenIds
@@ -53,8 +54,8 @@ def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
 class Progress:
     """The tokens of one response so far. The member adds to it while it generates, so that it survives the member.
 
-    Its columns are those of GenerationResult, of one length, and reading one returns a copy. `experts` are those of the
-    tokens computed so far, from the first token of the prompt that this engine was given.
+    Its columns are the columns of GenerationResult. They have one length, and reading one returns a copy. `experts`
+    were chosen for the tokens computed so far, from the first token of this engine's prompt on.
     """
 
     def __init__(self) -> None:
@@ -144,8 +145,8 @@ class Progress:
 class Response:
     """The response to one request so far; its tokens are added to `progress`.
 
-    With `finds_stop_texts` all stop texts are found here, and engines do not look for them. Without it only those that
-    several engines have written are found here.
+    With `finds_stop_texts` all stop texts are found here, and engines do not look for them. Without it, only stop texts
+    that several engines have written are found here.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class Response:
             request,
             prompt_ids=[*request.prompt_ids, *self._so_far.tokens_from(0)],
             sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens),
-            # An engine counts random numbers from its first token, and would use those of the beginning again.
+            # An engine counts random numbers from its first token, and would repeat the numbers of the beginning.
             seed=derive_seed(request.seed, "continuation", num_tokens, 0),
         )
 

@@ -49,7 +49,7 @@ class AdmissionDepth:
         self._rise = max_running / 4
         self._most = float((max_staleness + 1) * batch_size)
         self._least = min(self._most, batch_size + max(1.0, max_running / 4))
-        # As many as run, beside those of the batch that is trained next.
+        # The groups of the next batch, and as many as run.
         start = {"auto": batch_size + max_running, "full": self._most}
         self.value = min(self._most, float(start[depth] if isinstance(depth, str) else max(depth, batch_size)))
         # Batches since one for which a group was held back; 0 is the one to come.

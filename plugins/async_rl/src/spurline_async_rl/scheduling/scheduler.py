@@ -108,8 +108,8 @@ class SchedulerLimits:
 class Scheduler:
     """The state of every prompt of one run, from the first draw to the last, in four bytes each.
 
-    `version` is that of the newest published weights, `taken` the number of batches taken so far, and `depth` the
-    untrained groups that admission keeps to.
+    `version` is the version of the newest published weights, `taken` the number of batches taken so far, and `depth`
+    the number of untrained groups that admission keeps to.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -271,7 +271,7 @@ class Scheduler:
         """Go on after the last batch taken, with the weights made from it.
 
         Groups that were under way are pending again, before any further draw. So are finished ones without
-        `keep_groups`: under other limits than those of their admission, (1) need not hold for them.
+        `keep_groups`: (1) need not hold for them under other limits than at their admission.
         """
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
@@ -295,7 +295,7 @@ class Scheduler:
         self.check()
 
     def check(self) -> None:
-        """Assert that no prompt is lost or counted twice: those on their way are the ones whose states say so."""
+        """Assert that no prompt is lost or counted twice: the prompts on their way agree with the states."""
         on_their_way = {State.PENDING: self._pending, State.RUNNING: self._running, State.BUFFERED: self._buffered}
         for state, held in on_their_way.items():
             known, kept = self.in_state(state), sorted(held)
@@ -358,7 +358,7 @@ class Scheduler:
         """
         if self.limits.at_bound == "mask" or not self._running:
             return False
-        # In the order of admission, which is that of versions.
+        # Groups are in the order of admission, so the first one has the oldest version.
         oldest = next(iter(self._running.values()))
         return oldest + self.limits.max_staleness <= self.taken
 

@@ -30,9 +30,9 @@ _WORTH_SAYING = 1.02
 class Figures:
     """The numbers of a run.
 
-    `staleness` are the shares of the trained tokens by age in updates. `trainer_idle` is the share of the time that
-    training waited for a batch, and `generation_idle` the share of the places for groups that stood empty, or whose
-    engines stood still. `depth` is the mean depth of admission, in groups.
+    `staleness` has the shares of the trained tokens by age in updates. `trainer_idle` is the share of the time that
+    training waited for a batch. `generation_idle` is the share of the places for groups that stood empty or still.
+    `depth` is the mean depth of admission, in groups.
     """
 
     seconds: float

@@ -116,9 +116,9 @@ class Fate:
 class Workload:
     """The times of a run, in seconds.
 
-    `group_s` is that of a group by its draw, on an engine that is not saturated. `train_s` is from one batch of
-    `batch_size` groups to the next, without waiting or publishing. So many groups as `saturation` saturate an engine:
-    fewer are no faster, and more share what these get done. `filtered` and `quarantined` are shares of the groups. In a
+    `group_s` is the time of a group by its draw, on an engine that is not saturated. `train_s` is from one batch of
+    `batch_size` groups to the next, without waiting or publishing. `saturation` groups saturate an engine: with
+    fewer none gets faster, with more each gets slower. `filtered` and `quarantined` are shares of the groups. In a
     publish, engines go on for `transfer_s` and stand still for `pause_s`. `basis` says where the numbers come from.
     """
 
@@ -211,7 +211,7 @@ def workload_of(
     elif sigma:
         raise UserError("--sigma spreads --group-seconds, which is missing. Give both, or neither.")
     if saturation is not None:
-        told = f"{saturation} groups saturate an engine ({why}): fewer are no faster, more share what these get done"
+        told = f"{saturation} groups saturate an engine ({why}): fewer are no faster, with more each is slower"
         workload = workload.but(told, saturation=saturation)
     if step_s is not None:
         told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
@@ -232,8 +232,8 @@ def workload_of(
 def measured_workload(run_dir: Path) -> Workload:
     """Return the workload of a run, from its timeline and metrics.
 
-    The most groups that were on one engine count as those that saturate it: a prediction promises no gain that the run
-    has not shown.
+    The most groups that were ever on one engine count as the number that saturates it: a prediction promises no gain
+    that the run has not shown.
 
     Raises:
         UserError: If the run left too little to go by.
@@ -288,7 +288,7 @@ def measured_workload(run_dir: Path) -> Workload:
             f"{max(group_s):.3g} s; {filtered:.1%} were left out, {quarantined:.1%} given up",
             f"{len(train_s):,} steps of {fmean(train_s):.3g} s beside waiting and publishing; publishing took "
             f"{publish_s:.3g} s, and engines stood still for {pause_s:.3g} s of that",
-            f"a group is as fast as measured with up to {most} groups on its engine, the most there were; more of them "
-            "share what these get done (--saturation says otherwise)",
+            f"a group is as fast as measured with up to {most} groups on its engine, the most there were; with "
+            "more each gets slower (--saturation says otherwise)",
         ],
     )

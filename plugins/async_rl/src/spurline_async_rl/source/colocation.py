@@ -118,7 +118,7 @@ class Colocation:
             raise RunFailedError(
                 f"The memory of the devices was lost to trainer and engines before {what}: {self._failure}"
             ) from self._failure
-        assert self.owner == owner, f"the memory is that of {self.owner}: {what}"
+        assert self.owner == owner, f"{self.owner} owns the memory, not {owner}: {what}"
         self.owner = "nobody"
         began = time.perf_counter()
         try:

@@ -27,8 +27,8 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     name: str = "async_rollouts"
     max_staleness: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Most updates of the model between the weights from which a token came and those that are trained on it. A step is
-    one update, however many optimizer steps it has. 0 is synchronous training."""
+    """Most updates of the model between the weights that wrote a token and the weights that are trained on it. A step
+    is one update, however many optimizer steps it has. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Few groups are each finished
     sooner; many keep the engines busier; `spurline simulate` shows the trade. null is prompts_per_step with
@@ -177,7 +177,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
 
 class RecordedRolloutsConfig(AsyncRolloutsConfig):
-    """Train on the groups that another run has recorded; all other settings are those of `async_rollouts`."""
+    """Train on the groups that another run has recorded, with the other settings of `async_rollouts`."""
 
     name: str = "recorded_rollouts"
     recorded: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)

@@ -23,7 +23,7 @@ from spurline.errors import RunFailedError, SpurlineError
 T = TypeVar("T")
 
 GRACE_S = 60.0
-"""Seconds beyond the own time limit of work on the loop, whose own error says more."""
+"""Seconds that work on the loop gets beyond a time limit of its own, since its own error says more."""
 _THRESHOLDS = 4_000, 5, 1_000_000
 """Thresholds of the garbage collector with many attempts under way: it does not visit old objects by itself."""
 _MANY_ATTEMPTS = 2048

@@ -205,7 +205,7 @@ class AsyncRolloutSource(PromptSource):
         return {} if self._colocation is not None else self._take_synced()
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Make attempts with the newest weights, beside those of training."""
+        """Make held-out attempts with the newest weights, while attempts for training go on."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
         # No further groups start on colocated engines, which the end of the evaluation would interrupt.

@@ -26,20 +26,17 @@ def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> 
         The groups, and the number of trained tokens that lost their loss.
     """
     oldest = updates - max_staleness
-    found = [_mask_older(group, oldest) for group in groups]
-    return [group for group, _ in found], sum(masked for _, masked in found)
-
-
-def _mask_older(group: Group, oldest: int) -> tuple[Group, int]:
-    versions, counts = _checked(group).trained_versions
-    masked = int(counts[versions < oldest].sum())
-    if not masked:
-        return group, 0
-    turns = [
-        replace(turn, loss_mask=np.where(np.asarray(turn.versions) < oldest, 0, turn.loss_mask))
-        for turn in turns_of([group])
-    ]
-    return with_turns([group], turns)[0], masked
+    kept, num_masked = list(groups), 0
+    for number, group in enumerate(groups):
+        versions, counts = _checked(group).trained_versions
+        too_old = int(counts[versions < oldest].sum())
+        if too_old:
+            turns = [
+                replace(turn, loss_mask=np.where(np.asarray(turn.versions) < oldest, 0, turn.loss_mask))
+                for turn in turns_of([group])
+            ]
+            kept[number], num_masked = with_turns([group], turns)[0], num_masked + too_old
+    return kept, num_masked
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:

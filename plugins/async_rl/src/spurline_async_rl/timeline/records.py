@@ -39,8 +39,8 @@ STATE_NAMES: Mapping[State, GroupState] = {
 class GroupSpan(NamedTuple):
     """One group from its admission, with weights of `version`, to its last token or reward.
 
-    `tokens` are those of all its attempts. `oldest` and `newest` are the versions of the weights from which its tokens
-    came, or `version` for a group without tokens.
+    `tokens` counts the tokens of all its attempts. `oldest` and `newest` are the versions of the weights that wrote
+    them, or `version` for a group without tokens.
     """
 
     draw: int

@@ -120,7 +120,7 @@ def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tu
 def fixed_segments() -> Iterator[None]:
     """Allocate segments of memory that cannot expand.
 
-    Those that can expand are not exported everywhere, as most containers let no process take file descriptors of
+    Expandable segments cannot be exported everywhere, as most containers let no process take file descriptors of
     another one.
     """
     before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
@@ -128,7 +128,7 @@ def fixed_segments() -> Iterator[None]:
     if fixed == before:
         yield
         return
-    # Name all settings again: those that are not named may be reset.
+    # Name all settings again: settings that are not named may be reset.
     torch._C._accelerator_setAllocatorSettings(fixed)  # pyright: ignore[reportPrivateUsage]
     try:
         yield

@@ -183,7 +183,7 @@ class ExchangeGroup:
 
 
 class _LateError(Exception):
-    """An error whose text needs no name of its class."""
+    """An error that is shown without the name of its class."""
 
 
 _LEFT: list[tuple[Any, Any]] = []

@@ -38,7 +38,7 @@ class SharedMemorySync(BucketSync):
 
 
 class MemoryMaker:
-    """A `BucketMaker`. `size` is the number of bytes to begin with; the machine gives only those that are used."""
+    """A `BucketMaker`. `size` is the number of bytes to begin with, of which the machine gives only what is used."""
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)

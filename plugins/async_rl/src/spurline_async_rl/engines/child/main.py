@@ -145,7 +145,7 @@ class Child:
         self._send(number, **tokens)
 
     def _send(self, number: int, **message: Any) -> None:
-        """Send all messages of one turn of the loop, such as those of a decode step, in one write."""
+        """Send all messages of one turn of the loop, such as the tokens of a decode step, in one write."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append({"id": number, **message})

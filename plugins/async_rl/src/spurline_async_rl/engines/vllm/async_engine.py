@@ -153,7 +153,9 @@ class AsyncEngine:
     def _listen(self) -> None:
         from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
 
-        self._streams = TokenStreams(self._llm, self._spec.config.chunk_tokens, self._spec.config.longest_wait_s)
+        config = self._spec.config
+        # A token that waits for its chunk must not look like an engine without progress.
+        self._streams = TokenStreams(self._llm, config.chunk_tokens, min(1.0, config.generate_timeout_s / 4))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop between two tokens, and return when all tokens generated so far have been consumed.

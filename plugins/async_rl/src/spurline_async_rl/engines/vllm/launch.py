@@ -68,9 +68,7 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
             raise BucketLostError(answer[LOST])
     layers = sorted({layer for missing in answers for layer in missing or ()})
     if layers:
-        raise RunFailedError(
-            f"New weights came without those of {listing(layers[:4])}; a model must be published as a whole."
-        )
+        raise RunFailedError(f"No new weights came for {listing(layers[:4])}; a model must be published as a whole.")
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 class EngineProcesses:
-    """The processes with these ids, and those that they have started."""
+    """The processes with these ids, and all processes that they have started."""
 
     def __init__(self, main: Sequence[int]):
         self._main = [psutil.Process(pid) for pid in main]

@@ -32,7 +32,7 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1
-"""Seconds for which tokens wait for those of other requests: a message costs the controller half a millisecond."""
+"""Seconds for which tokens wait for tokens of other requests: a message costs the controller half a millisecond."""
 
 
 class EngineCluster:
@@ -220,7 +220,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Not awaited: tokens may overtake the answer, and a waiter would take them for those of later weights.
+        # Not awaited: tokens may overtake the answer, and would then count as tokens of later weights.
         submitting = asyncio.ensure_future(self._ask("submit", request_id, request, salt, each_step))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
@@ -260,10 +260,9 @@ class RayEngine:
         actor, self._actor = self._actor, None
         try:
             if actor is not None:
-                await actor.close.remote()
-        except Exception as error:  # noqa: BLE001
-            # The actor has died.
-            del error
+                # An actor that has died raises.
+                with contextlib.suppress(Exception):
+                    await actor.close.remote()
         finally:
             self._end(actor)
 

@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from ipaddress import ip_address
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -106,10 +105,7 @@ class ServerApi:
     @property
     def is_here(self) -> bool:
         """Return whether the server is reached over the loopback of this machine."""
-        host = urlsplit(self._url).hostname or ""
-        with contextlib.suppress(ValueError):
-            return ip_address(host).is_loopback
-        return host == "localhost"
+        return urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the response as it comes."""
@@ -338,10 +334,9 @@ class ServerMember:
             stream.cancel()
         try:
             if self._gate.holds:
-                await api.resume()
-        except (RunFailedError, ConfigError) as error:
-            # The server has ended, or was started again.
-            del error
+                # The server may have ended, or was started again.
+                with contextlib.suppress(RunFailedError, ConfigError):
+                    await api.resume()
         finally:
             await api.close()
 
