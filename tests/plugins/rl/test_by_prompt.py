@@ -87,13 +87,10 @@ def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
             assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr()
 
 
-def test_rows_of_a_prompt_that_are_apart_are_an_error_naming_it():
+def test_rows_of_a_prompt_that_are_apart_and_a_row_of_several_prompts_are_errors():
     batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
     with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
         by_prompt(2).cut(batch)
-
-
-def test_a_row_of_several_prompts_is_an_error_naming_them():
     batch = rollouts([[1], [1]])
     shared = Ragged.from_rows([["prompt-0"], ["prompt-1", "prompt-0"]], object)
     with pytest.raises(RunFailedError, match="row 1 holds segments of several prompts: prompt-0, prompt-1"):

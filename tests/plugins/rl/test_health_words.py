@@ -18,10 +18,8 @@ def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> No
     [
         ("mismatch", {"mismatch__logprob_diff": 0.0712}, "differ by 0.071 nats"),
         ("refill_missing", {"groups__refill_missing": 3.0}, "3 groups with equal rewards"),
-        ("refill_missing", {"groups__refill_missing": 1.0}, "1 group with equal rewards"),
         ("given_up", {"groups__quarantined": 2.0}, "2 prompts had to be given up"),
         ("large_update", {"policy__clip_fraction_low": 0.2, "policy__clip_fraction_high": 0.15}, "35% of tokens"),
-        ("large_update", {"policy__kl_old": 0.25}, "moves 0.25 nats per token"),
         ("cut_off", {"response__share_length": 0.4}, "40% of responses were cut off"),
         ("failed_turns", {"response__share_abort": 0.04, "response__share_error": 0.03}, "7% of responses ended"),
         ("rejected", {"correction__rejected": 0.5}, "leaves out 50% of tokens"),
@@ -56,7 +54,6 @@ def test_equal_rewards_are_named_only_if_no_advantage_is_left() -> None:
 
 
 def test_a_run_that_corrects_the_mismatch_already_is_not_told_to() -> None:
-    plain = health_words(rl_metrics(1, mismatch__logprob_diff=0.2))["mismatch"]
+    assert "source.correction" in health_words(rl_metrics(1, mismatch__logprob_diff=0.2))["mismatch"]
     corrected = health_words(rl_metrics(1, mismatch__logprob_diff=0.2, correction__factor=0.9))["mismatch"]
-    assert "source.correction" in plain
     assert "source.correction" not in corrected

@@ -242,8 +242,8 @@ class PromptSourceConfig(SourceConfig):
         if not self.engine.notes_experts:
             yield Problem(
                 "router_replay",
-                f"is true, and engine '{self.engine.name}' with these settings does not record its experts. "
-                "Set router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
+                f"is true, and engine '{self.engine.name}' with these settings does not record its experts. Set "
+                "router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
             )
         if not run.backend.facts.replays_experts:
             yield Problem(
@@ -257,9 +257,9 @@ class PromptSourceConfig(SourceConfig):
         if self.samples_per_prompt < advantage.smallest_group:
             yield Problem(
                 "advantage.name",
-                f"is {advantage.name}, which compares the samples of a prompt with each other, but "
-                f"source.samples_per_prompt is {self.samples_per_prompt}. Set it to {advantage.smallest_group} or more "
-                "(8 is usual), or choose an advantage that needs no group: reinforce_pp with baseline: batch, or gae.",
+                f"is {advantage.name}, which compares the samples of a prompt, but source.samples_per_prompt is "
+                f"{self.samples_per_prompt}. Set it to {advantage.smallest_group} or more, or choose reinforce_pp with "
+                "baseline: batch, or gae.",
             )
         if self.kl_in_reward is not None and advantage.divides_by_spread:
             yield Problem(
@@ -271,8 +271,8 @@ class PromptSourceConfig(SourceConfig):
         if advantage.uses_critic and run.trained_critic is None:
             yield Problem(
                 "advantage.name",
-                f"is {advantage.name}, which reads the values of a critic, and this run has none. Add a section "
-                "`critic: {}`, or choose an advantage without a critic, such as grpo.",
+                f"is {advantage.name}, which needs a critic, and this run has none. Add a section `critic: {{}}`, or "
+                "choose an advantage without a critic, such as grpo.",
             )
         if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
             yield Problem(
@@ -283,13 +283,12 @@ class PromptSourceConfig(SourceConfig):
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
         """Yield problems with settings of other sections."""
-        for section, setting, instead in (
-            (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt say how large a batch is"),
+        for section, key, instead in (
+            (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt set the size of a batch"),
             (run, "prefetch", "a batch of rollouts depends on the last weights and cannot be built ahead"),
-            (run.evaluation, "batch_size", "source.held_out and source.max_concurrent say how attempts are made"),
+            (run.evaluation, "evaluation.batch_size", "source.held_out and source.max_concurrent set it"),
         ):
-            if setting in section.model_fields_set:
-                key = setting if section is run else f"evaluation.{setting}"
+            if key.rpartition(".")[2] in section.model_fields_set:
                 yield Problem("name", f"is {self.name}, with which '{key}' has no meaning: {instead}. Remove it.")
         # `returns` is a critic's loss, which reports this mistake itself.
         if run.loss.trains_on not in ("advantages", "returns"):
@@ -308,8 +307,8 @@ class PromptSourceConfig(SourceConfig):
         if not run.collator.one_turn_per_row:
             yield Problem(
                 "name",
-                f"is {self.name}, which needs one turn per row so that batches can be cut between prompts, but the "
-                f"collator is {run.collator.name}. Set collator: rollouts, or remove the line.",
+                f"is {self.name}, which needs one turn per row, but the collator is {run.collator.name}. Set collator: "
+                "rollouts, or remove the line.",
             )
 
     @property
@@ -390,9 +389,9 @@ class RolloutSourceConfig(PromptSourceConfig):
         if self.engine.borrows_model and not (run.backend.facts.lends_model or self.engine.holds_copy):
             yield Problem(
                 "engine.name",
-                f"is {self.engine.name}, which generates with the model of the backend, but backend "
-                f"'{run.backend.name}' does not hold its whole model in this process. Set engine: in_process, "
-                "backend.name: local, or choose a source that publishes weights.",
+                f"is {self.engine.name}, which generates with the backend's model, but backend '{run.backend.name}' "
+                "does not hold all of it in this process. Set engine: in_process, backend.name: local, or choose a "
+                "source that publishes weights.",
             )
         if self.engine.is_colocated:
             yield Problem(

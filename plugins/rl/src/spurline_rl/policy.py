@@ -122,7 +122,7 @@ class EnginePolicy:
         if turn_rewards is not None:
             if len(turn_rewards) != len(turns):
                 raise ValueError(f"{len(turn_rewards)} turn rewards for {len(turns)} turns; give one for each")
-            turns = tuple(_reward_turn(turn, reward) for turn, reward in zip(turns, turn_rewards, strict=True))
+            turns = tuple(map(_reward_turn, turns, turn_rewards))
         return Trajectory(self.task.uid, self.task.sample, turns, dict(rewards or {}), dict(info or {}))
 
 

@@ -46,9 +46,12 @@ class RewardAdaptiveOrder:
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
         """Update the success of these prompts. Raises ConfigError if there is no reward of the configured name."""
-        failed, solved = self._config.failed, self._config.solved
+        name, failed, solved = self._config.reward, self._config.failed, self._config.solved
         for draw in draws:
-            success = (float(np.mean(self._rewards(draw))) - failed) / (solved - failed)
+            if name is not None and not draw.terms.get(name):
+                raise ConfigError.at("data.order.reward", unknown_term(name, draw.terms))
+            rewards = draw.returns if name is None else draw.terms[name]
+            success = (float(np.mean(rewards)) - failed) / (solved - failed)
             self._success[draw.sample] = min(max(success, 0.0), 1.0)
 
     def state_dict(self) -> dict[str, object]:
@@ -73,11 +76,3 @@ class RewardAdaptiveOrder:
         # may be given up.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)
-
-    def _rewards(self, draw: ScoredDraw) -> Sequence[float]:
-        name = self._config.reward
-        if name is None:
-            return draw.returns
-        if not draw.terms.get(name):
-            raise ConfigError.at("data.order.reward", unknown_term(name, draw.terms))
-        return draw.terms[name]

@@ -452,32 +452,32 @@ class BackendContract:
             batch, objective = minibatch("packed", layout)
             backend.update(batch, objective)
             backend.logprobs(batch, "reference")
-            folders = {name: tmp_path / name for name in ("here", "here_files", "away", "away_files")}
-            for folder in folders.values():
-                folder.mkdir()
-            weights, facts = weights_of(backend), backend.facts()
-            backend.save(folders["here"])
-            backend.write_weights(folders["here_files"], torch.float32, 1 << 30)
+
+            def write(folder: Path) -> tuple[dict[str, Tensor], Any]:
+                (folder / "saved").mkdir(parents=True)
+                digests = backend.save(folder / "saved")
+                backend.write_weights(folder, torch.float32, 1 << 30)
+                return weights_of(backend) | tensors_of(folder), (backend.facts(), digests)
+
+            here, facts = write(tmp_path / "here")
             backend.yield_device(keep_weights=keep_weights)
-            assert_weights_equal(weights_of(backend), weights)
-            assert backend.facts() == facts
-            digests = backend.save(folders["away"])
-            backend.write_weights(folders["away_files"], torch.float32, 1 << 30)
+            away, (facts_away, digests) = write(tmp_path / "away")
+            assert facts_away == facts[0]
+            assert_weights_equal(away, here)
             for what, call in {
                 "trained": lambda: backend.update(batch, objective),
                 "gradients": lambda: backend.gradients(batch, objective),
                 "evaluated": lambda: backend.evaluate(batch, objective),
                 "logprobs": lambda: backend.logprobs(batch),
-                "loaded": lambda: backend.load(folders["here"]),
+                "loaded": lambda: backend.load(tmp_path / "here" / "saved"),
             }.items():
                 with pytest.raises(RunFailedError, match=f"{what}.* engines have the memory of its device"):
                     call()
             backend.take_device()
-            assert_weights_equal(weights_of(backend), weights)
+            weights = weights_of(backend)
+            assert_weights_equal(weights, {name: here[name] for name in weights})
             expected = without_times(backend.update(*minibatch("packed", layout, 1)))
-            for here, away in (("here", "away"), ("here_files", "away_files")):
-                assert_weights_equal(tensors_of(folders[away]), tensors_of(folders[here]))
-            backend.load(folders["away"], digests)
+            backend.load(tmp_path / "away" / "saved", digests)
             assert without_times(backend.update(*minibatch("packed", layout, 1))) == expected
 
     def assert_same_step(self, got: Mapping[str, float], wanted: Mapping[str, float]) -> None:

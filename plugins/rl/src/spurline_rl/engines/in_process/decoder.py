@@ -264,7 +264,7 @@ class OwnCacheDecoder(Decoder):
     """Generates each response with a pass of its own per token, and a cache that transformers makes.
 
     So a response never depends on its neighbours. This also serves linear attention, state spaces and convolutions, and
-    attention that `KvCache` does not support (softcaps, sinks, chunks).
+    attention that `KvCache` does not support (softcaps, sinks).
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -339,7 +339,9 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 def _check_cache(decoder: Decoder) -> None:
     """Raise ModelError unless tokens generated one by one have the same logprobs as when they are read as a prompt."""
     causal = decoder.model.causal
-    written = [_probe(_random_prompt(decoder, length, seed=length), _PROBED_TOKENS) for length in range(1, 7)]
+    size, random = vocabulary_size(causal), torch.Generator().manual_seed(0)
+    prompts = [torch.randint(size, (length,), generator=random).tolist() for length in range(1, 7)]
+    written = [_probe(prompt, _PROBED_TOKENS) for prompt in prompts]
     with generating(causal, decoder.attention):
         _write(decoder, written)
         read = [
@@ -370,8 +372,3 @@ def _write(decoder: Decoder, responses: Sequence[Response]) -> None:
 def _probe(prompt: list[int], tokens: int) -> Response:
     request = GenerationRequest(prompt, Sampling(temperature=0.0), 0, "start-up probe of the engine")
     return Response(request, prompt, None, max_tokens=tokens)
-
-
-def _random_prompt(decoder: Decoder, length: int, seed: int) -> list[int]:
-    size = vocabulary_size(decoder.model.causal)
-    return torch.randint(size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
