@@ -76,14 +76,14 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
         lines.append(f"in the memory of the fullest machine, beside it: {_mib(estimate.host)}")
-    limit = device_limit(run.backend, device_bytes)
+    limit = _device_limit(run.backend, device_bytes)
     if limit is None:
         return lines
     # With `device_bytes`, the plan is for another machine.
     if device_bytes is None and estimate.host > SHARE_USED * memory_bytes():
         lines.append(f"does not fit the memory of this machine, {_beside(memory_bytes())}")
     if estimate.peak <= SHARE_USED * limit:
-        return [*lines, f"fits a device of {as_gib(limit)}"]
+        return [*lines, f"fits a device of {_gib(limit)}"]
     return [*lines, f"does not fit a device of {_beside(limit)}", _suggestion(run, load, SHARE_USED * limit)]
 
 
@@ -95,15 +95,16 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
     estimate = None
     for change in backend.savings(run, load.row_length, load.tokens):
         changes |= change
-        estimate = estimate_load(run, load, with_changes(run.backend, changes))
+        estimate = estimate_load(run, load, _with_changes(run.backend, changes))
         assert estimate is not None
         if estimate.peak <= usable:
             break
     if estimate is None:
         return f"suggestion: none of its settings needs less. {backend.beyond}".rstrip()
-    words = " ".join(f"--set backend.{key}={as_value(value)}" for key, value in changes.items())
-    host = f" and {as_gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
-    needs = f"{as_gib(estimate.peak)}{host}"
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
+    words = " ".join(f"--set backend.{key}={text}" for key, text in texts.items())
+    host = f" and {_gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
+    needs = f"{_gib(estimate.peak)}{host}"
     if estimate.peak <= usable:
         return f"suggestion: {words}, which needs {needs}"
     return f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()
@@ -114,7 +115,7 @@ def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
     Arguments and errors are those of `memory_lines`.
     """
-    limit = device_limit(run.backend, device_bytes)
+    limit = _device_limit(run.backend, device_bytes)
     if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
         return []
     return list(run.backend.suggested_layouts(run, load.row_length, load.tokens, int(SHARE_USED * limit)))
@@ -126,7 +127,7 @@ def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[st
     Arguments and errors are those of `memory_lines`. Nothing for other runs, or without GPUs to fit.
     """
     engine, estimate = load.engine, estimate_load(run, load)
-    limit = device_limit(run.backend, device_bytes)
+    limit = _device_limit(run.backend, device_bytes)
     if engine is None or estimate is None or limit is None or (device_bytes is None and not num_gpus()):
         return []
     awake = engine.config.colocated_memory(run, engine.responses, engine.length, limit)
@@ -149,24 +150,24 @@ def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[st
         if total > SHARE_USED * limit:
             lines.append(f"{name} does not fit a device of {_beside(limit)}. {fix}")
     if len(lines) == len(phases):
-        lines.append(f"each phase fits a device of {as_gib(limit)}")
+        lines.append(f"each phase fits a device of {_gib(limit)}")
     return lines
 
 
-def device_limit(backend: object, device_bytes: int | None) -> int | None:
+def _device_limit(backend: object, device_bytes: int | None) -> int | None:
     """Return `device_bytes`, or the memory of the devices that the backend finds here; None if it finds none."""
     if device_bytes is None and isinstance(backend, PlansMemory):
         return backend.device_bytes()
     return device_bytes
 
 
-def with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
+def _with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
     """Return a copy of the section with other values by key. A key such as `lora.base_dtype` leads into a section."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")
         inner = values.get(first, getattr(section, first))
-        values[first] = with_changes(inner, {rest: value}) if rest else value
+        values[first] = _with_changes(inner, {rest: value}) if rest else value
     return section.model_copy(update=values)
 
 
@@ -175,14 +176,8 @@ def _mib(size: int) -> str:
 
 
 def _beside(limit: int) -> str:
-    return f"{as_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"
+    return f"{_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"
 
 
-def as_gib(size: int) -> str:
-    """Return bytes as people read them: `79.6 GiB`."""
+def _gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
-
-
-def as_value(value: Any) -> str:
-    """Return a value as `--set` takes it."""
-    return value if isinstance(value, str) else json.dumps(value)

@@ -99,18 +99,14 @@ def _page(runs: Sequence[ComparedRun], shared: Sequence[str]) -> str:
 
 
 def _header(runs: Sequence[ComparedRun]) -> str:
-    entries = "".join(
-        f"<li><strong>{run.mark}</strong> {status_mark(str(run.record.summary.get('status', 'unknown')))} "
-        f'<span class="facts">{text(" · ".join(_facts(run.record)))}</span></li>'
-        for run in runs
-    )
-    return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{entries}</ul></header>'
-
-
-def _facts(record: RunRecord) -> list[str]:
-    finished, total = steps_of(record)
-    steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
-    return [steps, *facts_of(record.config, record.summary)]
+    entries: list[str] = []
+    for run in runs:
+        finished, total = steps_of(run.record)
+        steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
+        facts = " · ".join([steps, *facts_of(run.record.config, run.record.summary)])
+        status = status_mark(str(run.record.summary.get("status", "unknown")))
+        entries.append(f'<li><strong>{run.mark}</strong> {status} <span class="facts">{text(facts)}</span></li>')
+    return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{"".join(entries)}</ul></header>'
 
 
 def _section(title: str, content: str) -> str:
