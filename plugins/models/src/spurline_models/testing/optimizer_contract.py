@@ -35,10 +35,13 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class OptimizerContract:
-    """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`."""
+    """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
+
+    Attributes:
+        learning_rate: A rate that brings float32 weights nearer to a target at a distance of about 1 in thirty steps.
+    """
 
     learning_rate = 1e-2
-    """A rate that brings float32 weights nearer to a target at a distance of about 1 in thirty steps."""
 
     def make_config(self, **settings: Any) -> OptimizerConfig:
         """Return your config with these settings of `OptimizerConfig`."""

@@ -39,18 +39,21 @@ class Recorded:
 
 
 class SourceContract:
-    """Subclass with `source_settings`, and with other attributes, `rows` or `data` where the source needs them."""
+    """Subclass with `source_settings`, and with other attributes, `rows` or `data` where the source needs them.
+
+    Attributes:
+        source_settings: The config's `source:` section.
+        run_settings: Further settings of the run, by top-level key.
+        plugins: The plugins to enable.
+        repeats: Whether the same config always gives the same batches, and a resume the very next ones.
+        refuses_other_data: Whether a resume on other rows is an error.
+    """
 
     source_settings: ClassVar[Mapping[str, Any]] = {}
-    """The config's `source:` section."""
     run_settings: ClassVar[Mapping[str, Any]] = {}
-    """Further settings of the run, by top-level key."""
     plugins: ClassVar[Sequence[str]] = ()
-    """The plugins to enable."""
     repeats: ClassVar[bool] = True
-    """True if the same config always gives the same batches, and a resume the very next ones."""
     refuses_other_data: ClassVar[bool] = True
-    """True if a resume on other rows is an error."""
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
         """Return the rows of a JSONL file that the source reads; another word makes other rows."""
