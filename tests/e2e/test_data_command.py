@@ -165,11 +165,6 @@ def test_plain_text_for_a_model_of_chats_is_named_unless_it_is_meant(
     assert text_of(sequence, trained=True).startswith("pong")
 
 
-def test_prompts_of_plain_text_for_a_model_of_chats_are_named(rl_config: Config) -> None:
-    give_rows(rl_config, {"prompt": "ping"})
-    assert "columns: {instruction: prompt}" in "\n".join(show(rl_config).facts)
-
-
 def test_a_run_that_generates_shows_prompts_tools_and_answers(rl_config: Config) -> None:
     data = show(rl_config, rows=2)
     [first], [second] = (row.sequences for row in data.rows)

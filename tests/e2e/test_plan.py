@@ -16,7 +16,6 @@ from spurline.errors import ConfigError, UserError
 from spurline_models import configs, loading
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_planning.plan import make_plan
-from spurline_planning.protocols import planned
 
 NOWHERE = [{"match": "*nope*", "learning_rate": 1e-4}]
 PLUGINS = {"plugins": ["fsdp_backend", "megatron_backend", "async_rl"]}
@@ -79,22 +78,6 @@ def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: Config) 
     memory = " ".join(plan.sections["memory (estimate)"])
     for part in ("weights:", "activations:", "logits:", "keys and values, while generating:", "not all of it"):
         assert part in memory
-
-
-def test_microbatches_bound_the_activations_of_rollouts(rl_config: Config) -> None:
-    rl_config["source"]["sampling"] = {"max_new_tokens": 400}
-
-    def activations(**backend: int) -> int:
-        loaded = load_config(rl_config | {"backend": rl_config["backend"] | backend})
-        rollouts = planned(loaded.config.source)
-        assert rollouts is not None
-        update = rollouts.largest_update(loaded.config, 25, 512)
-        return loaded.config.backend.estimate_memory(loaded.config, update.row_length, update.tokens).parts[
-            "activations"
-        ]
-
-    assert activations() == 8 * activations(rows_per_microbatch=1)
-    assert activations(max_tokens_per_microbatch=850) == 2 * activations(rows_per_microbatch=1)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

@@ -271,14 +271,6 @@ def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_
     assert "The state 'own' in the checkpoint is left out" in capsys.readouterr().out
 
 
-def test_a_run_takes_a_path_or_a_mapping_in_place_of_a_loaded_config(base_config: Config, tmp_path: Path) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(base_config), encoding="utf-8")
-    expected = load_config(base_config).resolved()
-    for given in (base_config, path, str(path)):
-        assert Run(given).loaded.resolved() == expected
-
-
 def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config) -> None:
     run = Run(load_config(base_config))
     for name in ("backend", "source", "tokenizer", "batches"):

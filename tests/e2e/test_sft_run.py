@@ -72,15 +72,6 @@ def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(base_config: Config, t
     assert_pieces_equal_the_whole(base_config | {"epochs": 1.5}, tmp_path, [3, 4])
 
 
-def test_a_longer_run_continues_a_finished_one(spurline: Spurline, base_config: Any) -> None:
-    base_config["schedule"] = {"name": "constant"}
-    assert spurline("train", base_config)[0] == 0
-    code, out, _ = spurline("train", base_config, "--set", "steps=8")
-    assert code == 0
-    assert "steps: 6 -> 8" in out
-    assert [line["step"] for line in read_metrics(base_config["run_dir"])] == list(range(1, 9))
-
-
 def test_resuming_an_older_checkpoint_sets_later_ones_aside(
     spurline: Spurline, write_config: WriteConfig, base_config: Config
 ) -> None:
