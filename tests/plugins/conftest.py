@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_run import leave_out
 
 RunDirMaker = Callable[..., Path]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for folder in ("ranks", "fsdp_backend", "megatron_backend"):
+        leave_out(Path(__file__).parent / folder, config, items)
 
 
 def metrics_of(step: int, num_steps: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import megatron_layouts
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,14 +23,7 @@ from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, held_parameters
 
-LLAMA3_ROPE: dict[str, Any] = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
+LLAMA3_ROPE = megatron_layouts.LLAMA3_ROPE | {"original_max_position_embeddings": 16}
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 37,

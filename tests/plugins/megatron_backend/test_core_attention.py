@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_layer_workers import attention_inputs, core_attention
+from megatron_layouts import LLAMA3_ROPE
 from sharing_workers import stream_of
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.llama import modeling_llama
@@ -121,19 +122,11 @@ def test_ranks_that_share_a_stream_rotate_their_own_tokens_by_their_places_in_it
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 MODELS: list[Any] = [
     pytest.param(LlamaConfig(**SIZES, rope_parameters=DEFAULT), modeling_llama.LlamaRotaryEmbedding, id="llama"),
-    pytest.param(LlamaConfig(**SIZES, rope_parameters=LLAMA3), modeling_llama.LlamaRotaryEmbedding, id="llama3"),
+    pytest.param(LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE), modeling_llama.LlamaRotaryEmbedding, id="llama3"),
     pytest.param(LlamaConfig(**SIZES, rope_parameters=LINEAR), modeling_llama.LlamaRotaryEmbedding, id="linear"),
     pytest.param(Qwen2Config(**SIZES, rope_parameters=DEFAULT), modeling_qwen2.Qwen2RotaryEmbedding, id="qwen2"),
     pytest.param(

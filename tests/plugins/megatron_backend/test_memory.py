@@ -143,12 +143,6 @@ def test_experts_that_are_replayed_lie_beside_a_step() -> None:
     assert replayed == {**without, "routed experts": 2 * 8192 * 94 * 8 * 2}
 
 
-def test_stages_keep_fewer_micro_batches_the_nearer_they_are_to_the_last() -> None:
-    grid = Grid(4, pipeline=4)
-    assert [microbatches_in_flight(grid, stage, 16) for stage in range(4)] == [4, 3, 2, 1]
-    assert [microbatches_in_flight(grid, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
-
-
 @pytest.mark.parametrize(("pipeline", "virtual"), [(2, 2), (4, 5), (8, 3)])
 def test_interleaved_stages_keep_what_korthikanti_says_and_megatron_does(pipeline: int, virtual: int) -> None:
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ray_clusters import GPUS, add_machine, two_machines
+from ray_clusters import add_machine, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
@@ -22,7 +21,7 @@ from spurline.protocols.ranks import ClusterNeed, RankRequest
 from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
-from spurline_ranks import ray_actors, ray_node
+from spurline_ranks import ray_actors
 from spurline_ranks.cluster_room import ranks_per_machine, room_for
 from spurline_ranks.ray_cluster import Node, RayCluster
 
@@ -136,20 +135,6 @@ def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start, monk
 
 
 @pytest.mark.processes
-def test_a_machine_says_of_a_stopped_rank_that_it_is_stopped_where_it_has_no_stack(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.touch()
-    with subprocess.Popen(["sleep", "600"]) as process:
-        try:
-            process.send_signal(signal.SIGSTOP)
-            wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, "it to stop", 30)
-            said = ray_node.NodeActor().stacks(process.pid, str(log), 0.1)
-        finally:
-            process.kill()
-    assert f"process {process.pid} is stopped" in said
-
-
-@pytest.mark.processes
 def test_closing_ends_a_call_that_another_thread_waits_for_and_stopped_ranks(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")
@@ -196,16 +181,6 @@ def test_ranks_with_gpus_are_put_on_as_few_machines_as_are_asked_for(joined: Ray
     joined.release(place.group)
     assert len({node.id for node in place.nodes}) == 2 // per_node
     _assert_all_free(joined)
-
-
-@pytest.mark.processes
-def test_too_few_resources_are_refused_with_numbers(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError) as raised:
-        start(6, device="cuda", per_node=2, cluster=ClusterRequest(room_timeout_s=1.0))
-    wish = f"6 ranks with {GPUS} GPU, {GPUS} CPU on each of 3 machines"
-    assert wish in str(raised.value)
-    assert str(raised.value).count(f"{GPUS} of {GPUS} GPU") == 2, "what is free of each machine"
-    assert f"Waiting for room, 1 s at most: the run wants {wish}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
