@@ -106,7 +106,7 @@ class GatheringWorker:
         with torch.device("meta"):
             without_values = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self._gathering = WeightGathering(NamedWeights(without_values, adapted=False), self._gathers)
-        self._publishing = Publishing(self._place, self._gathering, torch.float32)
+        self._publishing = Publishing(self._place, {"model": self._gathering}, torch.float32)
 
     def gather(
         self, wanted: Mapping[int, Sequence[str]], dtype: str | None = None

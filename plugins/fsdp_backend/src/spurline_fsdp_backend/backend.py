@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from spurline.config.run_config import RunConfig
@@ -45,9 +44,7 @@ class FsdpBackend(RankBackend):
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `TrainsAdapters`."""
-        for bucket in self._ranks.call("adapter_plan")[0]:
-            for name, value in self._ranks.call("adapter_weights", bucket)[0]:
-                yield name, torch.from_numpy(value)
+        return self._named("adapter")
 
     def _share_of(self, rank: int) -> int:
         return rank // self._divided.context

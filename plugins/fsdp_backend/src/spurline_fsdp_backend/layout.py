@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, Problem
 from spurline_models.architecture import load_model_config, num_experts
-from spurline_ranks.layout import (
-    counted,
-    describe_lack_of_gpus,
-    describe_ranks,
-    divisors,
-    more_ranks,
-    ranks_of_machine,
-    smaller_microbatches,
-)
+from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
 
 if TYPE_CHECKING:
     from spurline_fsdp_backend.configs import FsdpBackendConfig
@@ -45,7 +37,6 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
     if config.cpu_offload:
         yield "weights, gradients and optimizer stay in the memory of the host"
-    yield from describe_lack_of_gpus(config)
 
 
 def _product(config: FsdpBackendConfig) -> str:

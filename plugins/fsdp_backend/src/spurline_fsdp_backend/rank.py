@@ -52,7 +52,7 @@ from spurline_ranks.group import Place
 from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import check_sharing
-from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
+from spurline_ranks.weight_gathering import WeightGathering, as_arrays
 from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker
 
@@ -93,16 +93,11 @@ class FsdpRank(RankWorker):
                 check_sharing(model, self._profile, self._run.model.path, half_precision=half)
             give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
-        self._gathering = WeightGathering(
-            NamedWeights(model.causal, adapted=self._config.lora is not None),
-            _ShardGathering(model.causal, self._memory.read),
-        )
-        self._adapter: WeightGathering | None = None
-        if self._config.lora is not None:
-            gathers = _ShardGathering(model.causal, self._memory.read)
-            self._adapter = WeightGathering(AdapterWeights(model.causal), gathers)
-        published = _PUBLISHED[self._config.computes_in]
-        self._publishing = Publishing(self._place, self._gathering, published, self._adapter)
+        gathers, adapted = _ShardGathering(model.causal, self._memory.read), self._config.lora is not None
+        self._gatherings = {"model": WeightGathering(NamedWeights(model.causal, adapted=adapted), gathers)}
+        if adapted:
+            self._gatherings["adapter"] = WeightGathering(AdapterWeights(model.causal), gathers)
+        self._publishing = Publishing(self._place, self._gatherings, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
         if self._run.trained_critic is not None:
             critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
@@ -150,16 +145,6 @@ class FsdpRank(RankWorker):
         from spurline_models.adapters.lora import adapter_settings
 
         return adapter_settings(self._policy.model.causal, self._run.model)
-
-    def adapter_plan(self) -> list[Bucket]:
-        """Return the buckets of the policy's adapter."""
-        return [] if self._adapter is None else list(self._adapter.buckets())
-
-    def adapter_weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (name in PEFT's files, whole tensor) of a bucket of the adapter on the first rank."""
-        assert self._adapter is not None
-        whole = self._adapter.gather(bucket)
-        return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def facts(self) -> dict[str, int | str]:
         """See `Backend.facts`."""

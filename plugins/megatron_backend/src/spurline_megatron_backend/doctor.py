@@ -1,10 +1,10 @@
-"""Look for Megatron-core, and open the groups of its grid in real ranks without a model, for `spurline doctor`."""
+"""Look for Megatron-core, and open its groups in real ranks without a model, for `spurline doctor`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
 Coordinates = Callable[[Place], tuple[int, ...]]
-"""Coordinates that all ranks of a group have in common."""
+"""Returns the coordinates that all ranks of a group share."""
 
 _GROUPS: Mapping[str, Coordinates] = {
     "ranks that divide layers": lambda at: (at.pipeline, at.data, at.context),
@@ -41,20 +41,13 @@ def doctor(config: MegatronBackendConfig, run: RunConfig) -> Iterator[Finding]:
     """Start the ranks and yield what they find; see `RankBackendConfig.doctor`."""
     if has_megatron_core():
         engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"
-        yield Finding("layers", f"of megatron-core {_version()}, in torch; TransformerEngine {engine}")
+        yield Finding("layers", f"of megatron-core {version('megatron-core')}, in torch; TransformerEngine {engine}")
     else:
         yield Finding("layers", "megatron-core is not installed here", INSTALL_CORE)
-        # The machines of a cluster have packages of their own.
+        # Machines of a cluster have their own packages.
         if config.launch != "ray":
             return
     yield from examine(config, run, f"{__name__}:MegatronDoctorRank")
-
-
-def _version() -> str:
-    try:
-        return version("megatron-core")
-    except PackageNotFoundError:
-        return "without a version, from the import path"
 
 
 class MegatronDoctorRank(DoctorRank):
@@ -63,7 +56,7 @@ class MegatronDoctorRank(DoctorRank):
     libraries: ClassVar[tuple[str, ...]] = (*DoctorRank.libraries, "megatron-core")
 
     def groups(self, config: Any, place: RankPlace) -> Mapping[str, ProcessGroup | None]:
-        # Without `ranks` the config counts GPUs, and a rank sees one.
+        # Without `ranks` the config counts GPUs, and a rank sees only one.
         grid = replace(config.grid, ranks=place.world)
         return {name: _own_group(members, place.rank) for name, members in groups_of(grid).items()}
 

@@ -21,15 +21,7 @@ from spurline_megatron_backend.memory import has_reference
 from spurline_megatron_backend.parts import held_parameters
 from spurline_models.architecture import load_model_config
 from spurline_models.optimizers.groups import settings_of
-from spurline_ranks.layout import (
-    counted,
-    describe_lack_of_gpus,
-    describe_ranks,
-    divisors,
-    more_ranks,
-    ranks_of_machine,
-    smaller_microbatches,
-)
+from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
 
 if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -64,7 +56,6 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
         for name, stride, ranks in (("tensor", 1, grid.tensor), ("context", grid.tensor, grid.context)):
             if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
                 yield f"groups of {name} lie across machines, as each has {local} ranks: slow"
-    yield from describe_lack_of_gpus(config)
 
 
 def _product(grid: Grid) -> str:

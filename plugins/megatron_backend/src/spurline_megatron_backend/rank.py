@@ -91,10 +91,11 @@ class MegatronRank(RankWorker):
         named = NamedWeights(causal, adapted=False)
         grid, policy, read = self._groups.grid, self._policy, self._memory.read
         exact = WeightsOfRanks(self._architecture, grid, policy.exact(), read=read, prepare=policy.show_exact)
-        self._gathering = WeightGathering(named, exact)
+        self._gatherings = {"model": WeightGathering(named, exact)}
         # Engines get weights in the dtype of forward passes here.
         used = WeightsOfRanks(self._architecture, grid, policy.model.parameters(), read=read)
-        self._publishing = Publishing(self._place, WeightGathering(named, used), COMPUTED[self._config.computes_in])
+        published = {"model": WeightGathering(named, used)}
+        self._publishing = Publishing(self._place, published, COMPUTED[self._config.computes_in])
 
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role

@@ -28,7 +28,7 @@ from spurline_models.lengths import length_limit
 from spurline_models.placement.offloading import refuse
 from spurline_models.streams.token_stream import check_columns, check_tokens
 from spurline_models.trainable import check_losses
-from spurline_models.weight_buckets import MakerChoice, WeightBucket
+from spurline_models.weight_buckets import MakerChoice, PublishedPart, WeightBucket
 from spurline_ranks.cluster import cluster_request
 from spurline_ranks.configs import RankBackendConfig
 from spurline_ranks.group import open_ranks
@@ -109,8 +109,11 @@ class RankBackend:
         return dealing.gather(self._counting(answers))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for bucket in self._ranks.call("gathering_plan")[0]:
-            for name, value in self._ranks.call("weights", bucket)[0]:
+        return self._named("model")
+
+    def _named(self, part: PublishedPart) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self._ranks.call("gathering_plan", part)[0]:
+            for name, value in self._ranks.call("weights", part, bucket)[0]:
                 yield name, torch.from_numpy(value)
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:

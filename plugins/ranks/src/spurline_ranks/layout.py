@@ -34,10 +34,6 @@ def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
     yield f"{counted(config.num_ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {groups}"
     if local is None:
         yield "the number of machines is not known: set backend.ranks_per_node to plan for it"
-
-
-def describe_lack_of_gpus(config: RankBackendConfig) -> Iterator[str]:
-    """Yield a sentence if `auto` stands for the CPU."""
     if config.device == "auto" and config.on == "cpu":
         yield (
             "there is no GPU here, so these are processes on the CPU that compute in fp32. To plan for GPUs elsewhere: "

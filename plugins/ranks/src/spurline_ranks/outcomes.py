@@ -78,11 +78,6 @@ class Identity:
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.world} (process {self.pid} on {self.node})"
 
-    @property
-    def at_beginning(self) -> str:
-        """The text with a capital letter."""
-        return f"R{str(self)[1:]}"
-
     def failed(self, text: str, call: str, traceback: str = "") -> RankFailedError:
         """Return the error that blames this rank."""
         return RankFailedError(text, self.rank, self.node, self.pid, call, traceback)
@@ -109,8 +104,9 @@ def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Ide
 
 def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
     """Return the error to raise for a failure during `call`."""
+    name = f"R{str(who)[1:]}"
     if isinstance(failure, Died):
-        text = f"{who.at_beginning} {failure.how} during `{call}`."
+        text = f"{name} {failure.how} during `{call}`."
         if failure.last_words:
             text += f" The end of what it wrote:\n{failure.last_words}"
         return who.failed(text, call)
@@ -119,7 +115,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
         # Python shows the cause in its tracebacks, but the user's message has none.
         failure.error.__cause__ = _TracebackOfRank(failure.traceback)
         return failure.error
-    text = f"{who.at_beginning} failed during `{call}`: {failure.text}\n{failure.traceback}"
+    text = f"{name} failed during `{call}`: {failure.text}\n{failure.traceback}"
     return who.failed(text, call, failure.traceback)
 
 

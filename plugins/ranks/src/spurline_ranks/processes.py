@@ -57,18 +57,7 @@ class LocalRanks(RankGroup):
         try:
             for rank, environment in enumerate(environments):
                 order = RankOrder(
-                    rank=rank,
-                    world=request.count,
-                    local_rank=rank,
-                    node=node,
-                    worker=worker,
-                    arguments=arguments,
-                    limits=limits,
-                    device=request.device,
-                    num_threads=request.num_threads,
-                    local_world=request.count,
-                    store=(LOOPBACK, port),
-                    environment=environment,
+                    request, rank, rank, request.count, node, worker, arguments, limits, (LOOPBACK, port), environment
                 )
                 self._ranks.append(_Process(server, order, self._outcomes))
             self._start()
@@ -204,12 +193,9 @@ class _Process:
         if self.code >= 0:
             return f"ended with exit code {self.code}"
         by_memory = ", as the system does when memory runs out," if self.code == -signal.SIGKILL else ""
-        return f"was killed by {_name_of_signal(-self.code)}{by_memory}"
-
-
-def _name_of_signal(number: int) -> str:
-    # Real-time signals have no names.
-    return signal.Signals(number).name if number in [*signal.Signals] else f"signal {number}"
+        # Real-time signals have no names.
+        known = {int(each): each.name for each in signal.Signals}
+        return f"was killed by {known.get(-self.code, f'signal {-self.code}')}{by_memory}"
 
 
 class _Server:

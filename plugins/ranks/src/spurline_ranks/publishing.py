@@ -67,15 +67,12 @@ class Publishing:
 
     Args:
         place: The place of this rank.
-        model: Gathers all weights.
-        dtype: The dtype in which weights are gathered, unless a choice has another one.
-        adapter: Gathers only the adapter; None without an adapter.
+        gatherings: Gather the parts that may be published, `model` and `adapter`.
+        dtype: The dtype in which the model's weights are gathered, unless a choice has another one.
     """
 
-    def __init__(
-        self, place: Place, model: WeightGathering, dtype: torch.dtype, adapter: WeightGathering | None = None
-    ) -> None:
-        self._place, self._model, self._dtype, self._adapter = place, model, dtype, adapter
+    def __init__(self, place: Place, gatherings: Mapping[str, WeightGathering], dtype: torch.dtype) -> None:
+        self._place, self._gatherings, self._dtype = place, gatherings, dtype
         self._choice: Mapping[str, Any] | None = None
         self._maker: BucketMaker | None = None
         self._plan: _Plan | None = None
@@ -117,11 +114,7 @@ class Publishing:
         return plan
 
     def _plan_of(self, choice: Mapping[str, Any]) -> _Plan:
-        gathering, dtype = self._model, self._dtype
-        if choice["part"] == "adapter":
-            # The controller refuses this choice without adapters.
-            assert self._adapter is not None
-            gathering, dtype = self._adapter, None
+        gathering, dtype = self._gatherings[choice["part"]], None if choice["part"] == "adapter" else self._dtype
         if choice["dtype"] is not None:
             dtype = cast("torch.dtype", getattr(torch, choice["dtype"]))
         made_by = choice["made_by"]

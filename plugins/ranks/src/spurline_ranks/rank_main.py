@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
+from spurline.protocols.ranks import RankRequest
 from spurline_models.device_profile import device_profile
 from spurline_models.machine import num_cores
 from spurline_ranks.group import Place, TimeLimits
@@ -25,24 +26,22 @@ class RankOrder:
     """Plain data from which a process becomes a rank.
 
     Attributes:
+        request: The request for all ranks.
         local_world: The number of ranks on its machine.
         node: The machine's name in messages.
         worker: `module:Class` of the worker, which is made with a `Place` and `arguments`.
-        num_threads: CPU threads of torch; None divides the cores of the machine among its ranks.
         store: Host and port of the store where the ranks meet.
         environment: Variables to add to the environment of the process.
     """
 
+    request: RankRequest
     rank: int
-    world: int
     local_rank: int
     local_world: int
     node: str
     worker: str
     arguments: tuple[Any, ...]
     limits: TimeLimits
-    device: Literal["cpu", "cuda"]
-    num_threads: int | None
     store: tuple[str, int]
     environment: Mapping[str, str]
 
@@ -61,8 +60,9 @@ class RankMain:
             os.environ.update(self._order.environment)
             self._join()
             self.say(f"making {self._order.worker}")
-            place = Place(self._order.rank, self._order.world, self._order.local_rank, self._order.node, self.say)
-            self._worker = resolve_name(self._order.worker)(place, *self._order.arguments)
+            order = self._order
+            place = Place(order.rank, order.request.count, order.local_rank, order.node, self.say)
+            self._worker = resolve_name(order.worker)(place, *order.arguments)
         except BaseException as error:  # noqa: BLE001 - raised where the ranks were asked for
             return pack(Raised.of(error))
         self.say("waiting for a call")
@@ -88,8 +88,8 @@ class RankMain:
 
     def _join(self) -> None:
         order = self._order
-        torch.set_num_threads(order.num_threads or max(1, num_cores() // order.local_world))
-        profile = device_profile(order.device)
+        torch.set_num_threads(order.request.num_threads or max(1, num_cores() // order.local_world))
+        profile = device_profile(order.request.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
         # The store's limit is for ranks that start late, the group's limit for each exchange.
@@ -98,7 +98,7 @@ class RankMain:
             profile.process_group,
             store=store,
             rank=order.rank,
-            world_size=order.world,
+            world_size=order.request.count,
             timeout=timedelta(seconds=order.limits.collective_s),
-            device_id=profile.device if order.device == "cuda" else None,
+            device_id=profile.device if order.request.device == "cuda" else None,
         )

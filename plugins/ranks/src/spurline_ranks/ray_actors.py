@@ -216,25 +216,14 @@ class RayRanks(RankGroup):
         return [store for _, _, store in met]
 
     def _order(self, request: RankRequest, worker: str, arguments: tuple[Any, ...], store: tuple[str, int]) -> None:
-        chosen = self._cluster_request.env_vars
+        # Variables that the user has set for the cluster take precedence.
+        chosen, folder = self._cluster_request.env_vars, self._cluster_request.log_dir
+        environment = {name: value for name, value in request.variables.items() if name not in chosen}
+        local_world, limits = self.size // len(self._watchers), self._limits
         self._answers = {}
         for number, rank in enumerate(self._ranks):
-            order = RankOrder(
-                rank=number,
-                world=self.size,
-                local_rank=rank.local_rank,
-                node=rank.node.name,
-                worker=worker,
-                arguments=arguments,
-                limits=self._limits,
-                device=request.device,
-                num_threads=request.num_threads,
-                local_world=self.size // len(self._watchers),
-                store=store,
-                # Variables that the user has set for the cluster take precedence.
-                environment={name: value for name, value in request.variables.items() if name not in chosen},
-            )
-            folder = self._cluster_request.log_dir
+            local, node = rank.local_rank, rank.node.name
+            order = RankOrder(request, number, local, local_world, node, worker, arguments, limits, store, environment)
             log = None if folder is None else f"{folder}/rank-{number}.log"
             self._answers[rank.actor.start.remote(order, log)] = number
             rank.log = log or rank.log

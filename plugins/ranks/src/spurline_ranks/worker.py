@@ -28,6 +28,7 @@ from spurline_models.accumulate import SumsPart
 from spurline_models.dealing import RankShare
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
+from spurline_models.weight_buckets import PublishedPart
 from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
 from spurline_ranks.messages import read_objective
@@ -84,7 +85,8 @@ class RankWorker:
     """
 
     _saved_model: ClassVar[type[StoredModel]]
-    _gathering: WeightGathering
+    _gatherings: Mapping[str, WeightGathering]
+    """Gathers all weights of the policy, `model`, and its `adapter` if it has one."""
     _publishing: Publishing
     _policy: Any
     """This rank's part of the policy with its optimizer: `updates`, and the collectives `totals`, `step`, `tensors`."""
@@ -147,17 +149,17 @@ class RankWorker:
         take_over()
         return None
 
-    def gathering_plan(self) -> list[Bucket]:
-        return list(self._gathering.buckets())
+    def gathering_plan(self, part: PublishedPart) -> list[Bucket]:
+        return list(self._gatherings[part].buckets()) if part in self._gatherings else []
 
-    def weights(self, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (hf_name, whole tensor) of these weights on the first rank."""
-        whole = self._gathering.gather(bucket)
+    def weights(self, part: PublishedPart, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
+        """Gather (name in files, whole tensor) of these weights on the first rank."""
+        whole = self._gatherings[part].gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def write_weights(self, folder: str, dtype: torch.dtype, max_file_bytes: int) -> OSError | None:
         """Write whole weights; return the failure of this rank. See `Backend.write_weights`."""
-        failure = self._gathering.write(Path(folder), dtype, max_file_bytes, self._place.doing)
+        failure = self._gatherings["model"].write(Path(folder), dtype, max_file_bytes, self._place.doing)
         return None if failure is None else OSError(self._named(failure))
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
