@@ -28,9 +28,8 @@ from spurline_fsdp_backend.checkpoint import SavedModel, save
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
-    build_critic,
-    build_policy,
     build_reference,
+    build_trained,
     check_sharded,
     gathered,
     give_back,
@@ -80,7 +79,7 @@ class FsdpRank(RankWorker):
     def build(self) -> None:
         """Load the models; the first call."""
         self._place.doing("loading the model")
-        model = build_policy(self._run.model, self._config, self._meshes, self._run.seed)
+        model = build_trained(self._run.model, self._config, self._meshes, self._run.seed)
         check_config(model.causal, self._run.model.path, self._run.data.max_length)
         wanted = self._run.model.router_aux_loss
         self._balance = None if wanted is None else balance_coefficient(self._run.model, model.causal)
@@ -100,7 +99,7 @@ class FsdpRank(RankWorker):
         self._publishing = Publishing(self._place, self._gatherings, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
         if self._run.trained_critic is not None:
-            critic = build_critic(self._run.model, self._config, self._meshes, self._run.seed)
+            critic = build_trained(self._run.model, self._config, self._meshes, self._run.seed, critic=True)
             critic.read_as(self._policy.model.reading)
             self._critic = ShardedTrainedModel(critic, critic_optimization(self._run.trained_critic, self._registry))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -53,8 +53,8 @@ _ENTRY = "spurline_score"
 """The name of the whole model's forward method for streams."""
 
 
-class _ThroughRoot(StreamModel):
-    """Computes streams within one forward pass of the whole model.
+class ShardedStreamModel(StreamModel):
+    """A `StreamModel` whose parameters are sharded: it computes streams within one forward pass of the whole model.
 
     FSDP2 gathers embedding, last norm and output layer when the root module's forward begins, but `StreamModel` calls
     decoder and output layer apart.
@@ -91,27 +91,36 @@ class _ThroughRoot(StreamModel):
         return [*passes, *[idle] * (int(most) - len(passes))]
 
 
-class ShardedStreamModel(_ThroughRoot, StreamModel):
-    """A `StreamModel` whose parameters are sharded."""
-
-
-class ShardedValueModel(_ThroughRoot, ValueModel):
+class ShardedValueModel(ShardedStreamModel, ValueModel):
     """A `ValueModel` whose parameters are sharded."""
 
 
-_Model = TypeVar("_Model", bound=_ThroughRoot)
+def build_trained(
+    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool = False
+) -> ShardedStreamModel:
+    """Build the model of the config, sharded and loaded, in training mode. A collective. Raises ModelError.
 
+    Weights are in fp32, all trained or some frozen, or adapters are beside frozen weights in `base_dtype`. A critic has
+    a value head instead of the output layer.
+    """
+    if config.lora is None:
+        causal = _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
+    else:
+        from spurline_models.adapters.lora import add_adapters
 
-def build_policy(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedStreamModel:
-    """Build the model of the config, sharded and loaded, in training mode. A collective. Raises ModelError."""
-    causal = _build_trained(model, config, meshes, seed, critic=False)
-    return _ready(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes)
-
-
-def build_critic(model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int) -> ShardedValueModel:
-    """Build the same model with a value head instead of the output layer."""
-    causal = _build_trained(model, config, meshes, seed, critic=True)
-    return _ready(ShardedValueModel(causal), config, meshes)
+        dtype = base_dtype(config.lora, model)
+        plain = _build(model, config, meshes, seed, dtype, critic=critic)
+        causal = _without_values(model, config, dtype)
+        add_adapters(causal, config.lora, seed)
+        if critic:
+            put_value_head(causal, torch.float32)
+        shard(causal, config, meshes)
+        _take_over(causal, plain)
+        _draw_adapters(causal, seed, plain.device)
+    made = ShardedValueModel(causal) if critic else ShardedStreamModel(causal, config.logits_chunk_tokens)
+    if config.offload_activations:
+        made.offload_activations(device_profile(config.on))
+    return _sharing(made, config, meshes)
 
 
 def build_reference(
@@ -127,35 +136,13 @@ def build_reference(
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
         cast_parameters(causal, torch.bfloat16)
-    return _ready(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes, trained=False)
+    return _sharing(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes)
 
 
-def _ready(model: _Model, config: FsdpBackendConfig, meshes: Meshes, *, trained: bool = True) -> _Model:
-    profile = device_profile(config.on)
-    model.sharing = None if meshes.context is None else SequenceSharing(meshes.context, profile)
-    if trained and config.offload_activations:
-        model.offload_activations(profile)
+def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshes) -> ShardedStreamModel:
+    if meshes.context is not None:
+        model.sharing = SequenceSharing(meshes.context, device_profile(config.on))
     return model
-
-
-def _build_trained(
-    model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool
-) -> PreTrainedModel:
-    """Build with weights in fp32, all trained or some frozen, or adapters beside frozen weights in `base_dtype`."""
-    if config.lora is None:
-        return _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
-    from spurline_models.adapters.lora import add_adapters
-
-    dtype = base_dtype(config.lora, model)
-    plain = _build(model, config, meshes, seed, dtype, critic=critic)
-    adapted = _without_values(model, config, dtype)
-    add_adapters(adapted, config.lora, seed)
-    if critic:
-        put_value_head(adapted, torch.float32)
-    shard(adapted, config, meshes)
-    _take_over(adapted, plain)
-    _draw_adapters(adapted, seed, plain.device)
-    return adapted
 
 
 def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
