@@ -50,7 +50,6 @@ from spurline_models.weights import NamedWeights
 from spurline_ranks.group import Place
 from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
-from spurline_ranks.sequence_sharing import check_sharing
 from spurline_ranks.weight_gathering import WeightGathering, as_arrays
 from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker
@@ -86,11 +85,6 @@ class FsdpRank(RankWorker):
         self._place.doing("checking that packed rows are exact for this model")
         asked = {"replays": self._run.source.facts.replays_experts, "balances": self._balance is not None}
         check_sharded(model, self._config, self._profile, self._run.model.path, **asked)
-        if self._config.probe and model.sharing is not None:
-            half = self._config.computes_in == "bf16"
-            with torch.compiler.set_stance("force_eager"):
-                check_sharing(model, self._profile, self._run.model.path, half_precision=half)
-            give_back(model.causal)
         self._policy = ShardedTrainedModel(model, policy_optimization(self._run, self._registry, self._total))
         gathers, adapted = _ShardGathering(model.causal, self._memory.read), self._config.lora is not None
         self._gatherings = {"model": WeightGathering(NamedWeights(model.causal, adapted=adapted), gathers)}

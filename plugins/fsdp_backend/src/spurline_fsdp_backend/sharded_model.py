@@ -294,12 +294,12 @@ def check_sharded(
     balances: bool = False,
 ) -> None:
     """Run `check_exactness`, or with `probe: false` only its choice of a reading, and `check_routers`. A collective."""
+    half = config.computes_in == "bf16"
     # The probe calls decoder and output layer apart, and FSDP2 gathers weights only for the whole model.
     cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
         with torch.compiler.set_stance("force_eager"):
-            half = config.computes_in == "bf16"
             if config.probe:
                 check_exactness(model, profile, path, in_half_precision=half)
             else:
@@ -307,7 +307,9 @@ def check_sharded(
             check_routers(model, profile, path, replays=replays, balances=balances)
     finally:
         give_back(model.causal)
-    if model.sharing is not None and model.reading != "stream":
+    if model.sharing is None:
+        return
+    if model.reading != "stream":
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) reads a row for each sequence, so ranks "
             "cannot share one. Set backend.context: 1."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field, model_validator
 
@@ -66,22 +66,14 @@ class ClusterConfig(Section):
             )
 
 
-@runtime_checkable
-class PlacedOnCluster(Protocol):
-    """Settings of a component whose processes may be placed on the run's Ray cluster."""
-
-    def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
-        """Return the room that the component needs there, or None."""
-        ...
-
-
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
     """Yield (key of the section, need) of everything that this run places on its cluster.
 
-    Ranks come first: they need whole machines, before engines take parts of machines.
+    A section that may be placed there has a method `cluster_need(run)`, which returns its need or None. Ranks come
+    first: they need whole machines, before engines take parts of machines.
     """
-    sections = [(path, section) for path, section in sections_within(run) if isinstance(section, PlacedOnCluster)]
-    needs = [(path, need) for path, section in sections if (need := section.cluster_need(run)) is not None]
+    sections = [(path, getattr(section, "cluster_need", None)) for path, section in sections_within(run)]
+    needs = [(path, need) for path, ask in sections if ask is not None and (need := ask(run)) is not None]
     yield from sorted(needs, key=lambda found: not found[1].together)
 
 

@@ -32,12 +32,9 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
         raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. They are numbered as CUDA does.")
     usable = seen if request.gpus is None else tuple(seen[gpu] for gpu in request.gpus)
     if request.count > len(usable):
+        fix = f"Set it to {len(usable)}, or device: cpu." if usable else "Set device: cpu."
         raise ConfigError.at(
-            "backend.ranks",
-            f"asks for {request.count} ranks with a GPU each, and there are {len(usable)}. "
-            f"Set it to {len(usable)}, or device: cpu."
-            if usable
-            else f"asks for {request.count} ranks with a GPU each, and there is none. Set device: cpu.",
+            "backend.ranks", f"asks for {request.count} ranks with a GPU each, and there are {len(usable)}. {fix}"
         )
     return usable[: request.count]
 
