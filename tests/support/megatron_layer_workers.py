@@ -19,9 +19,9 @@ from transformers import AutoConfig, LlamaConfig
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.core_attention import Rotary, SegmentCoreAttention, StreamParams, packed_params
+from spurline_megatron_backend.gpt import Groups
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.model_building import build_parts
-from spurline_megatron_backend.parallel_state import Groups
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_ranks.group import Place
 from spurline_ranks.sequence_sharing import SequenceSharing

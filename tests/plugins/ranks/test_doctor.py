@@ -102,7 +102,8 @@ def test_wrong_values_of_an_exchange_are_worse_than_slow_ones() -> None:
 
 
 def test_a_machine_without_megatron_core_is_told_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spurline_megatron_backend.doctor.has_megatron_core", lambda: False)
+    for module in ("configs", "doctor"):
+        monkeypatch.setattr(f"spurline_megatron_backend.{module}.has_megatron_core", lambda: False)
     [finding] = found(tmp_path, "megatron").values()
     assert finding.fix == "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
 

@@ -37,6 +37,7 @@ class FsdpBackendConfig(RankBackendConfig):
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
+    doctor_rank: ClassVar[str] = "spurline_fsdp_backend.mesh:FsdpDoctorRank"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
 
     name: str = "fsdp"

@@ -5,12 +5,15 @@ Ranks are numbered machine by machine, so ranks that share a sequence are on one
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_ranks.doctor import DoctorRank
 from spurline_ranks.group import Place
 
 REPLICA, SHARD, DATA, CONTEXT = "replica", "shard", "data", "context"
@@ -56,3 +59,22 @@ def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
         alone = init_device_mesh(device, (place.world, 1), mesh_dim_names=(RANK, ALONE))[ALONE]
     sharding = init_device_mesh(device, shape, mesh_dim_names=names)
     return Meshes(sharding, group, experts, alone, place.rank % context)
+
+
+class FsdpDoctorRank(DoctorRank):
+    """A rank of `spurline doctor`, without a model."""
+
+    def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
+        meshes = make_meshes(config, place)
+        groups: dict[str, ProcessGroup | None] = {"ranks that share sequences": meshes.context}
+        if meshes.sharding.ndim == 2:
+            groups |= {
+                "ranks that hold one copy of the model": meshes.sharding.get_group(SHARD),
+                "ranks that hold the same part of the copies": meshes.sharding.get_group(REPLICA),
+            }
+        if meshes.experts is not None:
+            groups |= {
+                "ranks that divide the experts": meshes.experts.get_group(EXPERT),
+                "ranks that hold parts of the same experts": meshes.experts.get_group(EXPERT_SHARD),
+            }
+        return groups

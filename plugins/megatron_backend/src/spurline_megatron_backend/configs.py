@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
@@ -17,6 +17,7 @@ from spurline.protocols.backend import BackendFacts
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_megatron_backend.grid import Grid
+from spurline_models.machine import Finding
 from spurline_ranks.configs import RankBackendConfig
 
 _FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
@@ -37,6 +38,7 @@ class MegatronBackendConfig(RankBackendConfig):
     """Megatron-core: ranks divide each layer, the layers, the sequences and the experts; optimizer state lies once."""
 
     package: ClassVar[str] = "spurline_megatron_backend"
+    doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"
     beyond: ClassVar[str] = "Train a smaller model, or on more machines."
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
@@ -106,6 +108,12 @@ class MegatronBackendConfig(RankBackendConfig):
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
         return self._part("layout_search:suggested_layouts")(self, run, row_length, tokens, usable_bytes)
+
+    def doctor(self, run: RunConfig) -> Iterator[Finding]:
+        yield self._part("doctor:look_for_core")()
+        # Machines of a cluster have their own packages.
+        if has_megatron_core() or self.launch == "ray":
+            yield from super().doctor(run)
 
     @property
     def rank_variables(self) -> Mapping[str, str]:

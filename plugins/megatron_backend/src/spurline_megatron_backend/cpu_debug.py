@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
-    """A CUDA stream or event where everything is done in order anyway."""
+    """Stands for a CUDA stream or event where everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -39,7 +39,7 @@ class _Stream:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes tensors that are asked for on CUDA on the CPU."""
+    """Makes tensors on the CPU that Megatron wants on CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def run_on_cpu() -> None:
-    """Replace what needs CUDA, in this thread and for good; once Megatron-core is imported, before a rank is made."""
+    """Replace what needs CUDA, for this process, after Megatron-core is imported and before a rank is made."""
     assert not torch.cuda.is_available(), "a rank on the CPU sees a GPU"
     cuda: Any = torch.cuda
     cpu = torch.device("cpu")
@@ -78,8 +78,7 @@ def run_on_cpu() -> None:
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     mappings._gather_along_first_dim = partial(_gathered, gather)
     mappings._reduce_scatter_along_first_dim = partial(_scattered, scatter)
-    # The functions that Megatron-core has torch compile are one kernel then, which saves a GPU memory. Here they would
-    # cost every rank seconds of its first step.
+    # Compiling Megatron-core's small functions saves memory on GPUs, but here it would cost every rank seconds.
     torch.compiler.set_stance("force_eager")
     _OnCpu().__enter__()
 
@@ -95,7 +94,7 @@ def _gathered(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Gather rows as Megatron does, even unequally many per rank, which gloo does not support. A collective."""
+    """Gather rows as Megatron does, also different numbers per rank, which gloo does not support. A collective."""
     if output_split_sizes is None or group.size() == 1:
         return gather(values, group, None, use_global_buffer)
     longest = max(output_split_sizes)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from spurline.config.run_config import RunConfig
 from spurline_megatron_backend.configs import INSTALL_CORE, has_megatron_core
 from spurline_megatron_backend.grid import Grid, Place
 from spurline_models.machine import Finding
-from spurline_ranks.doctor import DoctorRank, examine
+from spurline_ranks.doctor import DoctorRank
 from spurline_ranks.group import Place as RankPlace
-
-if TYPE_CHECKING:
-    from spurline_megatron_backend.configs import MegatronBackendConfig
 
 Coordinates = Callable[[Place], tuple[int, ...]]
 """Returns the coordinates that all ranks of a group share."""
@@ -37,17 +33,12 @@ _OF_EXPERTS: Mapping[str, Coordinates] = {
 }
 
 
-def doctor(config: MegatronBackendConfig, run: RunConfig) -> Iterator[Finding]:
-    """Start the ranks and yield what they find; see `RankBackendConfig.doctor`."""
-    if has_megatron_core():
-        engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"
-        yield Finding("layers", f"of megatron-core {version('megatron-core')}, in torch; TransformerEngine {engine}")
-    else:
-        yield Finding("layers", "megatron-core is not installed here", INSTALL_CORE)
-        # Machines of a cluster have their own packages.
-        if config.launch != "ray":
-            return
-    yield from examine(config, run, f"{__name__}:MegatronDoctorRank")
+def look_for_core() -> Finding:
+    """Find Megatron-core on this machine."""
+    if not has_megatron_core():
+        return Finding("layers", "megatron-core is not installed here", INSTALL_CORE)
+    engine = "is installed here, and is not used" if find_spec("transformer_engine") else "is not here, nor needed"
+    return Finding("layers", f"of megatron-core {version('megatron-core')}, in torch; TransformerEngine {engine}")
 
 
 class MegatronDoctorRank(DoctorRank):

@@ -7,6 +7,7 @@ stage; on the last stage -> `loss_inputs`, which computes logprobs, or a critic'
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,26 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture
-from spurline_megatron_backend.parallel_state import Groups
+from spurline_megatron_backend.grid import Grid, Place
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_models.streams.stream_model import ValueHead
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The place and the groups of this rank; `context` is None if each rank has its own sequences."""
+
+    grid: Grid
+    place: Place
+    tensor: ProcessGroup
+    context: ProcessGroup | None
 
 
 class HiddenGPT(GPTModel):

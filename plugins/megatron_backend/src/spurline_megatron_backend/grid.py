@@ -1,7 +1,7 @@
-"""Where each rank stands in the grid of tensor, context, expert, data and pipeline groups, and which layers it holds.
+"""The places of ranks in tensor, context, expert, data and pipeline groups, and the layers that they hold.
 
-Numbers alone: no torch, no process groups. Ranks are numbered as Megatron-core numbers them: tensor fastest, then
-context, data, and pipeline slowest, so that the groups that exchange most lie on one machine.
+Ranks are numbered as in Megatron-core: tensor fastest, then context, data, and pipeline slowest, so that the groups
+that exchange most lie on one machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's number in each of its groups. Experts have a grid of their own, with three numbers."""
+    """One rank's number in each of its groups. Experts have groups of their own, with three numbers."""
 
     tensor: int
     context: int
@@ -24,7 +24,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Grid:
-    """How `ranks` processes are divided. A pipeline stage holds `virtual_stages` parts of the model, in turns."""
+    """The division of `ranks` processes. A pipeline stage holds `virtual_stages` parts of the model."""
 
     ranks: int
     tensor: int = 1
@@ -63,7 +63,7 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Return whether this rank answers for all that compute the same rows: it has their logprobs."""
+        """Return whether this rank answers for all ranks that compute the same rows: it has their logprobs."""
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 
@@ -72,13 +72,12 @@ class Grid:
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
     def count_layers(self, num_layers: int, stage: int) -> int:
-        """Return the number of layers of this stage, of so many in all."""
         return sum(part_sizes(num_layers, self.pipeline * self.virtual_stages)[stage :: self.pipeline])
 
     def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
         """Return the numbers of the layers of each model part of this stage.
 
-        Parts are as equal as can be; the first and the last, which have the embedding and the output layer too, are
+        Parts are as equal as possible. The first and the last, which also have the embedding and the output layer, are
         never larger than others.
         """
         sizes = part_sizes(num_layers, self.pipeline * self.virtual_stages)
@@ -90,7 +89,7 @@ class Grid:
 def part_sizes(num_layers: int, num_parts: int) -> list[int]:
     """Return the number of layers of each part of the model, in order."""
     size, extra = divmod(num_layers, num_parts)
-    # Parts in the middle take what is left over, the later ones first: these keep fewer activations.
+    # Parts in the middle take remaining layers, the later parts first: they keep fewer activations.
     order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]
     larger = set(order[:extra])
     return [size + (number in larger) for number in range(num_parts)]

@@ -17,9 +17,8 @@ from torch import nn
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.core_attention import SegmentCoreAttention
-from spurline_megatron_backend.gpt import HiddenGPT
+from spurline_megatron_backend.gpt import Groups, HiddenGPT
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.parallel_state import Groups
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 needs the name, and defines it only with TransformerEngine.

@@ -1,7 +1,7 @@
-"""Make a process ready for Megatron-core, and open the rank in it: what the controller names as the worker.
+"""Prepare a process for Megatron-core, and make the rank in it.
 
-Ranks are forked from a process that has imported this module. With GPUs it imports nothing of Megatron-core, which
-looks at the device of the process when it is imported; without any it imports all of it, as that takes seconds.
+Ranks are forked from a process that has imported this module. Without GPUs it imports Megatron-core, which takes
+seconds. With GPUs it does not, since Megatron-core looks at the process's device when it is imported.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 def _import_rank() -> type[MegatronRank]:
     import megatron.core.jit
 
-    # Modules imported from here on would otherwise have torch compile small functions, such as one that every router
-    # calls, again for each new number of tokens.
+    # Modules that are imported later would otherwise compile small functions for each new number of tokens.
     megatron.core.jit.disable_jit_fuser()
     from spurline_megatron_backend.rank import MegatronRank
 
@@ -34,7 +33,7 @@ if not num_gpus():
 
 
 def open_rank(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> MegatronRank:
-    """A `Worker`."""
+    """Make a rank of this backend."""
     run, registry = read_run(plain_run)
     rank = _import_rank()
     if cast(MegatronBackendConfig, run.backend).on == "cpu":

@@ -1,11 +1,11 @@
 """Say which boxes of which Hugging Face tensors make up each Megatron parameter of a rank.
 
-Loading, gathering, checkpoints and plans use this one table: no other module knows how Megatron lays weights out.
-Tensors have the names and shapes that a transformers model has in memory: experts of a layer are one tensor.
+Loading, gathering, checkpoints and plans use this table: no other module knows how Megatron lays weights out. Tensors
+have the names and shapes of a transformers model in memory, where experts of a layer are one tensor.
 
-A parameter is its parts one after the other, each flattened row by row. That covers every rule of Megatron: whole,
-divided by rows or columns, queries, keys and values interleaved by group, gate and up projection in one, the vocabulary
-padded. Numbers alone: no torch.distributed, no megatron.
+A parameter is its parts one after the other, each flattened row by row. This covers every rule of Megatron: whole
+parameters, division by rows or columns, queries, keys and values interleaved by group, gate and up projection together,
+and a padded vocabulary. Imports neither torch.distributed nor megatron.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HeldParameter:
 
     Attributes:
         shape: Its shape on this rank.
-        parts: Its parts in order; padding of the vocabulary, with zeros, comes after the last.
+        parts: Its parts in order; padding of the vocabulary with zeros comes last.
         is_divided: Whether the ranks of its tensor group hold different parts.
         is_expert: Whether it belongs to an expert, with groups of its own.
         is_copy: Whether it is the output layer of a tied model on the last stage, a copy of the embedding.
@@ -53,11 +53,11 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""Parameters by the names of Megatron, `decoder.layers.0.mlp.linear_fc1.weight`; 0 is the first layer of the part."""
+"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`, where 0 is the part's first layer."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
-    """Return the rows of the embedding over all ranks of a tensor group, which divide them evenly."""
+    """Return the number of rows of the embedding, padded so that a tensor group divides them evenly."""
     return math.ceil(architecture.vocabulary / grid.tensor) * grid.tensor
 
 
@@ -120,7 +120,7 @@ class _Rules:
     place: Place
 
     def layer(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield the parameters of a layer by their names in it. at: Its prefix in the Hugging Face model."""
+        """Yield the parameters of a layer by their names in it; `at` is its prefix in the Hugging Face model."""
         a = self.architecture
         yield "input_layernorm.weight", self.whole(f"{at}input_layernorm.weight", a.hidden)
         yield "self_attention.linear_qkv.weight", self._qkv(at, "weight", a.hidden)
@@ -145,7 +145,7 @@ class _Rules:
         return HeldParameter(shape, (Part(name, shape, Box.whole(shape), 0),), is_divided=False)
 
     def vocabulary(self, name: str, *, is_copy: bool = False) -> HeldParameter:
-        """Divide a parameter by rows. With padding, the last ranks may hold fewer rows of the tensor than others."""
+        """Divide a parameter by rows. With padding, the last ranks may hold fewer rows of the tensor."""
         a, rank = self.architecture, self.place.tensor
         rows = padded_vocabulary(a, self.grid) // self.grid.tensor
         real = max(0, min(rows, a.vocabulary - rank * rows))
@@ -183,7 +183,7 @@ class _Rules:
         return HeldParameter((2 * rows, a.hidden), parts, is_divided=True)
 
     def _experts(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield this rank's experts, which are rows of two tensors; the first holds gates above up projections."""
+        """Yield this rank's experts, as rows of two tensors: gates above up projections, and down projections."""
         a, place = self.architecture, self.place
         count = a.num_experts // self.grid.expert
         rows = a.expert_ffn // self.grid.expert_tensor

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,9 +24,10 @@ from spurline.protocols.loss import ENTROPY, Objective, TokenLossInputs
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.checkpoint import SavedModel, save, weights_digest
 from spurline_megatron_backend.core_attention import Rotary
+from spurline_megatron_backend.gpt import Groups
+from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.loading import load_weights
 from spurline_megatron_backend.model_building import COMPUTED, build_parts
-from spurline_megatron_backend.parallel_state import open_groups
 from spurline_megatron_backend.parts import held_parameters, whole_shapes
 from spurline_megatron_backend.probe import check_exactness
 from spurline_megatron_backend.router_replay import router_choices
@@ -58,7 +61,7 @@ class MegatronRank(RankWorker):
         super().__init__(place, run, registry, total_updates)
         # Without `ranks` the config counts GPUs, and a rank sees only one.
         grid = replace(self._config.grid, ranks=place.world)
-        self._groups = open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
+        self._groups = _open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
         # Ranks that compute the same rows compute the same loss on the last stage, and one of them counts it.
         self._counts = grid.speaks(place.rank)
 
@@ -253,3 +256,23 @@ class MegatronRank(RankWorker):
             if self._config.reference == "host":
                 self._reference.to(torch.device("cpu"))
                 self._profile.release_cached_memory()
+
+
+def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
+    """Open the groups, with the time limit of an exchange and the seed of Megatron's generators. A collective."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=grid.tensor,
+        pipeline_model_parallel_size=grid.pipeline,
+        virtual_pipeline_model_parallel_size=grid.virtual_stages if grid.virtual_stages > 1 else None,
+        context_parallel_size=grid.context,
+        expert_model_parallel_size=grid.expert,
+        expert_tensor_parallel_size=grid.expert_tensor,
+        # Megatron passes it to timedelta, which takes parts of minutes.
+        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
+        create_gloo_process_groups=False,
+    )
+    model_parallel_cuda_manual_seed(seed % 2**31)
+    # Megatron's functions have no types.
+    state: Any = parallel_state
+    context = state.get_context_parallel_group() if grid.context > 1 else None
+    return Groups(grid, grid.place(rank), state.get_tensor_model_parallel_group(), context)

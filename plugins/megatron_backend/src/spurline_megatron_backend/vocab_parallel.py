@@ -1,9 +1,8 @@
-"""Logprob and entropy of chosen tokens, where ranks of a tensor group each compute logits of a part of the vocabulary.
+"""Compute logprobs and entropy where ranks of a tensor group each compute the logits of a part of the vocabulary.
 
-Place on the way: hidden states where there is loss, the same on all ranks of the group -> each rank's logits, a chunk
-of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: ranks exchange the
-greatest logit, the sum of exponentials and the target's logit of each position. All functions are collectives of the
-group.
+Place on the way: hidden states at positions with loss, the same on all ranks of the group -> each rank's logits, a
+chunk of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: ranks exchange
+the largest logit, the sum of exponentials and the target's logit of each position. All functions are collectives.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 class VocabularyLogprobs:
     """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
 
-    With several chunks their logits are recomputed in the backward pass.
+    The logits of several chunks are recomputed in the backward pass.
 
     Args:
         logits: Computes this rank's logits [N, V] of hidden states [N, H]; rank r has the tokens from r * V on.
@@ -46,13 +45,13 @@ class VocabularyLogprobs:
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] when asked for.
+        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] or None.
 
-        Both are of softmax(logits / temperature). All ranks of the group have equal arguments, and go backward from the
-        same loss, which counts once.
+        Both are of softmax(logits / temperature). All ranks of the group have equal arguments and the same loss, which
+        counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        # Ranks recompute their chunks in the same order, so that their exchanges fit together.
+        # Ranks recompute chunks in the same order, so that their exchanges match.
         return scored_in_chunks(score, hidden, targets, self.chunk_tokens, draws=False)
 
     def _score(
@@ -60,7 +59,7 @@ class VocabularyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         logits = self._logits(hidden)
         if logits.dtype in _HALF_PRECISION:
-            # Half-precision logits are exact enough, a softmax over 1e5 of them is not.
+            # A softmax over 1e5 logits needs single precision.
             logits = logits.float()
         if temperature != 1.0:
             logits = logits / temperature
@@ -74,7 +73,7 @@ class VocabularyLogprobs:
 
 
 class _Scores(torch.autograd.Function):
-    """Logits [N, V] of each rank -> logprob, and entropy when asked for, [1 or 2, N] on every rank.
+    """Turns each rank's logits [N, V] into logprobs, and entropies if wanted: [1 or 2, N], the same on every rank.
 
     Targets are int64 [N], counted from this rank's first column. All ranks get the same gradient of the result.
     """
@@ -90,7 +89,7 @@ class _Scores(torch.autograd.Function):
         exponentials = shifted.exp_()
         sums = [exponentials.sum(1), of_target]
         if want_entropy:
-            # Not the product with the logits: padding has -inf, and 0 times that is NaN.
+            # The product with logits would be NaN for padding, whose logits are -inf.
             sums.append(torch.special.entr(exponentials).sum(1))
         reduced = torch.stack(sums)
         dist.all_reduce(reduced, group=group)

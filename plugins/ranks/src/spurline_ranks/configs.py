@@ -26,8 +26,8 @@ class RankBackendConfig(ModelBackendConfig):
     """A backend whose model is divided among ranks.
 
     Functions that need torch are in modules of the backend's `package`: `layout` has `check_model`, `describe_layout`
-    and `savings`, `memory` has `estimate_memory`, and `doctor` has `doctor`. Each takes the config and the arguments of
-    the method of its name.
+    and `savings`, and `memory` has `estimate_memory`. Each takes the config and the arguments of the method of its
+    name.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
@@ -35,6 +35,8 @@ class RankBackendConfig(ModelBackendConfig):
     }
     package: ClassVar[str] = ""
     """The package of these modules, such as `spurline_fsdp_backend`."""
+    doctor_rank: ClassVar[str] = ""
+    """`module:Class` of the backend's `DoctorRank`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. `launch: ray` needs a
@@ -223,7 +225,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """Start the ranks without a model, and yield findings for `spurline doctor`."""
-        return self._part("doctor:doctor")(self, run)
+        return resolve("spurline_ranks.doctor:examine", f"backend '{self.name}'")(self, run, self.doctor_rank)
 
     def _part(self, name: str) -> Callable[..., Any]:
         return resolve(f"{self.package}.{name}", f"backend '{self.name}'")
