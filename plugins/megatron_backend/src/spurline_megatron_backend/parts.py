@@ -53,7 +53,7 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`, where 0 is the part's first layer."""
+"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`; layer 0 is the part's first."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
