@@ -15,16 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from spurline.errors import DataError, SpurlineError
+from spurline.errors import DataError
 from spurline_ranks.group import Place
-
-
-class TwoPartError(SpurlineError):
-    """An error whose class takes other arguments than its text."""
-
-    def __init__(self, part: str, other: str) -> None:
-        super().__init__(f"{part} and {other}")
-        self.part = part
 
 
 class Unreadable:
@@ -80,8 +72,6 @@ class Worker:
             raise DataError("rows.jsonl:3: prompt is empty. Remove the row.")
         if how == "value":
             raise ValueError("broken on purpose")
-        if how == "two_parts":
-            raise TwoPartError("this", "that")
         if how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "abort":

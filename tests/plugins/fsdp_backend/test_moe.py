@@ -26,20 +26,6 @@ def run_of(backend: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"ranks": 4, "expert": 3}, "expert is 3, which does not divide the 4 ranks"),
-        ({"ranks": 4, "expert": 2, "replicas": 2}, "expert together with replicas"),
-        ({"ranks": 2, "expert": 2, "compile": True}, "compile together with expert"),
-        ({"ranks": 2, "expert": 2, "lora": {"rank": 4}}, "lora together with expert"),
-    ],
-)
-def test_layouts_that_cannot_be_are_refused_before_anything_starts(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(run_of({"name": "fsdp", "device": "cpu", **settings}))
-
-
-@pytest.mark.parametrize(
     ("experts", "message"), [(None, "the model has no experts. Set expert to 1"), (3, "does not divide the 3 experts")]
 )
 def test_models_whose_experts_ranks_cannot_share_equally_are_refused_before_ranks_start(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_plans import config_of, planned, with_model
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from spurline.config.loading import load_config
@@ -17,7 +18,6 @@ from spurline_planning import fit
 from spurline_planning.plan import Plan, make_plan
 
 ROOT = Path(__file__).parents[3]
-BACKEND = {"name": "fsdp", "device": "cuda", "ranks": 8, "precision": "bf16"}
 BILLIONS = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -33,32 +33,7 @@ BILLIONS = {
 
 @pytest.fixture
 def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> dict[str, Any]:
-    return {
-        "plugins": ["fsdp_backend"],
-        "run_dir": str(tmp_path / "run"),
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(spurline_chat_file), "max_length": 64},
-        "batch_size": 16,
-        "steps": 2,
-        "collator": {"name": "packed", "max_tokens": 64},
-        "backend": BACKEND,
-    }
-
-
-def planned(config: dict[str, Any], *, gib: float | None = None, **backend: Any) -> Plan:
-    loaded = load_config({**config, "backend": {**config["backend"], **backend}})
-    return make_plan(loaded, device_bytes=None if gib is None else int(gib * 2**30))
-
-
-def with_model(config: dict[str, Any], folder: Path, model: Any) -> dict[str, Any]:
-    """The config with a model of this architecture and the tiny tokenizer."""
-    tiny = Path(config["model"]["path"])
-    folder.mkdir()
-    for file in tiny.iterdir():
-        if file.name != "model.safetensors":
-            (folder / file.name).write_bytes(file.read_bytes())
-    model.save_pretrained(folder)
-    return config | {"model": {"path": str(folder), "init": "random"}}
+    return config_of("fsdp", spurline_tiny_model, spurline_chat_file, tmp_path)
 
 
 def memory(plan: Plan) -> dict[str, float]:
@@ -81,7 +56,7 @@ def test_a_plan_for_a_cluster_whose_machines_are_not_known_guesses_none(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", tuple)
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 256}
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS).to_json_string()) | {"batch_size": 256}
     unknown = planned(config, ranks=16, launch="ray", cpu_offload=True, gib=1).sections
     assert unknown["parallel layout"][:2] == [
         "16 ranks on a Ray cluster, cuda, bf16: 16 data",
@@ -95,7 +70,7 @@ def test_a_plan_for_a_cluster_whose_machines_are_not_known_guesses_none(
 
 
 def test_parts_that_are_sharded_shrink_with_the_ranks_and_others_do_not(config: dict[str, Any], tmp_path: Path) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS).to_json_string())
     few, many = memory(planned(config, ranks=2)), memory(planned(config, ranks=8))
     for part in ("weights", "gradients", "optimizer"):
         assert few[part] == pytest.approx(4 * many[part], rel=0.001)
@@ -110,7 +85,7 @@ def test_parts_that_are_sharded_shrink_with_the_ranks_and_others_do_not(config: 
 def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 2048, "num_hidden_layers": 2, "num_experts": 32, "moe_intermediate_size": 4096}
     shape = {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 1024}
-    config = with_model(config, tmp_path / "moe", Qwen3MoeConfig(**shape))
+    config = with_model(config, tmp_path / "moe", Qwen3MoeConfig(**shape).to_json_string())
     whole, divided = memory(planned(config)), memory(planned(config, expert=4))
     # 32 experts on 8 ranks are 4 on each, in either way.
     assert divided["weights"] == whole["weights"]
@@ -129,7 +104,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp
 def test_a_plan_suggests_the_cheapest_change_that_fits(
     config: dict[str, Any], tmp_path: Path, gib: float, suggested: str | None
 ) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 2048}
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS).to_json_string()) | {"batch_size": 2048}
     said = planned(config, gib=gib).sections["memory (estimate)"]
     if suggested is None:
         assert said[-1] == "fits a device of 500.0 GiB"
@@ -144,7 +119,7 @@ def test_a_plan_suggests_the_cheapest_change_that_fits(
 
 
 def test_offloaded_parts_are_counted_where_they_are(config: dict[str, Any], tmp_path: Path) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS))
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS).to_json_string())
     on_device, offloaded = memory(planned(config)), memory(planned(config, cpu_offload=True))
     assert "weights" not in offloaded
     kept = sum(on_device[part] for part in ("weights", "gradients", "optimizer"))
@@ -155,7 +130,7 @@ def test_offloaded_parts_are_counted_where_they_are(config: dict[str, Any], tmp_
 def test_a_suggestion_to_offload_says_what_the_host_needs(
     config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here: int
 ) -> None:
-    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS)) | {"batch_size": 256}
+    config = with_model(config, tmp_path / "8b", Qwen3Config(**BILLIONS).to_json_string()) | {"batch_size": 256}
     elsewhere = planned(config, gib=24).sections["memory (estimate)"][-1]
     assert "and 122.1 GiB in the memory of the fullest machine" in elsewhere
     monkeypatch.setattr(fit, "memory_bytes", lambda: here)
@@ -195,6 +170,9 @@ def test_a_plan_finds_a_model_that_the_ranks_cannot_divide(config: dict[str, Any
         ({"gpus": [], "ranks": None}, "backend.ranks takes all GPUs of this machine, and there are none"),
         ({"launch": "ray", "ranks_per_node": 3}, "backend.ranks_per_node is 3, which does not divide the 8 ranks"),
         ({"replicas": 2, "expert": 2}, "backend.expert together with replicas is not supported"),
+        ({"expert": 3}, "backend.expert is 3, which does not divide the 8 ranks"),
+        ({"expert": 2, "compile": True}, "backend.compile together with expert"),
+        ({"expert": 2, "lora": {"rank": 4}}, "backend.lora together with expert"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused_with_what_would(
@@ -240,7 +218,7 @@ def test_examples_for_eight_gpus_fit_them(
 ) -> None:
     """With a model of that size whose weights are not there, as a laptop without a network has it."""
     rows = config["data"]["train"]
-    folder = with_model(config, tmp_path / "model", architecture)["model"]["path"]
+    folder = with_model(config, tmp_path / "model", architecture.to_json_string())["model"]["path"]
     overrides = [f"model.path={folder}", f"data.train={rows}", f"data.eval={rows}", "trackers=[]"]
     plan = make_plan(load_config(ROOT / "examples" / f"{example}.yaml", overrides), device_bytes=80 * 2**30)
     assert "no weights can be loaded from folder" in str(plan.problems[-1])

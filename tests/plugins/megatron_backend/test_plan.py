@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rank_plans import config_of, planned, with_model
 from transformers import AutoConfig
 
 from spurline.config.loading import load_config
@@ -19,7 +20,7 @@ from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, find_layouts, idle_share, sent_bytes
 from spurline_megatron_backend.memory import estimate_fullest
-from spurline_planning.plan import Plan, make_plan
+from spurline_planning.plan import make_plan
 
 PUBLISHED = Path(__file__).parent / "published"
 GIB = 2**30
@@ -28,31 +29,11 @@ BACKEND = {"name": "megatron", "device": "cuda", "ranks": 8, "precision": "bf16"
 
 @pytest.fixture
 def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> dict[str, Any]:
-    return {
-        "plugins": ["megatron_backend"],
-        "run_dir": str(tmp_path / "run"),
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(spurline_chat_file), "max_length": 64},
-        "batch_size": 16,
-        "steps": 2,
-        "collator": {"name": "packed", "max_tokens": 64},
-        "backend": BACKEND,
-    }
-
-
-def planned(config: dict[str, Any], *, gib: float | None = None, **backend: Any) -> Plan:
-    loaded = load_config({**config, "backend": {**config["backend"], **backend}})
-    return make_plan(loaded, device_bytes=None if gib is None else int(gib * GIB))
+    return config_of("megatron", spurline_tiny_model, spurline_chat_file, tmp_path)
 
 
 def with_published(config: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """The config with a published model's config, the tiny tokenizer and no weights."""
-    folder.mkdir()
-    for file in Path(config["model"]["path"]).iterdir():
-        if file.name not in ("model.safetensors", "config.json"):
-            (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "config.json").write_text((PUBLISHED / f"{name}.json").read_text())
-    return config | {"model": {"path": str(folder), "init": "random"}, "batch_size": 512}
+    return with_model(config, folder, (PUBLISHED / f"{name}.json").read_text()) | {"batch_size": 512}
 
 
 def architecture_of(name: str) -> Architecture:
@@ -137,10 +118,6 @@ def test_a_plan_says_how_near_the_nearest_layout_comes(config: dict[str, Any], t
     said = planned(config, gib=80).sections["layouts (estimate)"]
     assert said[-1].startswith("none fits. --set backend.tensor=8 ")
     assert "of 72.0 GiB; most of it is optimizer, " in said[-1]
-
-
-def test_no_layouts_are_named_where_no_device_is_known(config: dict[str, Any]) -> None:
-    assert "layouts (estimate)" not in planned(config).sections
 
 
 ARCHITECTURES = st.builds(

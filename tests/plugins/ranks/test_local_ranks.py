@@ -19,7 +19,6 @@ import numpy as np
 import psutil
 import pytest
 from listening import listening, reachable
-from rank_workers import TwoPartError
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
@@ -143,12 +142,6 @@ def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: St
     assert "rank_workers.py" in str(raised.value.__cause__)
     assert "in _fail" in str(raised.value.__cause__)
     _assert_all_gone(pids)
-
-
-def test_an_error_of_a_class_that_wants_other_arguments_comes_back_with_its_attributes(start: Start) -> None:
-    with pytest.raises(TwoPartError, match="this and that") as raised:
-        start(2).call("fails", 0, "two_parts")
-    assert raised.value.part == "this"
 
 
 def test_another_error_names_rank_process_call_and_traceback(start: Start) -> None:
