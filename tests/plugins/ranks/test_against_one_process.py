@@ -17,8 +17,8 @@ from megatron_layouts import write_llama3, write_qwen3, write_qwen3_moe
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline_rl.losses.configs import GspoConfig
 from spurline_rl.losses.algorithms import Gspo
+from spurline_rl.losses.configs import GspoConfig
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, values_batch, with_noisy_columns
 from spurline_rl.testing.backend_runs import backend_run, opened
 
