@@ -6,9 +6,10 @@ Seeds depend only on the prompt and the attempt, so that all evaluations use the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.data.orders.configs import SequentialOrderConfig
 from spurline.errors import ConfigError, DataError
@@ -19,15 +20,25 @@ from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
+from spurline_rl.group_runner import Outcome
 from spurline_rl.health import all_returns, mean_terms
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
-
-if TYPE_CHECKING:
-    from spurline_rl.prompt_source import PromptSource
 
 HELD_OUT = "held-out "
 """Prefix of the uids of held-out prompts, so that their seeds differ from those of training prompts."""
 OF_SOURCE = "source.held_out."
+
+
+class MakesAttempts(Protocol):
+    """A source that can make attempts at any prompts. Its facts must have `makes_attempts`."""
+
+    generates_with_copies: bool
+
+    def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]: ...
+
+    def longest_held_out(self, prompts: PromptDraws) -> Longest | None: ...
+
+    def sample_keys(self) -> NDArray[np.uint64]: ...
 
 
 class AttemptsEvaluation(HeldOutEvaluation):
@@ -42,7 +53,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         self,
         config: HeldOutConfig,
         prompts: PromptDraws,
-        source: PromptSource,
+        source: MakesAttempts,
         where: str,
         terms: Collection[str] | None,
     ) -> None:
@@ -126,7 +137,7 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         # The config refuses a source that makes no attempts.
-        source = cast("PromptSource", context.source)
+        source = cast("MakesAttempts", context.source)
         prompts = open_held_out(config.data, context.run)
         super().__init__(config, prompts, source, f"{context.where}.", context.run.config.source.facts.reward_terms)
 
