@@ -99,11 +99,6 @@ def dies() -> None:
     os.abort()
 
 
-def process_id() -> int:
-    print("this line is not a reply")
-    return os.getpid()
-
-
 async def named_like_our_own(what: int, function: int, timeout_s: int) -> list[int]:
     return [what, function, timeout_s]
 

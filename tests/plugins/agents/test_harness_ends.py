@@ -12,7 +12,6 @@ from harness_runs import Harness, attempt
 from rl_attempts import encode
 
 from spurline.errors import PluginError, RunFailedError
-from spurline_agents import server
 from spurline_agents.agents import Session
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -41,22 +40,6 @@ def test_a_turn_that_takes_too_long_is_given_up() -> None:
         return 1.0
 
     assert len(attempt(agent, engine, request_timeout_s=0.2).turns) == 1
-
-
-def test_a_client_that_hangs_up_ends_its_generation_which_is_no_turn() -> None:
-    engine = Stuck()
-
-    async def agent(session: Session) -> float:
-        asking = asyncio.ensure_future(post(session, {**BODY, "n": 3}))
-        await engine.asked.wait()
-        asking.cancel()
-        for _ in range(3):
-            await asyncio.wait_for(engine.cancelled.acquire(), 30)
-        engine.go.set()
-        await good(session)
-        return 1.0
-
-    assert len(attempt(agent, engine).turns) == 1
 
 
 def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> None:
@@ -173,19 +156,6 @@ def test_an_error_of_the_engine_ends_the_attempt_whatever_the_agent_makes_of_it(
 
     with pytest.raises(type(raised), match=str(raised)):
         attempt(agent, Broken(lambda request: []))
-
-
-def test_a_mistake_while_answering_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mistaken(*arguments: Any) -> Any:
-        raise ZeroDivisionError("of the writer")
-
-    async def agent(session: Session) -> float:
-        assert (await post(session, BODY))[0] == 500
-        return 1.0
-
-    monkeypatch.setattr(server, "chat_completion", mistaken)
-    with pytest.raises(ZeroDivisionError, match="of the writer"):
-        attempt(agent, hello())
 
 
 def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
-from spurline.errors import ConfigError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline_models.local.backend import LocalBackend
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -142,19 +142,3 @@ def test_prompts_whose_agent_fails_are_given_up_with_the_reason(harness_config: 
     harness_config["source"]["faults"] = {"retries": 1, "max_quarantined": 0}
     with pytest.raises(RunFailedError, match=r"after 2 attempts\): KeyError: 'no luck' \(.*run_agents\.py"):
         Run(load_config(harness_config)).train()
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"name": "harness"}, r"environment\.agent or `command` says what makes an attempt, and neither is given"),
-        ({"name": "harness", "agent": "talk"}, r"environment\.agent"),
-        ({"name": "harness", "agent": "a:b", "rewards": {"right": "exact_match"}}, r"reward_weights\.early is"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(
-    harness_config: dict[str, Any], environment: dict[str, Any], message: str
-) -> None:
-    harness_config["source"]["environment"] = environment
-    with pytest.raises(ConfigError, match=message):
-        load_config(harness_config)

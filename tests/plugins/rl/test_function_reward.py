@@ -95,22 +95,6 @@ def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
         make_reward("hangs", timeout_s=0.1).score(ANSWER)
 
 
-@pytest.mark.usefixtures("hung_threads")
-def test_a_function_left_behind_keeps_nothing_else_from_being_scored():
-    async def both() -> tuple[dict[str, float], int]:
-        stuck = asyncio.ensure_future(reward_terms({"mine": make_reward("hangs")}, ANSWER))
-        other = await reward_terms({"other": make_reward("length")}, ANSWER)
-        assert not stuck.done()
-        stuck.cancel()
-        await asyncio.wait([stuck])
-        hung = [thread for thread in threading.enumerate() if thread.name == "call-hangs"]
-        # Daemons: they do not hold up the end of the process.
-        assert all(thread.daemon for thread in hung)
-        return other, len(hung)
-
-    assert run(both()) == ({"other": 4.0}, 1)
-
-
 def test_what_cannot_be_called_or_found_is_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"two_arguments\(prompt: 'str'.* Write `def two_arguments\(answer\)`"):
         make_reward("two_arguments")

@@ -167,7 +167,7 @@ def _text_of(file: IO[bytes]) -> str:
 
 
 def _ending(code: int) -> str:
-    """Describe an exit code. The supervisor reports a signal as shells do; a negative code is its own end."""
+    """Describe the exit code of the supervisor: 128 + a signal for the program, negative if it was killed itself."""
     if code < 0:
         return f"its supervisor, which was killed by {signal.Signals(-code).name}"
     with suppress(ValueError):

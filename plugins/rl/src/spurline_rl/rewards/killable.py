@@ -178,6 +178,7 @@ class KillablePool:
         return value
 
     def _start_child(self, ready: asyncio.Future[Outcome]) -> None:
+        self._requests.close()
         self._requests, theirs = socket.socketpair()
         began, files = time.monotonic(), [theirs.fileno()]
         # There may be no standard error for the output of calls.
