@@ -21,7 +21,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from spurline.errors import RunDirectoryError
-from spurline_rl.kept_rollouts.files import ROLLOUTS_FOLDER, read_step, step_files
+from spurline_rl.kept_rollouts.files import read_step, step_files
 from spurline_rl.kept_rollouts.table import DETAILS, SCHEMA
 from spurline_text.token_pieces import shown, text_of
 
@@ -177,7 +177,6 @@ class KeptRollouts:
         self._run_dir = Path(run_dir)
         if not self._run_dir.is_dir():
             raise RunDirectoryError(f"There is no folder {run_dir} to read rollouts from. Give a run's run_dir.")
-        self.path = self._run_dir / ROLLOUTS_FOLDER
         self.refresh()
 
     def refresh(self) -> None:

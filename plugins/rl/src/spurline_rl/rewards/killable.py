@@ -210,7 +210,7 @@ class KillablePool:
 
     async def _call(self, packed: bytes) -> Any:
         outcome = None
-        while await self._started() and outcome is None:
+        while outcome is None and await self._started():
             async with self._sharing:
                 worker = self._shared = self._shared or await self._fork()
             began = time.monotonic()
@@ -233,7 +233,8 @@ class KillablePool:
             grace_s = min(_GRACE_S, self._settings.timeout_s) if await self._started() else 0.0
             worker = self._idle.pop() if self._idle else await self._fork()
             outcome = await self._make(worker, packed, grace_s)
-            if outcome[0] not in _LOST:
+            # It may have died after its answer.
+            if worker in self._workers:
                 self._idle.append(worker)
             return outcome
         finally:
