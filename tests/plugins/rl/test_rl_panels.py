@@ -98,8 +98,6 @@ def test_groups_say_what_became_of_every_prompt() -> None:
     ) in words(fragment)
     drawn = traces(fragment)
     assert drawn["left out"]["y"] == [0, 0, 0.15, 0, 0, 0, 0, 0]
-    assert drawn["prompts given up"]["y"] == [0, 0, 2, 0, 0, 0, 0, 0]
-    assert drawn["attempts made again"]["y"] == [0, 0, 5, 0, 0, 0, 0, 0]
 
 
 def test_an_ending_that_a_step_did_not_see_has_a_share_of_zero_there() -> None:

@@ -18,7 +18,6 @@ from spurline_insight.report.figure import (
     raw_and_smoothed,
     series_color,
     step_figure,
-    thinned,
 )
 from spurline_insight.report.markup import Panel, block, caption, columns, table, text
 from spurline_insight.report.record import REWARD, evaluations_of, recorded_names
@@ -75,7 +74,7 @@ class GroupsPanel(Panel):
             found, shares = [step for step, _ in filtered], [share for _, share in filtered]
             traces += one_of_several("left out", found, shares, "--series-8", hovertemplate="%{y:.1%}")
         plot = step_figure(traces, "Share of groups", label="Groups over steps", tickformat=".0%", range=[-0.02, 1.02])
-        return block(caption(_fates(record)), plot, _failures(record), _reasons(record))
+        return block(caption(_fates(record)), plot, _reasons(record))
 
 
 class ResponsesPanel(Panel):
@@ -165,20 +164,6 @@ def _fates(record: RunRecord) -> str:
     if totals["retries"]:
         parts.append(f"{totals['retries']:,.0f} attempts made again")
     return f"{head}. Of {totals['drawn']:,.0f} prompts drawn: {', '.join(parts)}"
-
-
-def _failures(record: RunRecord) -> str:
-    """Draw failures per step as bars, or nothing if nothing failed."""
-    traces: list[Trace] = []
-    for name, label, color in (
-        ("groups/retries", "attempts made again", "--series-8"),
-        ("groups/quarantined", "prompts given up", "--series-6"),
-    ):
-        steps, counts = thinned(*record.series(name))
-        if any(counts):
-            bars: Trace = {"type": "bar", "name": label, "x": steps, "y": counts, "hovertemplate": "%{y:,}"}
-            traces.append(bars | {"marker": {"color": color}})
-    return step_figure(traces, "Failures", label="Failed attempts over steps", rangemode="tozero") if traces else ""
 
 
 def _reasons(record: RunRecord) -> str:
