@@ -119,7 +119,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _deliver(done: asyncio.Future[Any], outcome: tuple[Any, Exception | None]) -> None:
+def _deliver(done: asyncio.Future[Any], outcome: Any) -> None:
     if not done.done():
         done.set_result(outcome)
 

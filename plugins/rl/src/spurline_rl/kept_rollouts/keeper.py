@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.kept_rollouts.files import RolloutFolder, packed
-from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table, given_up_table
+from spurline_rl.kept_rollouts.table import SCHEMA, Status, TokenTexts, attempts_table, given_up_table
 from spurline_rl.trajectory import Group
 from spurline_text.token_pieces import TokenPieces
 
@@ -132,9 +132,18 @@ class RolloutKeeper:
         if self._pieces is None:
             self._pieces = TokenPieces(self._tokenizer)
         texts = TokenTexts(self._pieces, [*trained, *filtered])
+        kept: dict[Status, Sequence[Group]] = {"trained": trained, "filtered": filtered}
         tables = [
-            attempts_table(taken.step, status, groups, values, texts, taken.prompts_per_epoch, one_in)
-            for status, groups, values in (("trained", trained, scores), ("filtered", filtered, {}))
+            attempts_table(
+                taken.step,
+                status,
+                groups,
+                scores if status == "trained" else {},
+                texts,
+                taken.prompts_per_epoch,
+                one_in,
+            )
+            for status, groups in kept.items()
             if groups
         ]
         tables.append(given_up_table(taken.step, taken.lost))

@@ -148,6 +148,9 @@ class KeptAttempt:
             own = ids[used : used + prompt - shared + response]
             context = np.concatenate([context[:shared], own])
             context.flags.writeable = False
+            fields: dict[str, Any] = {
+                name: None if of is None else of[start : start + response] for name, of in stored.items()
+            }
             made.append(
                 KeptTurn(
                     prompt_ids=context[:prompt],
@@ -155,7 +158,7 @@ class KeptAttempt:
                     finish_reason=str(finish[number]),
                     reward=None if rewards is None else float(rewards[number]),
                     _pieces=self._pieces,
-                    **{name: None if of is None else of[start : start + response] for name, of in stored.items()},
+                    **fields,
                 )
             )
             used, start = used + len(own), start + response

@@ -14,7 +14,7 @@ the behaviour policy.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from typing import Literal
 
 import numpy as np
@@ -44,7 +44,7 @@ def correct_batch(batch: TrainingBatch, correction: Correction) -> tuple[Tensor,
         DataError: If the batch lacks the logprobs of trainer or engine.
     """
     column = np.ones((batch.num_rows, batch.length), np.float32)
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     count = 0
     for rows, ratios in log_ratios_in_blocks(batch):
         corrected = correction.correct(ratios)

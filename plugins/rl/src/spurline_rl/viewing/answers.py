@@ -266,9 +266,10 @@ def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
 
     `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
     """
-    ids, pieces = zip(_responses(left), _responses(right), strict=True)
-    start = _num_shared(*ids)
-    end = _num_shared(*(each[start:][::-1] for each in ids))
+    (left_ids, left_pieces), (right_ids, right_pieces) = _responses(left), _responses(right)
+    ids, pieces = (left_ids, right_ids), (left_pieces, right_pieces)
+    start = _num_shared(left_ids, right_ids)
+    end = _num_shared(left_ids[start:][::-1], right_ids[start:][::-1])
     middle = [each[start : len(each) - end] for each in ids]
     blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
     if max(map(len, middle)) <= MOST_COMPARED:
