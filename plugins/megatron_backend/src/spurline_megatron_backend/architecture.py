@@ -51,7 +51,7 @@ class Architecture:
     padding_token: int | None = None
 
 
-_FAMILIES: Mapping[type[PretrainedConfig], Mapping[str, bool]] = {
+_FAMILIES: Mapping[type[PretrainedConfig], Mapping[str, Any]] = {
     LlamaConfig: {},
     Qwen2Config: {"qkv_bias": True},
     Qwen3Config: {"qk_norm": True},

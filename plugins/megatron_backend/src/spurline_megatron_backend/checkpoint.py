@@ -41,7 +41,9 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
     """Write this rank's part into the folder; return digests by path in it. A collective."""
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
-    own = {role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()}
+    own: dict[Role, Sequence[Owned]] = {
+        role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()
+    }
     # This is the only exchange. A rank that fails afterwards leaves no other rank waiting.
     states = _joined_states(own, models)
     for role, trained in models.items():
