@@ -100,8 +100,24 @@ def test_engines_that_get_handles_of_memory_are_on_the_gpus_of_the_ranks() -> No
     assert own_gpus(run, 0, 1, 1) == "14"
     assert [own_gpus(run, number, 4, 1) for number in range(4)] == ["14", "11", "10", "15"]
     assert [own_gpus(run, number, 2, 2) for number in range(2)] == ["14,11", "10,15"]
-    with pytest.raises(ConfigError, match=r"engine\.engines is 5, .*ranks of backend 'many' leave 4|have 4"):
+    with pytest.raises(ConfigError, match=r"engine\.engines is 5, .*ranks of backend 'many' leave 4"):
         own_gpus(run, 0, 5, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "launch", "sync", "key"),
+    [
+        (VllmEngineConfig(engines=3), "local", "cuda_ipc", "engines"),
+        (VllmEngineConfig(engines=2, tensor_parallel_size=2), "local", "cuda_ipc", "engines"),
+        (VllmEngineConfig(placement="ray"), "ray", "cuda_ipc", "placement"),
+        (ChildProcessEngineConfig(device="cpu"), "local", "collective", "device"),
+    ],
+)
+def test_a_transport_that_cannot_reach_the_engines_is_a_problem_of_the_config(
+    engine: Any, launch: Launch, sync: str, key: str
+) -> None:
+    assert [problem.key for problem in engine.problems(run_with(2, launch=launch, sync=sync))] == [key]
+    assert list(engine.problems(run_with(2, launch=launch))) == []
 
 
 def test_what_is_chosen_is_what_an_engine_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,6 +174,12 @@ class ChildProcessEngineConfig(PoolConfig):
                 "placement: local.",
             )
         ranks = run.backend.rank_request()
+        sends_from_gpus = trains_on_gpu_here(run) or (ranks is not None and ranks.device == "cuda")
+        if run.source.facts.transport == "collective" and sends_from_gpus and not self._takes_gpus():
+            yield Problem(
+                "device",
+                f"is {self.device}, but weight_sync: collective sends from GPUs to GPUs only. Leave weight_sync out.",
+            )
         if self._takes_gpus() and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
             yield Problem(
                 "device",
@@ -310,11 +316,25 @@ class VllmEngineConfig(PoolConfig):
         workers = self.engines * self.tensor_parallel_size
         yield from self.placement_problems(run, workers)
         ranks = run.backend.rank_request()
-        if ranks is not None and ranks.device == "cuda" and not self.is_colocated and ranks.launch != self.placement:
+        if ranks is None:
+            return
+        if ranks.device == "cuda" and not self.is_colocated and ranks.launch != self.placement:
             yield Problem(
                 "placement",
                 f"is {self.placement}, but the backend's launch is {ranks.launch}, and Ray would not know which GPUs "
                 f"the others have. Set placement: {ranks.launch}.",
+            )
+        if run.source.facts.transport == "cuda_ipc" and self.placement == "ray":
+            yield Problem(
+                "placement",
+                "is ray, and Ray gives no two processes one GPU, but weight_sync: cuda_ipc needs that. Set "
+                "source.weight_sync: collective.",
+            )
+        elif run.source.facts.transport == "cuda_ipc" and workers > ranks.count:
+            yield Problem(
+                "engines",
+                f"need {workers} GPUs, but weight_sync: cuda_ipc reaches only the GPUs of the {ranks.count} ranks. "
+                "Lower it, or set source.weight_sync: collective.",
             )
 
     def _server_problems(self) -> Iterable[Problem]:
