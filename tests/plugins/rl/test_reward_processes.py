@@ -406,3 +406,31 @@ def test_calls_fail_when_the_pool_is_closed_and_start_no_process(pool):
             await pool.call_async(0)
 
     run(close_while_waiting())
+
+
+def test_a_process_that_could_not_be_started_is_started_by_the_next_call(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise BlockingIOError("no more processes")
+
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr("spurline_rl.rewards.killable.ChildProcess", refuse)
+            with pytest.raises(BlockingIOError):
+                called(pool, 0)
+        assert run(asyncio.wait_for(pool.call_async(0), GENEROUS_S)) == 0
+    finally:
+        pool.close()
+
+
+def test_calls_fail_when_the_pool_is_closed_during_the_import():
+    pool = KillablePool("reward_functions:sleeps", GENEROUS_S)
+
+    async def close_at_once() -> None:
+        call = asyncio.ensure_future(pool.call_async(0))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(pool.close)
+        with pytest.raises(RunFailedError, match="is closed"):
+            await call
+
+    run(close_at_once())

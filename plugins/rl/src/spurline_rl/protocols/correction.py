@@ -38,8 +38,8 @@ class Correction(Protocol):
 
     Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
 
-    The source calls it once per batch, after the models have computed logprobs and before any update. The factors
-    become the column `correction_factors`, which is 1 on tokens without loss.
+    The source calls it for a few rows of a batch at a time, after the models have computed logprobs and before any
+    update. The factors become the column `correction_factors`, which is 1 on tokens without loss.
     `spurline.update.reduction.reduce_corrected` applies them to each mini-batch. Rejected tokens do not count in the
     reduction. Other factors are applied after it, where they cannot cancel out.
     """

@@ -117,7 +117,7 @@ class KillablePool:
         self._workers: dict[_Worker, asyncio.Task[None]] = {}
         """Each worker with the task that listens to it."""
         self._idle: list[_Worker] = []
-        self._places = asyncio.Semaphore(workers or max(4, min(16, os.cpu_count() or 1)))
+        self._places = asyncio.Semaphore(workers or max(4, min(16, _num_processors())))
         self._shared: _Worker | None = None
         self._sharing = asyncio.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="spurline-killable-pool", daemon=True)
@@ -170,14 +170,15 @@ class KillablePool:
         if self._is_closed:
             raise self._error("closed", None)
         if self._ready is None:
-            self._ready = self._loop.create_future()
-            self._start_child(self._ready)
+            # If it cannot be started, the next call tries again.
+            self._ready = self._start_child()
         kind, value = await asyncio.shield(self._ready)
         if kind != "value":
-            raise self._error(kind, value)
+            raise self._error("closed" if self._is_closed else kind, value)
         return value
 
-    def _start_child(self, ready: asyncio.Future[Outcome]) -> None:
+    def _start_child(self) -> asyncio.Future[Outcome]:
+        ready: asyncio.Future[Outcome] = self._loop.create_future()
         self._requests.close()
         self._requests, theirs = socket.socketpair()
         began, files = time.monotonic(), [theirs.fileno()]
@@ -196,17 +197,20 @@ class KillablePool:
                     how += f"import stood here:\n{child.last_words()}"
                 ready.set_result(("import", how))
 
-        self._child = ChildProcess(
-            "spurline_rl.rewards.worker_processes",
-            (json.dumps(asdict(settings)),),
-            take=lambda messages: self._loop.call_soon_threadsafe(ready.set_result, messages[0]["ready"]),
-            on_end=lambda child: self._loop.call_soon_threadsafe(note_end, child),
-            environment=_ONE_THREAD,
-            pass_fds=files,
-        )
-        theirs.close()
-        for output in files[1:]:
-            os.close(output)
+        try:
+            self._child = ChildProcess(
+                "spurline_rl.rewards.worker_processes",
+                (json.dumps(asdict(settings)),),
+                take=lambda messages: self._loop.call_soon_threadsafe(ready.set_result, messages[0]["ready"]),
+                on_end=lambda child: self._loop.call_soon_threadsafe(note_end, child),
+                environment=_ONE_THREAD,
+                pass_fds=files,
+            )
+        finally:
+            theirs.close()
+            for output in files[1:]:
+                os.close(output)
+        return ready
 
     async def _call(self, packed: bytes) -> Any:
         outcome = None
@@ -300,6 +304,11 @@ class KillablePool:
             return error(text.format(function=self._name, detail=detail))
         name, message, problems = detail
         return ConfigError([Problem(*each) for each in problems]) if problems else OUR_ERRORS[name](message)
+
+
+def _num_processors() -> int:
+    """Return the processors that this process may use, which may be fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle(answer: asyncio.Future[Outcome] | None, outcome: Outcome) -> None:
