@@ -221,7 +221,6 @@ class Response:
         )
 
     def _cut_behind_stop_text(self) -> bool:
-        """Return whether there is a stop text, and drop the tokens behind it."""
         if self._stop_texts is None:
             return False
         for token in self._so_far.tokens_from(self._num_searched):

@@ -329,7 +329,6 @@ class Scheduler:
         )
 
     def _exceeds_depth(self) -> bool:
-        """Return whether there are enough untrained groups while training is busy."""
         return not self._is_awaited and self.num_untrained >= self.depth.groups
 
     def _note_depth(self) -> None:

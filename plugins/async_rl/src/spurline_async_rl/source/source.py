@@ -143,7 +143,10 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("wait")
         # The update that follows brings new weights.
         with self._engines_turn(keep_weights=False):
-            self._generate()
+            if self._colocation is not None:
+                # More groups may start with the weights that the engines have now.
+                self._loop.call(self._producer.publish, self._updates)
+                self._loop.call(self._producer.start)
             collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
         # Scoring the tokens and laying them out are a part of training.
@@ -288,7 +291,6 @@ class AsyncRolloutSource(PromptSource):
             watchdog.wait(self._changed)
 
     def _serve_restarted_engines(self) -> None:
-        """Publish to engines that were started again."""
         assert self._publisher is not None, "not started"
         awaiting = self._publisher.awaiting_weights
         if awaiting and self._colocation is not None:
@@ -315,12 +317,6 @@ class AsyncRolloutSource(PromptSource):
         yield
         self._colocation.take_back(keep_weights=keep_weights)
 
-    def _generate(self) -> None:
-        """Let groups start with the weights that colocated engines have now."""
-        if self._colocation is not None:
-            self._loop.call(self._producer.publish, self._updates)
-            self._loop.call(self._producer.start)
-
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
         """Note a publish; `is_update` says whether engines had other weights before."""
         if is_update:
@@ -330,7 +326,6 @@ class AsyncRolloutSource(PromptSource):
         self._synced = {name: seen.get(name, 0.0) + value for name, value in new.items()}
 
     def _take_synced(self) -> dict[str, float]:
-        """Return metrics of publishes and of turns since the last call."""
         synced, self._synced = self._synced, {}
         return synced if self._colocation is None else {**synced, **self._colocation.take_seconds()}
 

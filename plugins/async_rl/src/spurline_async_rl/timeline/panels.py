@@ -131,7 +131,6 @@ def _caption(records: Sequence[StepRecord], window: Window) -> str:
 
 
 def _tokens_by_staleness(record: RunRecord) -> dict[int, float]:
-    """Return the trained tokens of the whole run by their age."""
     tokens: dict[int, float] = {}
     for metrics in record.metrics:
         for name, count in metrics.items():
@@ -262,7 +261,6 @@ def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str]:
 
 
 def _bars(name: str, spans: Sequence[tuple[int, GroupSpan | Span]], window: Window) -> Trace:
-    """Return bars of spans with their rows."""
     # Times count from the window's beginning: the page has too few digits for times since a long run began.
     return {
         "type": "bar",

@@ -76,8 +76,13 @@ class BucketSync:
         Raises:
             ConfigError: If this transport cannot work there.
         """
-        if config.needs_gpu:
-            _require_gpu(self.transport, run)
+        if config.needs_gpu and not weights_on_gpu(run):
+            whose = "" if run is None else f" '{run.backend.name}'"
+            raise ConfigError.at(
+                "source.weight_sync.name",
+                f"is {self.transport}, which sends from GPU to GPU, but backend{whose} has its weights on CPUs. Set "
+                "weight_sync: shared_memory.",
+            )
         self._config = config
         self.timeout_s = config.timeout_s
         self.max_bucket_bytes = config.bucket_mb << 20
@@ -271,14 +276,6 @@ def weights_on_gpu(run: RunConfig | None) -> bool:
     if request is not None:
         return request.device == "cuda"
     return torch.cuda.is_available() and (run is None or not run.backend.facts.stays_on_cpu)
-
-
-def _require_gpu(transport: str, run: RunConfig | None) -> None:
-    if not weights_on_gpu(run):
-        lack = "torch sees no GPU. Set weight_sync: shared_memory, or check nvidia-smi."
-        if run is not None and run.backend.rank_request() is not None:
-            lack = f"backend '{run.backend.name}' has its weights on CPUs. Set weight_sync: shared_memory."
-        raise ConfigError.at("source.weight_sync.name", f"is {transport}, which sends from GPU to GPU, but {lack}")
 
 
 def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:

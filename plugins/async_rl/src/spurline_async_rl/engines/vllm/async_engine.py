@@ -167,7 +167,6 @@ class AsyncEngine:
         await self._answer_of(self._streams.drained())
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return each worker's answer."""
         return await self._do(self._llm.collective_rpc(method, args=arguments), f"call {method}")
 
     async def _do(self, call: Awaitable[_Result], what: str) -> _Result:

@@ -105,22 +105,17 @@ class VllmMember:
 
     def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
         self.name = name
+        self.num_workers = engine.num_workers
+        self.weights_dtype: str | None = None
         self._engine = engine
         self._tokenizer = tokenizer
         self._version = 0
         self._gate = Gate()
         self._request_ids = map(str, itertools.count())
 
-    @property
-    def num_workers(self) -> int:
-        return self._engine.num_workers
-
-    @property
-    def weights_dtype(self) -> str | None:
-        return self._engine.weights_dtype
-
     async def start(self) -> None:
         await self._engine.start()
+        self.weights_dtype = self._engine.weights_dtype
         self.name = f"{self.name} ({self._engine.where})"
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:

@@ -293,7 +293,6 @@ class RayEngine:
             raise error.cause if isinstance(error.cause, Exception) else EngineDiedError(str(error)) from None
 
     async def _read(self) -> None:
-        """Hand on what comes, until the actor dies."""
         try:
             async for batch in self._actor.events.remote():
                 for key, news in await batch:
