@@ -17,7 +17,7 @@ from every_run import SOAK
 from transformers.models.qwen3 import modeling_qwen3
 
 from spurline.errors import ConfigError, ModelError
-from spurline_models.computing import own_code
+from spurline_models.kernels import own_code
 
 OBJECTIVE = cross_entropy(20.0)
 SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"

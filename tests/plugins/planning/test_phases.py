@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,8 +26,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return run_config(folder)
 
 
-def load_of(config: PoolConfig, bucket_bytes: int = 0) -> Load:
-    return Load(LENGTH, 4 * LENGTH, engine=ColocatedEngine(config, 64, LENGTH, bucket_bytes))
+def load_of(run: RunConfig, config: PoolConfig, bucket_bytes: int = 0) -> Load:
+    memory = partial(config.colocated_memory, run, 64, LENGTH)
+    engine = ColocatedEngine(memory, config.offloads_trainer, config.takes_less, bucket_bytes)
+    return Load(LENGTH, 4 * LENGTH, engine=engine)
 
 
 def lines_of(run: RunConfig, load: Load, gib: float) -> dict[str, str]:
@@ -44,7 +47,7 @@ def vllm(**settings: Any) -> VllmEngineConfig:
 
 
 def test_each_phase_adds_up_what_is_on_the_device_then(run: RunConfig) -> None:
-    lines = lines_of(run, load_of(vllm(gpu_memory_utilization=0.5), bucket_bytes=32 << 20), 40)
+    lines = lines_of(run, load_of(run, vllm(gpu_memory_utilization=0.5), bucket_bytes=32 << 20), 40)
     # The small rest of the model is 1.6 million values.
     weights = mib_of(lines["publishing"])
     # 2 bytes of a weight in the engine, 4 in the trainer, and four buckets on their way.
@@ -58,8 +61,8 @@ def test_each_phase_adds_up_what_is_on_the_device_then(run: RunConfig) -> None:
 
 
 def test_a_trainer_that_leaves_gives_all_of_the_device_to_the_engine(run: RunConfig) -> None:
-    stays = lines_of(run, load_of(vllm(gpu_memory_utilization=0.5)), 40)
-    leaves = lines_of(run, load_of(vllm(gpu_memory_utilization=0.5, offload_trainer=True)), 40)
+    stays = lines_of(run, load_of(run, vllm(gpu_memory_utilization=0.5)), 40)
+    leaves = lines_of(run, load_of(run, vllm(gpu_memory_utilization=0.5, offload_trainer=True)), 40)
     assert mib_of(leaves["generating"]) == 20 * 1024
     assert mib_of(stays["generating"]) > 21 * 1024
     assert leaves["publishing"] == stays["publishing"], "weights come from the device, whatever leaves it afterwards"
@@ -83,7 +86,7 @@ def test_a_trainer_that_leaves_gives_all_of_the_device_to_the_engine(run: RunCon
 def test_a_phase_that_does_not_fit_says_what_to_lower(
     run: RunConfig, engine: PoolConfig, bucket_bytes: int, gib: float, phase: str, lower: str
 ) -> None:
-    lines = phase_lines(run, load_of(engine, bucket_bytes), int(gib * GIB))
+    lines = phase_lines(run, load_of(run, engine, bucket_bytes), int(gib * GIB))
     [line] = [line for line in lines if line.startswith(f"{phase} does not fit a device of {gib:.1f} GiB")]
     assert lower in line
 

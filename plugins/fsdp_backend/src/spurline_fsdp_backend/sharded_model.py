@@ -34,9 +34,9 @@ from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.mesh import EXPERT, EXPERT_SHARD, Meshes
 from spurline_fsdp_backend.weight_loading import load_weights
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config
-from spurline_models.computing import change_computing
 from spurline_models.device_profile import DeviceProfile, device_profile
-from spurline_models.freezing import freeze_parameters
+from spurline_models.kernels import change_computing
+from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -56,45 +56,20 @@ class LargestUpdate:
     tokens: int
 
 
-class ColocatedSettings(Protocol):
-    """Settings of an engine that takes turns with the backend on its devices."""
-
-    takes_less: ClassVar[str]
-    """Sentences that name the settings by which the engine takes less of the device."""
-
-    @property
-    def offloads_trainer(self) -> bool:
-        """True if the trainer's weights leave the device while the engine generates."""
-        ...
-
-    def colocated_memory(
-        self, run: RunConfig, responses: int, length: int, device_bytes: int
-    ) -> Mapping[Literal["weights", "cache"], int]:
-        """Return the bytes that the engine needs on the fullest device; {} if they are not known.
-
-        Args:
-            run: The run.
-            responses: Number of responses that the engine writes together.
-            length: Tokens of a response and its prompt.
-            device_bytes: Memory of the device.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class ColocatedEngine:
-    """An engine that takes turns with the backend on its devices, and its work.
+    """An engine that takes turns with the backend on its devices.
 
     Attributes:
-        config: The settings of the engine.
-        responses: Number of responses that the engine writes together.
-        length: Tokens of a response and its prompt.
+        memory: Returns the bytes of `weights` and `cache` on the fullest device of this size; {} if they are not known.
+        offloads_trainer: Whether the trainer's weights leave the device while the engine generates.
+        takes_less: Sentences that name the settings by which the engine takes less of the device.
         bucket_bytes: Bytes of the weights that are sent to the engine at a time.
     """
 
-    config: ColocatedSettings
-    responses: int
-    length: int
+    memory: Callable[[int], Mapping[str, int]]
+    offloads_trainer: bool
+    takes_less: str
     bucket_bytes: int
 
 

@@ -72,10 +72,6 @@ class Dealing:
     costs: NDArray[np.float64]
 
     @property
-    def num_microbatches(self) -> int:
-        return self.costs.shape[1]
-
-    @property
     def time_over_ideal(self) -> float:
         """Estimated time of the step, divided by its time if all ranks were always busy."""
         ideal = float(self.costs.sum()) / len(self.shares)

@@ -1,39 +1,127 @@
-"""Let Liger-Kernel (arXiv:2410.10989) compute a model's norms and gated activations.
+"""Replace the computation of layers by fused kernels or by fp8, as the backend's settings `kernels` and `fp8` say.
 
-Liger replaces them by type of model, in the classes of transformers, for the whole process. Here the same functions are
-given to the modules of one model, and the classes stay as they are. Liger's rotary positions are not used, since they
-replace a function of the whole process. Its fused linear cross-entropy is not used either: it rounds the weight of each
-token, computes no entropy, and waits for the device.
+Liger-Kernel (arXiv:2410.10989) computes norms and gated activations. Liger replaces them by type of model, in the
+classes of transformers, for the whole process. Here the same functions are given to the modules of one model, and the
+classes stay as they are. Liger's rotary positions are not used, since they replace a function of the whole process. Its
+fused linear cross-entropy is not used either: it rounds the weight of each token, computes no entropy, and waits for
+the device.
+
+Linear layers in fp8 are computed by torchao, with weights, gradients and optimizer as they were. Output and gradient of
+the input are products of values rounded to e4m3 with a scale for each token and each output. The gradient of weights is
+computed in full precision (recipe `rowwise_with_gw_hp`). So no token's rounding depends on the other tokens of its
+batch.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any, Literal
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing
-from spurline_models.architecture import load_model_config
-from spurline_models.device_profile import runs_triton
+from spurline_models.architecture import load_model_config, num_experts
+from spurline_models.configs import Fp8, Kernels
+from spurline_models.device_profile import DeviceProfile, runs_triton
 
-KERNELS = "kernels"
-"""The giver of these functions, for `give_forward`."""
+_KERNELS = "kernels"
+"""The giver of Liger's functions, for `_note_own_forward`."""
+_FP8 = "fp8"
+"""The giver of torchao's functions, for `_note_own_forward`."""
+_RECIPE = "rowwise_with_gw_hp"
+_MULTIPLE = 16
+"""Both sides of a matrix must be divisible by this."""
+_NEEDS = (9, 0)
+"""Compute capability from which on there are kernels for scales by row."""
 
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
-
 
 _OWN = "_spurline_own_forward"
 """Attribute of a module with another forward: who gave it, and the module's own."""
 
 
-def use_kernels(causal: PreTrainedModel) -> None:
+def change_computing(
+    causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
+) -> None:
+    """Let layers use these kernels. Call it before adapters are added and parameters are sharded.
+
+    Raises:
+        ConfigError: If the kernels cannot be used on this device, or a library is missing.
+        ModelError: If the kernels do not fit the model.
+    """
+    precision = "fp64" if profile.weight_dtype.itemsize == 8 else "fp32"
+    if chooses_liger(kernels, model, profile.device.type, precision):
+        _use_kernels(causal)
+    if fp8:
+        if fp8 is True:
+            _check_device(profile)
+        _use_fp8(causal, emulated=fp8 == "emulated")
+
+
+def own_code(causal: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the model computes without these kernels."""
+    return _giving_back(causal, (_KERNELS, _FP8))
+
+
+def in_full_precision(causal: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which no layer computes in fp8."""
+    return _giving_back(causal, (_FP8,))
+
+
+def _check_device(profile: DeviceProfile) -> None:
+    capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
+    if capability < _NEEDS:
+        raise ConfigError.at(
+            "backend.fp8",
+            f"needs a GPU of Hopper's generation or newer (compute capability {_NEEDS[0]}.{_NEEDS[1]}), and "
+            f"{profile.name} has {capability[0]}.{capability[1]}. Set fp8: false.",
+        )
+
+
+def _use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
+    """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit.
+
+    `emulated` rounds alike on every device.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
+
+    config = Float8LinearConfig.from_recipe_name(_RECIPE)
+    head = causal.get_output_embeddings()
+    experts = num_experts(causal.config.get_text_config())
+
+    def fits(module: nn.Module, name: str) -> bool:
+        return (
+            type(module) is nn.Linear
+            and module is not head
+            and module.out_features != experts
+            and module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
+        )
+
+    names = [name for name, module in causal.named_modules() if fits(module, name)]
+    convert: Any = convert_to_float8_training
+    convert(causal, config=replace(config, emulate=emulated), module_filter_fn=fits)
+    for name in names:
+        module = causal.get_submodule(name)
+        _note_own_forward(module, nn.Linear.forward, _FP8)
+        module.register_forward_pre_hook(_as_under_autocast)
+
+
+def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """Round the input as autocast does: torchao asks for the autocast of GPUs only."""
+    (hidden,) = inputs
+    kind = hidden.device.type
+    return (hidden.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None
+
+
+def _use_kernels(causal: PreTrainedModel) -> None:
     """Let Liger compute this model, whose type it must know, before adapters are added. Raises ModelError."""
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
@@ -54,17 +142,18 @@ def use_kernels(causal: PreTrainedModel) -> None:
         if given is None or own.get("forward") is not None or _stores_experts(module):
             _restore(module, own)
         else:
-            give_forward(module, given.__func__, KERNELS)
+            _note_own_forward(module, type(module).forward, _KERNELS)
+            vars(module)["forward"] = MethodType(given.__func__, module)
 
 
 def kernels_of(causal: nn.Module) -> str:
     """Describe what fused kernels compute in this model; empty if nothing."""
-    kinds = [type(module).__name__ for module in changed_by(causal, KERNELS)]
+    kinds = [type(module).__name__ for module in _changed_by(causal, _KERNELS)]
     named = {word for kind in kinds for part, word in _NAMES.items() if kind.removeprefix("FSDP").endswith(part)}
     return ", ".join(sorted(named or set(kinds)))
 
 
-def chooses_liger(kernels: Literal["auto", "liger", "none"], model: ModelConfig, device: str, precision: str) -> bool:
+def chooses_liger(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> bool:
     """Return whether the model computes by Liger's kernels with this setting on `cpu` or `cuda`.
 
     Raises:
@@ -128,26 +217,20 @@ def _stores_experts(module: nn.Module) -> bool:
     return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
 
 
-def give_forward(module: nn.Module, forward: Callable[..., Any], by: str) -> None:
-    """Let the module compute by this function. `by` is the giver's name, for `giving_back`."""
-    note_own_forward(module, type(module).forward, by)
-    vars(module)["forward"] = MethodType(forward, module)
-
-
-def note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
-    """Note the own forward function of a module whose class computes otherwise."""
+def _note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
+    """Note the own forward function of a module that computes by another. `by` is the giver's name."""
     vars(module)[_OWN] = (by, own)
 
 
-def changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
+def _changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
     """Return the modules that were given a forward function by `by`."""
     return [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == by]
 
 
 @contextmanager
-def giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
+def _giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
     """Let modules that were given a function by one of `by` compute by their own in the context."""
-    changed = [module for one in by for module in changed_by(causal, one)]
+    changed = [module for one in by for module in _changed_by(causal, one)]
     given = [vars(module).get("forward") for module in changed]
     for module in changed:
         vars(module)["forward"] = MethodType(vars(module)[_OWN][1], module)

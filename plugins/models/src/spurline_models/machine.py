@@ -6,7 +6,6 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -87,14 +86,5 @@ def return_freed_memory() -> None:
     glibc keeps freed tensors of up to 32 MiB, and cannot merge them if smaller ones lie between them. A process that
     reads a model tensor by tensor would need more and more memory.
     """
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return None
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)

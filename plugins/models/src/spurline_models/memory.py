@@ -19,7 +19,7 @@ from spurline.protocols.optimizer import num_values
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
 from spurline_models.configs import LoraConfig
-from spurline_models.freezing import frozen_names
+from spurline_models.optimizers.groups import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
 
 COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}

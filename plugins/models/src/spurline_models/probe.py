@@ -18,10 +18,9 @@ from transformers import PretrainedConfig
 
 from spurline.errors import ModelError, SpurlineError
 from spurline_models.architecture import vocabulary_size
-from spurline_models.computing import in_full_precision, own_code
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertRouting
-from spurline_models.kernels import kernels_of
+from spurline_models.kernels import in_full_precision, kernels_of, own_code
 from spurline_models.streams.segment_attention import observed_windows
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode, other_attention
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs

@@ -23,9 +23,9 @@ from spurline_models.adapters.adapter_weights import AdapterStream, AdapterWeigh
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig
 from spurline_models.device_profile import device_profile
-from spurline_models.freezing import freeze_parameters
 from spurline_models.loading import joined_weights, load_model
 from spurline_models.machine import return_freed_memory
+from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.optimizers.state import describe
 from spurline_models.placement.narrow_weights import quantizable_modules
 from spurline_models.placement.quantized_weights import QuantizedWeight

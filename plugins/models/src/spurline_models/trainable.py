@@ -14,9 +14,8 @@ from spurline_models.backend_config import adapters_of
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.experts.router_replay import no_routers
 from spurline_models.experts.routers import find_routers
-from spurline_models.freezing import freeze_parameters
 from spurline_models.loading import check_settings, quiet_loading
-from spurline_models.optimizers.groups import check_groups
+from spurline_models.optimizers.groups import check_groups, freeze_parameters
 from spurline_models.streams.stream_model import StreamModel, put_value_head
 
 

@@ -25,8 +25,7 @@ from spurline_text.hub import finding, refuse_adapter
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LFS = b"version https://git-lfs"
-_FETCH = "Copy or download it again."
+_FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
 DTYPES = {
     "F64": torch.float64,
@@ -167,11 +166,6 @@ def _names_in(index: Path) -> list[str]:
 
 def _check_readable(path: Path) -> None:
     """Raise ModelError unless the library can read the header and the file is as long as the header says."""
-    with path.open("rb") as file:
-        if file.read(len(_LFS)) == _LFS:
-            raise ModelError(
-                f"model.path: {path} is a pointer of Git LFS and not the weights: run `git lfs pull` in that folder."
-            )
     try:
         with safe_open(path, "pt") as _:
             pass

@@ -125,7 +125,11 @@ class NamedWeights(GroupedWeights):
         return merged_weight(self._layers[part.layer], part.sources[0].removeprefix(f"{part.layer}."), own)
 
     def _parts(self) -> Iterator[WeightPart]:
-        merged = {adapted_name(path, layer): path for path, layer in self._layers.items()}
+        # The adapted weights by their names in the model without adapters.
+        merged = {
+            f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}": path
+            for path, layer in self._layers.items()
+        }
         adapters: dict[str, list[str]] = {path: [] for path in self._layers}
         names: dict[str, str] = {}
         seen: set[int] = set()
@@ -210,11 +214,6 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def without_adapters(name: str) -> str:
     """Return the name of a weight in the model before adapters were put around it."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
-
-
-def adapted_name(path: str, layer: BaseTunerLayer) -> str:
-    """Return the name, in the model without adapters, of the weight that the layer of this path adapts."""
-    return f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def check_initial_weights(found: str, expected: str, path: str) -> None:

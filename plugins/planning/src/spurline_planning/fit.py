@@ -130,15 +130,15 @@ def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[st
     limit = _device_limit(run.backend, device_bytes)
     if engine is None or estimate is None or limit is None or (device_bytes is None and not num_gpus()):
         return []
-    awake = engine.config.colocated_memory(run, engine.responses, engine.length, limit)
+    awake = engine.memory(limit)
     weights = {"the engine's weights": awake.get("weights", 0)}
     trainer = {f"the trainer's {name}": size for name, size in estimate.lent.items()}
-    beside = {} if engine.config.offloads_trainer else trainer
+    beside = {} if engine.offloads_trainer else trainer
     phases: dict[str, tuple[Mapping[str, int], str]] = {
-        "generating": ({**weights, "keys and values": awake.get("cache", 0), **beside}, engine.config.takes_less),
+        "generating": ({**weights, "keys and values": awake.get("cache", 0), **beside}, engine.takes_less),
         "publishing": (
             {**weights, **trainer, "weights on their way": BUCKETS * engine.bucket_bytes},
-            f"Lower source.weight_sync.bucket_mb. {engine.config.takes_less}",
+            f"Lower source.weight_sync.bucket_mb. {engine.takes_less}",
         ),
         "training": ({"the trainer alone": estimate.peak}, "See memory above: engines sleep while the trainer trains."),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -85,7 +86,8 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             return None
         length = self.longest_attempt(prompt_tokens, context)
         bucket = DEFAULT_BUCKET_BYTES if self.weight_sync is None else self.weight_sync.bucket_bytes
-        return ColocatedEngine(self.engine, self.responses_at_once, length, bucket)
+        memory = partial(self.engine.colocated_memory, run, self.responses_at_once, length)
+        return ColocatedEngine(memory, self.engine.offloads_trainer, self.engine.takes_less, bucket)
 
     def group_terms(self) -> dict[str, Any]:
         """Return the settings that a finished group was made under, as plain values for a checkpoint."""

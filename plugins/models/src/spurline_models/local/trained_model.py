@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
-from spurline_models.computing import change_computing
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.freezing import freeze_parameters
+from spurline_models.kernels import change_computing
 from spurline_models.loading import HeldDtypes, load_model
 from spurline_models.local.configs import LocalBackendConfig
+from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.optimizers.optimization import Optimization, OptimizationRecipe
 from spurline_models.placement.master_parameters import MasterParameters
 from spurline_models.placement.narrow_weights import (
@@ -114,7 +114,7 @@ class TrainedModel:
         limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm <= limit:
             limit = None
-        if self._masters.are_the_parameters:
+        if not self._masters.kept():
             if limit is not None:
                 torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), limit, norm)
             rates = self.optimization.step(self.updates + 1)

@@ -1,12 +1,13 @@
-"""Sort parameters into torch's parameter groups, by the settings that all optimizers share."""
+"""Freeze parameters (`model.freeze`), and sort the others into torch's parameter groups, by patterns of names."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import nn
 from torch.nn import Parameter
 
 from spurline.errors import ConfigError, suggestion
@@ -78,3 +79,32 @@ def names_near(pattern: str, names: list[str]) -> str:
         hint = f" Globs are compared with the whole name: did you mean '*{word}*'?"
     shown = sorted(names, key=lambda name: (word.split(".")[0] not in name, len(name)))[:4]
     return f"{hint} There are {len(names)}, such as {', '.join(shown)}."
+
+
+def freeze_parameters(causal: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze every parameter whose name fits a pattern. Raises ConfigError as `frozen_names` does."""
+    parameters = dict(causal.named_parameters())
+    for name in frozen_names(parameters, patterns):
+        parameters[name].requires_grad_(False)
+
+
+def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
+    """Return the names that fit a pattern.
+
+    Raises:
+        ConfigError: For a pattern that fits none, and if nothing is left to train.
+    """
+    frozen: set[str] = set()
+    for number, pattern in enumerate(patterns):
+        fits = name_matcher(pattern)
+        found = set(filter(fits, names))
+        if not found:
+            raise ConfigError.at(
+                f"model.freeze.{number}",
+                f"is {pattern!r}, and no parameter has such a name. A tied weight has the name of the embedding."
+                f"{names_near(pattern, list(names))}",
+            )
+        frozen |= found
+    if len(frozen) == len(names):
+        raise ConfigError.at("model.freeze", "leaves nothing to train. Remove a pattern.")
+    return frozen

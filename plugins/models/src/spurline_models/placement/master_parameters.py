@@ -51,11 +51,6 @@ class MasterParameters:
         self._buckets = step_buckets({name: value.numel() for name, value in parameters.items()}, apart=apart)
 
     @property
-    def are_the_parameters(self) -> bool:
-        """True if every parameter is its own master."""
-        return not self.kept()
-
-    @property
     def values(self) -> dict[str, Tensor]:
         """The most precise values by name, which a checkpoint holds."""
         return {name: value.detach() for name, value in self.parameters.items()}
