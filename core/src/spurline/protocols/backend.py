@@ -286,7 +286,7 @@ class BackendFacts:
     same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
     `spurline_models.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
     stays_on_cpu: bool = False
-    """True if it uses none of this machine's GPUs."""
+    """True if it trains in this process on the CPU. The device of ranks is in `rank_request` instead."""
     optimizes_on_host: bool = False
     """True if its optimizer steps in the memory of the host, whatever device computes."""
     replays_experts: bool = False
