@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 
 from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.padded import PaddedCollator
-from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
-from spurline.data.orders.configs import (
+from spurline.data.configs import (
     CurriculumOrderConfig,
     LengthGroupedOrderConfig,
+    PackedCollatorConfig,
+    PaddedCollatorConfig,
     SequentialOrderConfig,
     UniformOrderConfig,
 )

@@ -6,7 +6,6 @@ Kind and name of each component are those of its config class.
 from __future__ import annotations
 
 from spurline.data import configs as data
-from spurline.data.orders import configs as orders
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline.plugins.registry import CORE
 from spurline.protocols.backend import BackendConfig
@@ -46,10 +45,10 @@ def register_components(registry: ComponentRegistrar) -> None:
     add = registry.add
     add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
     add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
-    add(orders.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
-    add(orders.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
-    add(orders.LengthGroupedOrderConfig, "spurline.data.orders.epochs:LengthGroupedOrder")
-    add(orders.CurriculumOrderConfig, "spurline.data.orders.epochs:CurriculumOrder")
+    add(data.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
+    add(data.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
+    add(data.LengthGroupedOrderConfig, "spurline.data.orders.epochs:LengthGroupedOrder")
+    add(data.CurriculumOrderConfig, "spurline.data.orders.epochs:CurriculumOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
     add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
     add(JsonlTrackerConfig, "spurline.trackers.jsonl:JsonlTracker")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from spurline.config.run_config import DatasetConfig
-from spurline.data.orders.configs import SequentialOrderConfig, UniformOrderConfig
+from spurline.data.configs import SequentialOrderConfig, UniformOrderConfig
 from spurline.data.orders.epochs import SequentialOrder, UniformOrder
 from spurline.errors import DataError
 from spurline.protocols.order import Order, SampleFacts

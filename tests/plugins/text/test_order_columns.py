@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spurline.data.orders.configs import CurriculumOrderConfig
+from spurline.data.configs import CurriculumOrderConfig
 from spurline.data.orders.epochs import CurriculumOrder
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig

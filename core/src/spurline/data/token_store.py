@@ -210,7 +210,6 @@ class TokenStoreBuilder:
         self._blocks.append(block)
 
     def build(self) -> TokenStore:
-        """Return the store of everything added."""
         sizes = np.array([len(block.rows) for block in self._blocks], np.int64)
         lengths = joined([block.lengths for block in self._blocks], np.int64)
         return TokenStore(

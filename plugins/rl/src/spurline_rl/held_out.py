@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.orders.configs import SequentialOrderConfig
+from spurline.data.configs import SequentialOrderConfig
 from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import DatasetConfig, Longest

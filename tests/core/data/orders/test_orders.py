@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from spurline.data.orders.configs import (
+from spurline.data.configs import (
     CurriculumOrderConfig,
     LengthGroupedOrderConfig,
     SequentialOrderConfig,

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from spurline.data.orders.configs import CurriculumOrderConfig, LengthGroupedOrderConfig
+from spurline.data.configs import CurriculumOrderConfig, LengthGroupedOrderConfig
 from spurline.protocols.order import OrderConfig, SampleFacts
 
 Indices = NDArray[np.int64]
