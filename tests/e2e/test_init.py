@@ -13,8 +13,8 @@ from run_helpers import Spurline, train, write_rows
 from spurline import load_config
 from spurline.plugins.official import install_command
 from spurline_planning.first_config import command, init_command
+from spurline_planning.first_config.command import Choices, config_text
 from spurline_planning.first_config.survey import DataFacts, ModelFacts
-from spurline_planning.first_config.text import Choices, config_text
 from spurline_text.rows.usual_columns import guessed_columns
 
 CHAT = {"messages": [{"role": "user", "content": "say 1"}, {"role": "assistant", "content": "1"}]}

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from spurline_insight.report.svg import line_plot
+from spurline_insight.notebook import line_plot
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,6 @@ def diagnose_run(
 
 
 def _start_lines(loaded: LoadedConfig) -> StartLines:
-    """Begin the lines on stderr that tell what takes time."""
     from spurline.trackers.start_lines import StartLines
 
     start = StartLines.of(loaded)

@@ -87,7 +87,6 @@ def _devices() -> Iterator[Finding]:
 
 
 def _run_dir(path: Path) -> Iterator[Finding]:
-    """Check that the folder can be written, read and locked."""
     try:
         with scratch_inside(path) as scratch, (scratch / "file").open("w+b") as file:
             file.write(scratch.name.encode())

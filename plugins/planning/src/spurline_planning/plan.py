@@ -263,7 +263,6 @@ def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _
 
 
 def _example(data: DataComponents) -> list[str]:
-    """Show the first row's first sequence, shortened."""
     lines: list[str] = []
     for row in first_rows(data, 1):
         sequence = row.sequences[0]

@@ -142,7 +142,6 @@ def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -
 
 
 def _title(batch: TrainingBatch, step: int, row: int, num_shown: int) -> str:
-    """Return the place of a row, with how full it is, or how much of it is shown."""
     place, count = f"step {step}, row {row + 1} of {batch.num_rows}", len(batch.segments["uid"][row])
     if num_shown < count:
         return f"{place}: {num_shown} of the {count} sequences that share its {batch.length:,} places"

@@ -1,7 +1,12 @@
-"""Look at data and model for `spurline init`, ask for what is left open, and write the file."""
+"""Look at data and model for `spurline init`, ask for what is left open, and write the file.
+
+The values in the file are usual starting points. A comment says what each setting does, or how to go on.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -9,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ruamel.yaml import YAML
+from ruamel.yaml.compat import StringIO
 
 from spurline.config.loading import load_config
 from spurline.errors import UserError
@@ -18,13 +24,61 @@ from spurline.progress import Progress
 from spurline.terminal import printable
 from spurline_models.machine import num_gpus
 from spurline_planning.first_config.init_command import Asker
-from spurline_planning.first_config.survey import DataFacts, Task, data_facts, model_facts
-from spurline_planning.first_config.text import Choices, Engine, config_text
+from spurline_planning.first_config.survey import DataFacts, ModelFacts, Task, data_facts, model_facts
 
 _LARGE = 3_000_000_000
 """Parameters from which on adapters are proposed."""
 _USUAL_PLUGINS = ("collation_fast",)
 _ASYNC_PLUGIN = "async_rl"
+_LEARNING_RATES: dict[tuple[Task, bool], str] = {
+    ("sft", False): "1.0e-5",
+    ("sft", True): "2.0e-4",
+    ("dpo", False): "5.0e-7",
+    ("dpo", True): "5.0e-6",
+    ("rl", False): "1.0e-6",
+    ("rl", True): "2.0e-5",
+}
+"""Learning rates, by task and by whether adapters are trained."""
+_ROUNDED_TO = 64
+"""`data.max_length` is rounded up to a multiple of this."""
+_MAX_NEW_TOKENS = 1_024
+_COMMENTS_AT = 33
+"""Column in which comments begin."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The rollout engine of an asynchronous run, and whether it takes turns with the trainer on one GPU."""
+
+    name: Literal["vllm", "child_process"]
+    shares_device: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The decisions of the user.
+
+    Attributes:
+        model: Folder or name of the model.
+        data: Training rows.
+        run_dir: Where the run writes.
+        length: `epochs: 1` or `steps: 200`.
+        lora: Whether adapters are trained.
+        eval: Held-out rows.
+        reward: A component, or `file.py:function`.
+        plugins: Plugins to enable.
+        engine: The engine that generates beside training; None generates between updates.
+    """
+
+    model: str
+    data: str
+    run_dir: str
+    length: str
+    lora: bool
+    eval: str | None = None
+    reward: str | None = None
+    plugins: tuple[str, ...] = ()
+    engine: Engine | None = None
 
 
 @dataclass(frozen=True)
@@ -121,3 +175,147 @@ def _reward(wishes: Wishes, rows: DataFacts, ask: Asker) -> str | None:
         return wishes.reward
     default = "exact_match" if rows.has_reference else None
     return ask.text("Which reward (a name that `spurline plugins` lists, or file.py:function)", "--reward", default)
+
+
+def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
+    """Return the whole file."""
+    parts = [_heading(data), _run(choices, model, data)]
+    parts += [_rollouts(choices, model, data)] if data.task == "rl" else []
+    parts += [_training(choices, data)]
+    return "".join(f"{_aligned(line)}\n" for line in "\n".join(parts).splitlines())
+
+
+def _aligned(line: str) -> str:
+    """Return the line with its comment where those of its neighbours begin."""
+    setting, mark, comment = line.partition("  # ")
+    return f"{setting.rstrip():{_COMMENTS_AT}} # {comment}" if mark else line
+
+
+def _heading(data: DataFacts) -> str:
+    what = {"sft": "Supervised fine-tuning", "dpo": "Direct preference optimisation", "rl": "Reinforcement learning"}
+    return (
+        f"# {what[data.task]} on {data.words}. What a setting may be and means: `spurline schema`, or the config\n"
+        "# reference. `spurline plan` on this file says what it will do, `spurline data` shows the tokens.\n"
+    )
+
+
+def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
+    lines: list[str] = []
+    if choices.plugins:
+        lines += [f"plugins: [{', '.join(choices.plugins)}]", ""]
+    lines += [
+        f"run_dir: {_scalar(choices.run_dir)}  # metrics, checkpoints, the report and the trained model",
+        "seed: 0",
+        "",
+        "model:",
+        f"  path: {_scalar(choices.model)}",
+    ]
+    if data.is_chat and not model.has_chat_template:
+        lines += ["  chat_template: chatml  # the model brings none; see `model.chat_template`"]
+    lines += ["", "data:", *_dataset("train", choices.data, data)]
+    lines += _dataset("eval", choices.eval, data) if choices.eval else []
+    if data.task != "rl":
+        limit = max(2, -(-data.longest // _ROUNDED_TO) * _ROUNDED_TO)
+        limit = limit if model.context is None else min(limit, model.context)
+        lines += [f"  max_length: {limit}  # tokens; the longest of the first rows has {data.longest}"]
+    if data.task == "sft" and data.is_chat:
+        lines += ["  train_on: last_assistant  # or all_assistants"]
+    return "\n".join([*lines, ""])
+
+
+def _dataset(key: str, path: str, data: DataFacts) -> list[str]:
+    if not data.columns:
+        return [f"  {key}: {_scalar(path)}"]
+    what = (
+        "a guess by their names: see `spurline data`" if data.has_guessed else "what they are: what the data calls them"
+    )
+    named = [f"      {name}: {_scalar(column)}" for name, column in data.columns.items()]
+    return [f"  {key}:", f"    path: {_scalar(path)}", f"    columns:  # {what}", *named]
+
+
+def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
+    room = _MAX_NEW_TOKENS if model.context is None else min(_MAX_NEW_TOKENS, model.context - data.longest)
+    return "\n".join(
+        [
+            "source:",
+            *(_SYNCHRONOUS if choices.engine is None else _asynchronous(choices.engine)),
+            "  prompts_per_step: 32",
+            "  samples_per_prompt: 8  # attempts at each prompt, compared with each other",
+            "  environment:",
+            "    name: single_turn  # tools and agents: docs, Environments",
+            f"    rewards: {_scalar(choices.reward or '')}",
+            "  advantage: grpo",
+            "  sampling:",
+            "    temperature: 1.0",
+            f"    max_new_tokens: {room}",
+            "",
+            "minibatches:",
+            "  name: by_prompt",
+            "  prompts_per_minibatch: 16  # two optimizer steps on each batch",
+            "",
+        ]
+    )
+
+
+_SYNCHRONOUS = ("  name: rollouts  # `spurline init --task async` generates beside training",)
+
+
+def _asynchronous(engine: Engine) -> list[str]:
+    staleness = 1 if engine.shares_device else 2
+    lines = [
+        "  name: async_rollouts  # generates while the model trains; `spurline simulate` shows what the knobs cost",
+        f"  max_staleness: {staleness}  # updates that a token's weights may be behind; 0 is synchronous",
+        "  correction: tis  # weighs tokens of older weights",
+    ]
+    if not engine.shares_device:
+        what = "Hugging Face, in a process of its own" if engine.name == "child_process" else "on GPUs of its own"
+        return [*lines, f"  engine: {engine.name}  # {what}"]
+    return [
+        *lines,
+        "  engine:",
+        f"    name: {engine.name}",
+        "    placement: colocated  # it has the trainer's GPU by turns; remove it where there is a second one",
+    ]
+
+
+def _training(choices: Choices, data: DataFacts) -> str:
+    lines = ["source: preference  # the loss becomes dpo", ""] if data.task == "dpo" else []
+    if data.task != "rl":
+        lines += ["batch_size: 32  # samples per optimizer step, over all devices"]
+    rate = _LEARNING_RATES[data.task, choices.lora]
+    lines += [
+        choices.length,
+        "",
+        "optimizer:",
+        f"  learning_rate: {rate}  # the first setting to try others of, in steps of 3",
+        "",
+        "schedule:",
+        "  name: cosine",
+        "  warmup_ratio: 0.05",
+        "",
+        "backend:",
+        "  name: local  # fsdp and megatron are plugins, for many GPUs",
+        "  device: auto  # a GPU if there is one",
+    ]
+    if choices.lora:
+        lines += ["  lora:  # adapters; remove to train all weights", "    rank: 16"]
+    if choices.eval:
+        lines += ["", "evaluation:", "  at_start: true  # what the model can do before training", "  every_steps: 50"]
+    lines += [
+        "",
+        "checkpoint:",
+        "  every_minutes: 15  # the same command goes on from the last one",
+        "  export_hf: true  # RUN_DIR/model at the end, for from_pretrained",
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _scalar(value: str) -> str:
+    """Return the value as YAML writes it on one line, quoted if it must be."""
+    if "  # " in value:
+        # `_aligned` would take this for the beginning of a comment.
+        return json.dumps(value, ensure_ascii=False).replace("  # ", " \\x20# ")
+    out, yaml = StringIO(), YAML(typ="safe", pure=True)
+    yaml.width = sys.maxsize
+    yaml.dump([value], out)
+    return out.getvalue().strip().removeprefix("- ").removeprefix("[").removesuffix("]")
