@@ -184,7 +184,6 @@ def _written_in_short(mark: Component) -> BeforeValidator:
 
 
 def _refuse_component(value: object, *, mark: Component) -> object:
-    """Refuse any value for a kind that has no registered component."""
     raise PydanticCustomError(_UNKNOWN, "{kind} {shorthand}", {"kind": mark.kind, "shorthand": mark.shorthand})
 
 

@@ -111,7 +111,6 @@ def _marks(sections: Mapping[str, Section]) -> Iterator[tuple[str, OnResume]]:
 
 
 def _shown(value: Any) -> str:
-    """Return the name of a component, and the repr of any other value."""
     if isinstance(value, Mapping) and "name" in value:
         return str(cast("Mapping[str, Any]", value)["name"])
     return _ABSENT if value == _ABSENT else repr(cast("object", value))

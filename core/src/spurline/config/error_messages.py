@@ -285,7 +285,6 @@ def _as_model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _item_type(annotation: Any) -> Any:
-    """Return the type of the items of a tuple, list or dict annotation."""
     for member in _members(annotation):
         inner = _strip(member)
         arguments = [argument for argument in get_args(inner) if argument is not Ellipsis]

@@ -35,7 +35,6 @@ def hide_secrets(value: Any) -> Any:
 
 
 def _has_text(value: Any) -> bool:
-    """Return whether the value is a non-empty text, or a list that contains one."""
     if isinstance(value, (list, tuple)):
         return any(isinstance(inner, str) and inner for inner in cast("list[Any]", value))
     return isinstance(value, str) and bool(value)

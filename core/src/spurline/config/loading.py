@@ -200,7 +200,6 @@ def _plugin_names(document: Document) -> list[str]:
 
 
 def _cross_field_problems(run: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of every section, with full key paths."""
     for path, section in sections_within(run):
         for problem in section.problems(run):
             key = ".".join(part for part in (path, problem.key) if part)

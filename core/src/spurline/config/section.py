@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def _types_in(annotation: Any) -> list[Any]:
-    """Return the types that a type expression is made of."""
     arguments = get_args(annotation)
     return [part for argument in arguments for part in _types_in(argument)] if arguments else [annotation]
 

@@ -83,7 +83,6 @@ class HookCalls:
 
 
 def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseException | None) -> object:
-    """Return the result of a wrapper after its `yield`."""
     try:
         if raised is not None:
             wrapping.throw(raised)

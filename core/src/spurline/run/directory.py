@@ -128,7 +128,6 @@ class RunDirectory:
         return False
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -90,7 +90,6 @@ class LossContract:
         _assert_equal(self._values(inputs, again(config)), self._values(inputs), torch.arange(len(inputs.logprobs)))
 
     def _values(self, inputs: TokenLossInputs, made: Loss | None = None) -> dict[str, Tensor]:
-        """Return the loss, its gradient, and all metrics, each [N]."""
         made = self.make_loss() if made is None else made
         loss = made.token_loss(inputs)
         (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)

@@ -107,7 +107,6 @@ class PrefetchContract:
 
 
 def _recording(built: list[int], released: list[int]) -> BuildBatch:
-    """Return a function that builds numbered batches, and notes their steps."""
 
     def build(step: int) -> TrainingBatch:
         built.append(step)
@@ -117,7 +116,6 @@ def _recording(built: list[int], released: list[int]) -> BuildBatch:
 
 
 def _ended(before: set[threading.Thread]) -> bool:
-    """Return whether all threads that were not there before have ended, or do so soon."""
     return _wait_for(lambda: set(threading.enumerate()) <= before, seconds=10)
 
 

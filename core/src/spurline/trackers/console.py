@@ -46,7 +46,6 @@ class ConsoleTracker:
         self._warned_at: dict[str, int] = {}
 
     def start(self, info: RunInfo) -> None:
-        """Print the notes on the start, and open the live bar when the output is a terminal."""
         self._total_steps = info.total_steps
         for note in info.notes:
             self._print(note)
@@ -115,7 +114,6 @@ class ConsoleTracker:
             self._generation_s.add(seconds_of_generation(metrics))
 
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Return the fields of a step, the most important first."""
         fields = _progress_fields(metrics)
         step_s = self._step_s.value
         # The first step loads and compiles, so its time says nothing about the others.
@@ -178,7 +176,6 @@ class _WhileItCanBeWritten:
 
 
 def _progress_fields(metrics: Mapping[str, float]) -> list[str]:
-    """Return the fields that show whether the model improves."""
     if "reward/mean" not in metrics:
         shown = {"loss": "loss {:.3f}", "dpo/accuracy": "accuracy {:.0%}", "dpo/margin": "margin {:.3f}"}
         return [text.format(metrics[name]) for name, text in shown.items() if name in metrics]

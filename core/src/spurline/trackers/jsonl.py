@@ -73,7 +73,6 @@ class JsonlTracker:
             raise write_failure(Path(self._file.name), error) from error
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from spurline.trackers.readout import quantity
 from spurline_insight.report.figure import line, raw_and_smoothed, step_figure
-from spurline_insight.report.markup import block, caption
-from spurline_insight.report_panel import ReportPanelConfig, RunRecord
+from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report_panel import RunRecord
 
 _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
 
 
-class CollationPanel:
+class CollationPanel(Panel):
     """Times to build and to wait per step, beside the share of the building that was hidden behind training."""
 
     title = "Collation"
 
-    def __init__(self, config: ReportPanelConfig) -> None:
-        self._config = config
-
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None for a run that did not build batches ahead."""
         lines = [metrics for metrics in record.metrics if all(name in metrics for name in _NAMES)]
         if not lines:
             return None
@@ -43,12 +39,10 @@ class CollationPanel:
         hidden_plot = step_figure(
             shares, "Hidden share", label="Share of collation hidden behind training", tickformat=".0%", range=[0, 1.02]
         )
-        plots = f'<div class="columns even"><div>{times}</div><div>{hidden_plot}</div></div>'
-        return block(caption(head + "."), plots, wide=True)
+        return block(caption(head + "."), columns(times, hidden_plot), wide=True)
 
 
 def _summary(collate: list[float], waited: list[float]) -> str:
-    """Return the means and the hidden share."""
     head = f"A batch took {_milliseconds(collate)} to build; training waited {_milliseconds(waited)} for it (means)"
     if sum(collate) > 0:
         # Weighted by time: in a mean of shares, quick batches would hide slow ones.

@@ -21,7 +21,6 @@ class PreferencePanel(Panel):
     order = 130
 
     def render(self, record: RunRecord) -> str | None:
-        """Render the panel, or return None if no loss of pairs was recorded."""
         steps, margins = record.series("dpo/margin")
         if not steps:
             return None

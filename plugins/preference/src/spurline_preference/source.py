@@ -69,7 +69,8 @@ class PreferenceSide(DerivedDataset):
         values = self._dataset[row]
         view = RowView(values, self._columns)
         try:
-            is_turn = "instruction" in self._columns or ("instruction" in view and not _has_prompt(view))
+            has_prompt = "prompt" in view or "messages" in view
+            is_turn = "instruction" in self._columns or ("instruction" in view and not has_prompt)
             prompt, answer = _split(view, self._side, is_turn=is_turn)
         except BadRowError as error:
             raise error.at(self._dataset.location(row)) from error
@@ -109,10 +110,6 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
             "the messages before the answers in a column, and name it with `columns: {prompt: NAME}`.",
         )
     return [{"role": "user", "content": prompt}], whole[side]
-
-
-def _has_prompt(view: RowView) -> bool:
-    return "prompt" in view or "messages" in view
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:

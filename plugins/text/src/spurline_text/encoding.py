@@ -143,7 +143,6 @@ class RowEncoder:
         return EncodedTexts(by_bytes, encoded, encode_batch(self._tokenizer, others, is_chat=False))
 
     def _masked(self, prepared: PreparedRows, encoded: EncodedTexts) -> Iterator[Masked]:
-        """Yield tokens and mask of each text, in order."""
         chats = prepared.texts(is_chat=True)
         if encoded.by_bytes is None:
             of_chats = _by_offsets(chats, encoded.chats)
@@ -333,7 +332,6 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> 
 
 
 def _end_with(end: Any, tokens: NDArray[np.int32], mask: NDArray[np.uint8]) -> Masked:
-    """Return tokens that end with the end-of-sequence token, which has loss."""
     if not len(tokens) or tokens[-1] != end:
         tokens, mask = np.append(tokens, np.int32(end)), np.append(mask, np.uint8(0))
     mask[-1] = 1

@@ -113,7 +113,6 @@ def _line(number: int, row: Any) -> bytes:
 
 
 def _as_json(value: Any) -> Any:
-    """Turn arrays and numbers of numpy and torch into lists and numbers."""
     if callable(getattr(value, "tolist", None)):
         return value.tolist()
     raise TypeError(f"a value is of type {type(value).__name__}")

@@ -102,7 +102,6 @@ class TokenBytes:
         ]
 
     def _sizes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of bytes of each token."""
         # Vocabularies with gaps have ids beyond their size.
         more = int(ids.max(initial=-1)) + 1 - len(self._sizes)
         if more > 0:
@@ -121,7 +120,6 @@ class TokenBytes:
         self._bytes = np.append(self._bytes, np.frombuffer(b"".join(pieces), np.uint8))
 
     def _written(self, ids: NDArray[np.int64], sizes: NDArray[np.int64]) -> bytes:
-        """Return the bytes of all tokens, end to end."""
         parts: list[bytes] = []
         for start in range(0, len(ids), _AT_ONCE):
             some, counts = ids[start : start + _AT_ONCE], sizes[start : start + _AT_ONCE]

@@ -28,6 +28,8 @@ class TokenPieces:
         self._added: dict[int, Any] = dict(tokenizer.added_tokens_decoder)
         self._special = {*tokenizer.all_special_ids, *(i for i, token in self._added.items() if token.special)}
         self._kind = _kind_of(tokenizer)
+        self.are_bytes = self._kind == "bytes"
+        """Whether the vocabulary writes every byte of a text as a sign of its own."""
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
@@ -40,11 +42,6 @@ class TokenPieces:
         for token_id, name in zip(unknown, names, strict=True):
             self._known[token_id] = self._bytes(token_id, name)
         return [self._known[token_id] for token_id in token_ids]
-
-    @property
-    def are_bytes(self) -> bool:
-        """Return whether the vocabulary writes every byte of a text as a sign of its own."""
-        return self._kind == "bytes"
 
     def is_special(self, token_id: int) -> bool:
         """Return whether a token is a mark such as `<|im_end|>`, and not text."""
@@ -80,7 +77,6 @@ def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _names(decoder: Any) -> set[str]:
-    """Return the types of a decoder and of the decoders inside it."""
     return {decoder["type"]}.union(*(_names(inner) for inner in decoder.get("decoders", ())))
 
 

@@ -279,7 +279,6 @@ class SequentialTokenization:
         self._data = data
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """Return all samples of all datasets, in order."""
         for dataset in datasets:
             check_rows(dataset.dataset)
         # All encoders are made before rows are encoded, so that an unfit format of the last dataset is found early.

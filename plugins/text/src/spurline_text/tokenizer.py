@@ -89,7 +89,6 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _read_template(template: str) -> str:
-    """Return the text of a bundled template, by its name, or of a file."""
     if template in CHAT_TEMPLATES:
         return (_TEMPLATES / f"{template}.jinja").read_text(encoding="utf-8").rstrip("\n")
     try:

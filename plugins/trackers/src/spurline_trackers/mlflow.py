@@ -88,7 +88,6 @@ def _parts(entries: list[Any], size: int) -> Iterator[list[Any]]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield settings by their path: `optimizer.learning_rate`."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{key}.")

@@ -58,7 +58,6 @@ class PrometheusTracker:
         """Do nothing: a scrape reads the current values."""
 
     def close(self) -> None:
-        """Stop listening. May be called twice, or without start."""
         if self._server is not None:
             server, self._server = self._server, None
             server.shutdown()

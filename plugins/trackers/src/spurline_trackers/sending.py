@@ -68,7 +68,6 @@ class SendingTracker(ABC):
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue the metrics of one step for the sending thread."""
         assert self._thread is not None, f"{type(self).__name__}.log before start or after close"
         self._reached = step
         if self._queue.qsize() < _LONGEST_QUEUE:

@@ -33,7 +33,6 @@ class TensorboardTracker:
         self._writer.add_text("config", block, global_step=info.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write all metrics of one step."""
         assert self._writer is not None, "TensorboardTracker.log before start or after close"
         for name, value in metrics.items():
             if name != "step":
@@ -45,7 +44,6 @@ class TensorboardTracker:
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and close the event file. May be called twice."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

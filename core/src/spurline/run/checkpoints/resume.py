@@ -169,7 +169,6 @@ def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: Res
 
 
 def _recorded(entry: Mapping[str, Any]) -> Difference:
-    """Return an entry of the history as a permitted difference."""
     return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
 
 

@@ -103,7 +103,6 @@ def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], diges
 
 
 def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> int:
-    """Write each part, and return the number of parts."""
     count = 0
     for part in parts:
         _write(folder / f"{count:05d}", part, (*keys, str(count)), digests)

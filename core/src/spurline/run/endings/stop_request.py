@@ -37,9 +37,10 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            # A run under `nohup` goes on when the terminal closes.
-            caught = [number for number in _SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]
-            self._previous = {number: signal.signal(number, self._receive) for number in caught}
+            for number in _SIGNALS:
+                # A run under `nohup` goes on when the terminal closes.
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,10 +87,6 @@ class StopRequest:
 
 class _CutShort(KeyboardInterrupt):
     """Raised by the first signal inside `cut_short`."""
-
-
-def _is_ignored(number: signal.Signals) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
 
 
 def _leave_closed_terminal() -> None:

@@ -48,7 +48,6 @@ class ComparedRun:
 
     @cached_property
     def metrics(self) -> frozenset[str]:
-        """Return the names of all metrics that the run recorded."""
         return frozenset(name for line in self.record.metrics for name in line) - {"step"}
 
     @property
@@ -174,7 +173,6 @@ def _run_table(heading: str, runs: Sequence[ComparedRun], rows: Sequence[Sequenc
 
 
 def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:
-    """Return a section with the plot of each usual metric, and one for each group of others."""
     usual = _usual(shared)
     sections = [_section(name, block(_plot(runs, name))) for name in usual]
     groups: dict[str, list[str]] = {}

@@ -38,12 +38,8 @@ class Guard:
         self._app = app
         self._token = token
         self._cookie = f"spurline_view_{port}"
-        self._once = secrets.token_urlsafe(24)
-
-    @property
-    def one_visit(self) -> str:
-        """Return a token for one visit, as other users can see the address that a browser is started with."""
-        return self._once
+        self.one_visit = secrets.token_urlsafe(24)
+        """A token for one visit, as other users can see the address that a browser is started with."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -57,7 +53,6 @@ class Guard:
         await (answer or self._app)(scope, receive, send_guarded)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Return the answer to a request that does not pass, or None."""
         if request.headers.get("host", "").rpartition(":")[0] not in HOSTS:
             return PlainTextResponse("This page is served to this machine alone.", 400)
         query = parse_qs(request.url.query)
@@ -72,8 +67,8 @@ class Guard:
         return PlainTextResponse("Open the address that `spurline view` has printed: it has the token.", 403)
 
     def _is_let_in(self, given: str) -> bool:
-        if _same(given, self._once):
-            self._once = secrets.token_urlsafe(24)
+        if _same(given, self.one_visit):
+            self.one_visit = secrets.token_urlsafe(24)
             return True
         return _same(given, self._token)
 

@@ -286,7 +286,6 @@ class ChatRenderer:
         return self._end_of_turn[source]
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
-        """Return the text of the template for conversations with such tools."""
         try:
             return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
         except ValueError as error:

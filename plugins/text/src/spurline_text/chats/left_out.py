@@ -104,7 +104,6 @@ def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Messa
 
 
 def _marked_tool(tool: dict[str, Any], marks: _Marks, what: str = "tools", place: str = "tools") -> dict[str, Any]:
-    """Mark the name of the function in a schema or a call."""
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return tool

@@ -42,7 +42,6 @@ class HfDataset:
 
     @functools.cached_property
     def _segments(self) -> list[tuple[RowFile, range]]:
-        """The rows of each file that belong to the split, in order."""
         segments: list[tuple[RowFile, range]] = []
         sizes = {name: sum(map(len, files)) for name, files in self._files.items()}
         for name, rows in self._split.resolve(sizes):
@@ -94,7 +93,6 @@ class HfDataset:
 
 
 def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[RowFile]]:
-    """Return a function that finds the files of a split by its name."""
     path = config.path
     if not looks_local(path):
         from spurline_text.datasets.arrow_rows import load_hub

@@ -33,7 +33,6 @@ class HfStream:
         self._files = _files(config) if looks_local(config.path) else None
 
     def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
-        """Return a reader at the beginning, or where another reader was."""
         config = self._config
         if self._files is None:
             with asked_once(), data_errors(config.path, prefix="cannot be streamed from the Hugging Face hub: "):

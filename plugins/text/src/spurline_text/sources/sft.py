@@ -89,12 +89,10 @@ class SampleSet:
         return self._sources
 
     def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
-        """Return the facts of the samples for an order."""
         columns = ColumnsOfRows(self._opened, self._rows())
         return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
 
     def _rows(self) -> Sequence[NDArray[np.int64]]:
-        """Return for each dataset the row of each of its samples."""
         return np.split(self._tokenized.store.row[self._whole()], np.cumsum(self.sizes())[:-1])
 
     def _lengths(self) -> NDArray[np.int64]:

@@ -58,7 +58,6 @@ class PackingPanel(Panel):
 
 
 def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with a row for each count and a column for each split."""
     reasons = sorted({reason for counts in splits.values() for reason in (counts.get("dropped") or {})})
     rows: list[list[str]] = [
         ["Samples", *(_number(counts.get("samples")) for counts in splits.values())],
@@ -77,7 +76,6 @@ def _count_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table of the prompts per split, and of each dataset where there are several."""
     rows = [["Prompts", *(_number(counts.get("prompts")) for counts in splits.values())]]
     sources = dict.fromkeys(label for counts in splits.values() for label in counts.get("sources") or ())
     for label in sources if len(sources) > 1 else ():

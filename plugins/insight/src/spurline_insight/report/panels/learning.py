@@ -112,7 +112,6 @@ class GradientPanel(Panel):
 
 
 def _given_up(record: RunRecord) -> str:
-    """Return a line about held-out prompts that could not be evaluated."""
     found: list[str] = []
     for prefix in evaluations_of(record):
         steps, counts = record.series(f"{prefix}{GIVEN_UP}")

@@ -105,7 +105,6 @@ def _answer(answer: Answer | None) -> str:
 
 
 def _marks(answer: Answer) -> str:
-    """Return the verdict on the answer, and each score that it reached."""
     chips: list[tuple[str, str]] = []
     if "passed" in answer:
         reward = "" if answer.get("reward") is None else f", reward {float(answer['reward']):.3g}"
@@ -113,12 +112,8 @@ def _marks(answer: Answer) -> str:
     for name, value in (answer.get("scores") or {}).items():
         kind, sign = {1.0: ("good", "✓ "), 0.0: ("bad", "✗ ")}.get(float(value), ("term", ""))
         kind, sign = (kind, sign) if "passed" not in answer else ("term", "")
-        chips.append((kind, f"{sign}{_name(name)}" + (f" {float(value):.3g}" if kind == "term" else "")))
+        chips.append((kind, f"{sign}{name.replace('_', ' ')}" + (f" {float(value):.3g}" if kind == "term" else "")))
     return "".join(f'<span class="mark {kind}">{text(words)}</span>' for kind, words in chips)
-
-
-def _name(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def _shorten(value: Any) -> str:
@@ -142,7 +137,6 @@ def _is_conversation(value: Any) -> bool:
 
 
 def _message(message: Mapping[str, Any]) -> str:
-    """Return role, content, and the other parts of a message, such as calls of tools."""
     others = {key: item for key, item in message.items() if key not in ("role", "content") and item}
     lines = [
         f"{message['role']}:",

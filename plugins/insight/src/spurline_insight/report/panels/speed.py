@@ -117,7 +117,6 @@ def _inside_batch(record: RunRecord) -> list[str]:
 
 
 def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str, float]:
-    """Return the parts of one step, which do not overlap, and the rest of `time/step`."""
     parts = {name: float(metrics[name]) for name in _PARTS if name in metrics}
     nested = {name: float(metrics[name]) for name in inside if name in metrics and "time/batch" in metrics}
     if nested:
