@@ -23,7 +23,6 @@ class FileDigest:
 
     @classmethod
     def of(cls, content: bytes) -> Self:
-        """Return size and digest of this content."""
         return cls(len(content), xxhash.xxh3_128(content).hexdigest())
 
 

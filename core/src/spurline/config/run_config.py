@@ -241,7 +241,6 @@ class CheckpointConfig(Section):
 
     @property
     def is_async(self) -> bool:
-        """Return the setting `async`."""
         return bool(getattr(self, "async"))
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -105,7 +105,6 @@ class TokenView:
         return self.store.loss_mask[start:stop]
 
     def uid(self, position: int) -> str:
-        """Return the name of the sample at this position of the view."""
         return self.store.uid(int(self.indices[position]))
 
     def _bounds(self, position: int) -> tuple[int, int]:
@@ -206,7 +205,6 @@ class TokenStoreBuilder:
         self.extend(SampleBlock(source, ids, mask, np.array([len(ids)], np.int64), np.array([row], np.int64)))
 
     def extend(self, block: SampleBlock) -> None:
-        """Append the samples of a block."""
         self._blocks.append(block)
 
     def build(self) -> TokenStore:

@@ -73,7 +73,6 @@ class LoadedPlugin:
 
     @property
     def hooks(self) -> list[str]:
-        """Return the names of the hooks it implements."""
         return [hook for _, hook, _ in _hookimpls(self.module)]
 
 
@@ -352,7 +351,6 @@ def _refuse_rival(what: str, first: str, second: InstalledPlugin | CommandEntry)
 
 
 def hooks_of(module: ModuleType) -> dict[str, Callable[..., Any]]:
-    """Return the hooks that a module specifies, by name."""
     return {name: value for name, value in vars(module).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
 
 

@@ -177,7 +177,6 @@ def build_backend(loaded: LoadedConfig, stack: ExitStack, total_updates: int) ->
 
 
 def build_update(components: Components, loaded: LoadedConfig, done: Done = Done()) -> Update:
-    """Build the update, which trains on each batch."""
     config, registry, data = loaded.config, loaded.host.registry, components.data
     policy = Recipe(
         minibatches=data.minibatches,

@@ -28,7 +28,6 @@ class PluginContract:
     requires: Sequence[str] = ()
 
     def declaration(self) -> Plugin:
-        """Return the module's PLUGIN."""
         return importlib.import_module(self.plugin_module).PLUGIN
 
     def load(self) -> PluginHost:

@@ -53,7 +53,6 @@ class StartLines:
         return cls(quiet=any(tracker.silences_start for tracker in loaded.config.trackers))
 
     def show(self, lines: list[str]) -> None:
-        """Write lines as they are."""
         if not self._quiet:
             # Flush, so that the lines appear before the next import.
             print("\n".join(lines), file=sys.stderr, flush=True)

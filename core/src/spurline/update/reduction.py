@@ -66,7 +66,6 @@ REDUCTIONS: dict[str, Reduce] = {"token_mean": token_mean, "sequence_mean": sequ
 
 
 def make_reduction(config: ReductionConfig) -> Reduce:
-    """Return the reduction that the config asks for."""
     if config.name != "fixed_norm":
         return REDUCTIONS[config.name]
     assert config.length is not None, "fixed_norm without a length passed the config's check"

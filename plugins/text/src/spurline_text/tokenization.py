@@ -252,7 +252,6 @@ class SampleCollector:
 
 
 def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
-    """Return distinct names of the datasets in a store."""
     return distinct_labels([source.dataset.label for source in sources])
 
 

@@ -159,7 +159,6 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bo
 
 
 def array_path(folder: Path, array: str) -> Path:
-    """Return the file of one array of an entry."""
     return folder / f"{array}.bin"
 
 
@@ -206,7 +205,6 @@ class EntryWriter:
             self._append("offsets", np.zeros(1))
 
     def extend(self, block: SampleBlock) -> None:
-        """Append the samples of a block."""
         with disk_errors(self.folder.parent):
             self._append("tokens", block.tokens)
             self._append("loss_mask", block.loss_mask)

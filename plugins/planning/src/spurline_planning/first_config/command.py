@@ -178,7 +178,6 @@ def _reward(wishes: Wishes, rows: DataFacts, ask: Asker) -> str | None:
 
 
 def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
-    """Return the whole file."""
     parts = [_heading(data), _run(choices, model, data)]
     parts += [_rollouts(choices, model, data)] if data.task == "rl" else []
     parts += [_training(choices, data)]

@@ -107,7 +107,6 @@ class RowView:
         return name in holder
 
     def label(self, column: str) -> str:
-        """Return the name of the column in the file."""
         return self._names.get(column, column)
 
     def get(self, column: str) -> Any:

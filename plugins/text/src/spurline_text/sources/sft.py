@@ -123,7 +123,6 @@ def note_of_shared(
 
 
 def longest_sample(samples: Samples) -> Longest:
-    """Return length and uid of the longest sample."""
     facts = samples.summary()
     where = f"sample {facts['longest_at']} (rows counted from 0)"
     return Longest(int(facts["longest"]), where, "data.max_length")
