@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
-from spurline.config.run_config import RunConfig
-from spurline.plugins.registry import Registry
 from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_ranks.backend import RankBackend
 
@@ -18,9 +16,9 @@ class FsdpBackend(RankBackend):
 
     worker: ClassVar[str] = "spurline_fsdp_backend.rank:FsdpRank"
 
-    def __init__(self, config: FsdpBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
-        self._divided = config
-        super().__init__(config, run, registry, total_updates)
+    @property
+    def _divided(self) -> FsdpBackendConfig:
+        return cast(FsdpBackendConfig, self._config)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._check_device_here("asked for continuations")
@@ -39,11 +37,9 @@ class FsdpBackend(RankBackend):
         return [found[number] for number in range(len(prompts))]
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
-        """See `TrainsAdapters`."""
         return self._ranks.call("adapter_settings")[0]
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See `TrainsAdapters`."""
         return self._named("adapter")
 
     def _share_of(self, rank: int) -> int:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
     """Yield sentences on ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
-    yield from describe_ranks(config, _product(config))
+    sharing = f" x {config.context} context" if config.context > 1 else ""
+    yield from describe_ranks(config, f"{config.layout().data} data{sharing}")
     shards = ranks // config.replicas
     if config.replicas > 1:
         yield (
@@ -37,12 +38,6 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
     if config.cpu_offload:
         yield "weights, gradients and optimizer stay in the memory of the host"
-
-
-def _product(config: FsdpBackendConfig) -> str:
-    parts = [f"{config.layout().data} data"]
-    parts += [f"{config.context} context"] if config.context > 1 else []
-    return " x ".join(parts)
 
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:

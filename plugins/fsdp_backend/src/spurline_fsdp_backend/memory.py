@@ -76,10 +76,8 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[di
 
 
 def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:
-    """Return the tokens that a rank computes at once."""
     share = math.ceil(tokens / config.layout().data)
-    if config.max_tokens_per_microbatch is not None:
-        share = min(share, config.max_tokens_per_microbatch)
+    share = min(share, config.max_tokens_per_microbatch or share)
     # Rows are dealt whole, and context parallelism divides them afterwards.
     return math.ceil(max(share, min(row_length, tokens)) / config.context)
 

@@ -31,14 +31,12 @@ class Meshes:
         experts: Two dimensions: the ranks that hold parts of the same experts, and the ranks that divide all experts;
             None if every rank has all experts.
         alone: Only this rank.
-        context_rank: The number of this rank in `context`.
     """
 
     sharding: DeviceMesh
     context: ProcessGroup | None
     experts: DeviceMesh | None
     alone: DeviceMesh | None
-    context_rank: int
 
 
 def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
@@ -58,7 +56,7 @@ def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
         experts = init_device_mesh(device, divided, mesh_dim_names=(EXPERT_SHARD, EXPERT))
         alone = init_device_mesh(device, (place.world, 1), mesh_dim_names=(RANK, ALONE))[ALONE]
     sharding = init_device_mesh(device, shape, mesh_dim_names=names)
-    return Meshes(sharding, group, experts, alone, place.rank % context)
+    return Meshes(sharding, group, experts, alone)
 
 
 class FsdpDoctorRank(DoctorRank):

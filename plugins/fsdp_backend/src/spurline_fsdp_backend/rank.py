@@ -52,13 +52,10 @@ from spurline_ranks.messages import read_objective, read_run
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.weight_gathering import WeightGathering, as_arrays
 from spurline_ranks.weight_gathering import cast as cast_to
-from spurline_ranks.worker import RankWorker
+from spurline_ranks.worker import RankWorker, Wire
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Engines get weights in the dtype of forward passes here."""
-
-Wire = Mapping[str, Any]
-"""A `RankShare.to_wire`."""
 
 
 class FsdpRank(RankWorker):
@@ -73,10 +70,9 @@ class FsdpRank(RankWorker):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
         # Ranks that share sequences compute the same loss: the first of them counts it.
-        self._counts = self._meshes.context_rank == 0
+        self._counts = place.rank % self._config.context == 0
 
     def build(self) -> None:
-        """Load the models; the first call."""
         self._place.doing("loading the model")
         model = build_trained(self._run.model, self._config, self._meshes, self._run.seed)
         check_config(model.causal, self._run.model.path, self._run.data.max_length)
@@ -100,7 +96,6 @@ class FsdpRank(RankWorker):
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
     ) -> list[tuple[str, NDArray[Any]]] | None:
-        """Compute (name, whole gradient) of each parameter, for the first rank; nothing is changed."""
         try:
             self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
             whole = _whole_gradients(self._trained[role].parameters)
@@ -115,7 +110,6 @@ class FsdpRank(RankWorker):
             return generate_greedily(model, prompts, max_new_tokens, self._stop_tokens) if prompts else []
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
-        """Compute the part of the sums that this rank counts."""
         objective = read_objective(plain_objective, self._registry)
         model, share = self._policy.model, RankShare.from_wire(wire)
         part = evaluation_sums(model, self._streams(model, share, objective.loss.needs), objective, self._profile)
@@ -123,7 +117,6 @@ class FsdpRank(RankWorker):
         return part if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Score the rows of the share; return None if another rank answers for them."""
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
@@ -132,7 +125,6 @@ class FsdpRank(RankWorker):
         return result.numpy() if self._counts else None
 
     def adapter_settings(self) -> dict[str, Any] | None:
-        """See `TrainsAdapters`."""
         if self._config.lora is None:
             return None
         from spurline_models.adapters.lora import adapter_settings
@@ -140,7 +132,6 @@ class FsdpRank(RankWorker):
         return adapter_settings(self._policy.model.causal, self._run.model)
 
     def facts(self) -> dict[str, int | str]:
-        """See `Backend.facts`."""
         return {
             "parameters": sum(value.numel() for value in self._policy.model.causal.parameters()),
             "trainable_parameters": sum(value.numel() for value in self._policy.parameters.values()),

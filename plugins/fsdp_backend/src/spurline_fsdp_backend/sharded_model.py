@@ -44,7 +44,7 @@ from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.weights import check_initial_weights, without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
 from spurline_ranks.pieces import Box, held_box, held_values
-from spurline_ranks.sequence_sharing import SequenceSharing
+from spurline_ranks.sequence_sharing import SequenceSharing, check_sharing
 
 _DISPATCHES = "ep_dispatch_experts"
 """The style in transformers' plans of a module that sends tokens to other ranks."""
@@ -293,7 +293,10 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """Run `check_exactness`, or with `probe: false` only its choice of a reading, and `check_routers`. A collective."""
+    """Run the start-up checks of a model. With `probe: false` this only chooses a reading and checks routers.
+
+    A collective.
+    """
     half = config.computes_in == "bf16"
     # The probe calls decoder and output layer apart, and FSDP2 gathers weights only for the whole model.
     cast(FSDPModule, model.causal).unshard()
@@ -314,6 +317,10 @@ def check_sharded(
             f"model.path: {path} ({type(model.causal).__name__}) reads a row for each sequence, so ranks "
             "cannot share one. Set backend.context: 1."
         )
+    if config.probe:
+        with torch.compiler.set_stance("force_eager"):
+            check_sharing(model, profile, path, half_precision=half)
+        give_back(model.causal)
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:

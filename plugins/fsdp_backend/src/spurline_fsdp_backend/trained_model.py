@@ -18,6 +18,7 @@ from spurline_fsdp_backend.sharded_model import model_tensors, weights_digest
 from spurline_models.optimizers.optimization import OptimizationRecipe
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
+from spurline_ranks.pieces import held_values
 from spurline_ranks.worker import StepTotals, clip_factor
 
 
@@ -41,7 +42,7 @@ class ShardedTrainedModel:
         squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
         for value in self.parameters.values():
             if value.grad is not None:
-                local = _local(value.grad)
+                local = held_values(value.grad)
                 squares += local.to(squares.device).double().pow(2).sum() / _copies(value)
         return StepTotals.of(squares, loss)
 
@@ -52,7 +53,7 @@ class ShardedTrainedModel:
             for value in self.parameters.values():
                 if value.grad is not None:
                     # Shards are scaled one by one: expert groups have other meshes.
-                    _local(value.grad).mul_(factor)
+                    held_values(value.grad).mul_(factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates
@@ -60,10 +61,6 @@ class ShardedTrainedModel:
     def tensors(self) -> DeviceTensors:
         """Return what lies on the device between two updates."""
         return DeviceTensors(model_tensors(self.model.causal), list(tensors_in(self.optimization.optimizer.state)))
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _copies(value: Tensor) -> int:

@@ -256,13 +256,9 @@ def weights_digest(
     *,
     critic: bool = False,
 ) -> str:
-    """Return the digest of the model that all ranks hold together, equal to that of one process. A collective.
+    """Return the digest of the model that all ranks hold together, as one process makes it. A collective.
 
-    Args:
-        architecture: The model.
-        held: This rank's parameters, with float32 values on any device.
-        device: The device that ranks exchange from.
-        critic: Whether the model has a value head.
+    `held` are this rank's parameters, with float32 values on any device. Ranks exchange tensors on `device`.
     """
     shapes = whole_shapes(architecture, critic=critic)
     whole = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}

@@ -39,18 +39,10 @@ class Groups:
 
 
 class HiddenGPT(GPTModel):
-    """A part of a model.
+    """A part of a model. The first part has the embedding, and the last has the output layer or a critic's value head.
 
-    Args:
-        config: Megatron's settings.
-        submodules: The layers.
-        architecture: The whole model.
-        groups: The groups of this rank.
-        critic: Whether a value head replaces the output layer.
-        chunk_tokens: Positions whose logits exist at the same time.
-        is_first: Whether the part has the embedding.
-        is_last: Whether the part has the output layer.
-        virtual_stage: The number of the part on a stage with several parts.
+    At most the logits of `chunk_tokens` positions exist at the same time. On a stage with several parts,
+    `virtual_stage` is the number of this part.
     """
 
     def __init__(

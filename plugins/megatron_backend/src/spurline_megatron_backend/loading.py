@@ -49,13 +49,8 @@ def load_weights(
 ) -> None:
     """Fill the parameters with the model's values, and padding of the vocabulary with 0. A collective.
 
-    Args:
-        held: Parameters in any floating dtype, on any device.
-        model: The model's settings.
-        architecture: The model.
-        seed: Seeds random weights.
-        device: The device on which ranks exchange tensors.
-        critic: Whether the model ends in a value head, which begins with 0.
+    Parameters may have any floating dtype and be on any device; ranks exchange tensors on `device`. The value head of a
+    critic begins with 0.
 
     Raises:
         ModelError: If weights do not fit.

@@ -46,10 +46,7 @@ from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.sequence_sharing import SequenceSharing
 from spurline_ranks.weight_gathering import WeightGathering, as_arrays
-from spurline_ranks.worker import RankWorker
-
-Wire = Mapping[str, Any]
-"""A `RankShare.to_wire`."""
+from spurline_ranks.worker import RankWorker, Wire
 
 
 class MegatronRank(RankWorker):
@@ -66,7 +63,6 @@ class MegatronRank(RankWorker):
         self._counts = grid.speaks(place.rank)
 
     def build(self) -> None:
-        """Load the models; the first call."""
         self._place.doing("loading the model")
         config = load_model_config(self._run.model)
         self._architecture = read_architecture(config)
@@ -103,7 +99,6 @@ class MegatronRank(RankWorker):
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role
     ) -> list[tuple[str, NDArray[Any]]] | None:
-        """Compute (name, whole gradient) of each parameter, for the first rank; nothing is changed."""
         trained, objective = self._trained[role], read_objective(plain_objective, self._registry)
         self._accumulate(role, RankShare.from_wire(wire), objective, whole_gradients=True)
         pairs = [(held, cast(Any, value).main_grad) for held, value in trained.model.parameters()]
@@ -112,7 +107,6 @@ class MegatronRank(RankWorker):
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
-        """Compute the part of the sums that this rank counts."""
         objective = read_objective(plain_objective, self._registry)
         sums = StepSums()
 
@@ -126,7 +120,6 @@ class MegatronRank(RankWorker):
         return sums.fetch()[0] if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
-        """Score the rows of the share; return None if another rank answers for them."""
         share = RankShare.from_wire(wire)
         batch = share.batch
         positions: list[Tensor] = []
@@ -149,7 +142,6 @@ class MegatronRank(RankWorker):
         return result.view(batch.num_rows, batch.length).numpy()
 
     def facts(self) -> dict[str, int | str]:
-        """See `Backend.facts`."""
         count = sum(math.prod(shape) for shape in whole_shapes(self._architecture).values())
         return {
             "parameters": count,

@@ -64,13 +64,10 @@ class TrainedModel:
     """A model on its ranks with the optimizer of all its parameters. Making one is a collective.
 
     Args:
-        model: The model.
-        recipe: Makes the optimizer.
         shapes: Shapes of all tensors of the whole model, by name.
         tensor_rank: The number of this rank in its tensor group.
         exact: fp32 values of the parameters, in the order of `StagedModel.parameters`.
         initial_weights: The digest of all weights.
-        memory: The device's memory, which other processes may get for a while.
     """
 
     def __init__(
@@ -235,11 +232,9 @@ def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
 
 
 def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldParameter, Tensor]]) -> list[Shard]:
-    """Return the ranges of one model part's parameters that this rank optimizes.
+    """Return the ranges of this part's parameters that this rank optimizes.
 
-    Args:
-        wrapped: The part.
-        known: Table entry and fp32 values of each parameter, by its id.
+    `known` has the table entry and the fp32 values of each parameter, by its id.
     """
     shards: list[Shard] = []
     for buffer in _buffers(wrapped):

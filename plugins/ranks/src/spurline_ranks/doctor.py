@@ -43,13 +43,7 @@ class Exchange:
 
 
 def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[Finding]:
-    """Start the ranks and yield what they find; see `RankBackendConfig.doctor`.
-
-    Args:
-        config: The backend's section.
-        run: The run's settings.
-        worker: `module:Class` of the `DoctorRank`.
-    """
+    """Start the ranks and yield their findings; `worker` is the `module:Class` of the `DoctorRank`."""
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
     # Without logs nothing is left in the run directory.

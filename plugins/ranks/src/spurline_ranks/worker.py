@@ -35,6 +35,9 @@ from spurline_ranks.messages import read_objective
 from spurline_ranks.publishing import Publishing
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
 
+Wire = Mapping[str, Any]
+"""A `RankShare.to_wire`."""
+
 _CLIP_EPSILON = 1e-6
 """The epsilon of torch.nn.utils.clip_grad_norm_, which the local backend uses."""
 
@@ -73,12 +76,11 @@ def clip_factor(grad_norm: float, limit: float | None) -> float | None:
 class RankWorker:
     """The base of the class that every rank makes.
 
-    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these calls, in
-    which a wire is a `RankShare.to_wire`:
+    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these calls:
 
-    - build(): loads the models.
+    - build(): loads the models; the first call.
     - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter, on the first
-      rank.
+      rank, and changes nothing.
     - evaluate(wire, plain objective): returns the `SumsPart`, on ranks that count.
     - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather`, on ranks that count.
     - facts(): returns `Backend.facts`, on the first rank.
@@ -103,7 +105,7 @@ class RankWorker:
         if self._config.deterministic:
             torch.use_deterministic_algorithms(True)
 
-    def update(self, wire: Mapping[str, Any], plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
+    def update(self, wire: Wire, plain_objective: Mapping[str, Any], role: Role) -> dict[str, Any]:
         """Take one optimizer step, or change nothing if loss or gradient norm are not finite.
 
         Returns:
