@@ -101,6 +101,12 @@ def test_a_setting_that_is_a_number_or_true_takes_both_wherever_its_section_stan
 
     assert Outer.model_validate({"inner": {"mixed": True}}).inner.mixed is True
     assert Outer.model_validate({"inner": {"mixed": 3, "number": "4"}}).inner == Inner(mixed=3, number=4)
+
+    class Named(Section):
+        weights: dict[str, float] = {}
+
+    with pytest.raises(ValidationError, match="not true or false"):
+        Named.model_validate({"weights": {"format": True}})
     with pytest.raises(ValidationError, match="not true or false"):
         Outer.model_validate({"inner": {"number": False}})
 

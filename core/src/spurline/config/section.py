@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -59,12 +59,17 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for a number, or in a list of numbers, as pydantic takes them for 1 and 0."""
-        is_list = isinstance(value, (list, tuple))
-        if any(isinstance(item, bool) for item in (cast("list[Any]", value) if is_list else [value])):
-            types = _types_in(cls.model_fields[info.field_name or ""].annotation)
+        """Refuse true and false for a number, or in a list or dict of numbers, as pydantic takes them for 1 and 0."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        items: Any = [value]
+        if holds := isinstance(value, (list, tuple)):
+            items = value
+        elif holds := isinstance(value, Mapping) and get_origin(annotation) is dict:
+            items = cast("Mapping[str, Any]", value).values()
+        if any(isinstance(item, bool) for item in items):
+            types = _types_in(annotation)
             if any(each in (int, float) for each in types) and not any(each in (bool, Any) for each in types):
-                text = "must hold numbers, not true or false" if is_list else "it must be a number, not true or false"
+                text = "must hold numbers, not true or false" if holds else "it must be a number, not true or false"
                 raise PydanticCustomError("number_from_bool", text)
         return value
 
