@@ -94,6 +94,15 @@ def test_a_run_that_was_cut_goes_on_with_the_very_same_batches(
     assert contents(after, cut + 1, 30) == whole[cut:]
 
 
+def test_a_parquet_file_without_rows_is_passed_over(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"]})
+    for name, rows in {"a": table[:0], "b": table}.items():
+        pq.write_table(rows, tmp_path / f"{name}.parquet")
+    reader = HfStream(HfStreamConfig(name="hf_stream", path=str(tmp_path))).open()
+    read = iter(reader.read, None)
+    assert [row.values for row in read] == [{"text": "a"}, {"text": "b"}]
+
+
 def test_each_pass_shows_every_row_once_shuffled_by_the_seed_within_blocks(
     spurline_tiny_model: Path, corpus: str
 ) -> None:

@@ -23,6 +23,9 @@ from spurline_text.datasets.json_rows import read_json_line
 from spurline_text.datasets.local_files import find_files, looks_local
 from spurline_text.hub import asked_once
 
+_ROWS_AT_ONCE = 128
+"""Rows of a parquet file in memory; by default the library takes row groups, which may be huge or empty."""
+
 
 class HfStream:
     """Rows of JSON lines or parquet files, or of a hub dataset, in order."""
@@ -44,7 +47,9 @@ class HfStream:
         else:
             names = [glob.escape(str(file.absolute())) for file in self._files]
             with data_errors(config.path):
-                rows = datasets.load_dataset("parquet", data_files=names, split="train", streaming=True)
+                rows = datasets.load_dataset(
+                    "parquet", data_files=names, split="train", streaming=True, batch_size=_ROWS_AT_ONCE
+                )
         return TableReader(rows, config.path, position)
 
 
