@@ -7,11 +7,13 @@ the package is read-only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from llvmlite import ir
 from numba import njit
 from numba.core import types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload, register_jitable
 
 from spurline_collation_fast.kernels import loops
@@ -39,12 +41,19 @@ def _fetch_in_compiled_code(values, place):
     return lambda values, place: _prefetch(values, place)  # pyright: ignore[reportCallIssue]
 
 
+class _Cache(FunctionCache):
+    """numba's cache on a disk that may fail or be full: each process compiles for itself then."""
+
+    def _guard_against_spurious_io_errors(self) -> Any:
+        return suppress(OSError)
+
+
 def _compiled(function: Callable[..., Any]) -> Any:
-    try:
-        return njit(nogil=True, cache=True)(function)
-    except RuntimeError:
-        # Where no folder can be written, each process compiles for itself.
-        return njit(nogil=True)(function)
+    dispatcher: Any = njit(nogil=True)(function)
+    # RuntimeError: no folder can be written.
+    with suppress(RuntimeError):
+        dispatcher._cache = _Cache(function)
+    return dispatcher
 
 
 for helper in (loops.fill, loops.zero, loops.copy, loops.count_up, loops.fetch_ahead):
