@@ -221,7 +221,7 @@ def test_settings_that_do_not_fit_a_stream_are_refused(spurline_tiny_model: Path
     with pytest.raises(ConfigError, match=r"data\.train\.0\.name is hf_stream.*Set source: stream"):
         make_source(spurline_tiny_model, stream(corpus), source="sft")
     held_out = {"train": stream(corpus), "eval": stream(corpus, label="held out"), "max_length": 64}
-    with pytest.raises(ConfigError, match=r"data\.eval\.0\.name is hf_stream.*reads them so\. Set name: hf\."):
+    with pytest.raises(ConfigError, match=r"data\.eval\.0\.name is hf_stream.*reads a stream\. Set name: hf\."):
         make_source(spurline_tiny_model, None, data=held_out)
 
 
