@@ -592,14 +592,18 @@ def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("most", "most_files"), [(2, 1000), (1000, 4)])
-def test_connections_beyond_the_limit_are_refused_and_leave_the_process_half_of_its_files(
+def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_half_of_its_files(
     most: int, most_files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", most)
     monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (most_files, most_files))
 
     async def agent(session: Session) -> float:
-        opened = [await dial(session) for _ in range(2)]
+        opened = [await dial(session) for _ in range(3)]
+        assert await is_closed(opened[0][0]), "it was idle longest"
+        for _, writer in opened[1:]:
+            writer.write(head(session, "Content-Length: 5000") + b"x")
+        await asyncio.sleep(0.05)
         refused, _ = await dial(session)
         assert await status(refused) == 503
         opened[1][1].close()

@@ -11,6 +11,7 @@ import base64
 import hmac
 import json
 import logging
+import math
 import resource
 import secrets
 import time
@@ -76,6 +77,8 @@ class HarnessServer:
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
+        # The time when the last request of a connection ended, or when it was opened; inf during a request.
+        self._idle_since: dict[web.RequestHandler, float] = {}
 
     async def start(self) -> None:
         """Listen. Raises ConfigError if the address is taken or belongs to another machine."""
@@ -114,12 +117,35 @@ class HarnessServer:
         self._url = (config.public_url or f"http://{host}:{port}").rstrip("/")
 
     def _accept(self) -> asyncio.Protocol:
-        """Return the protocol of a new connection. Connections take at most half of the files that the run may open."""
+        """Return the protocol of a new connection.
+
+        Connections take at most half of the files that the run may open. Beyond that, a new connection takes the place
+        of the one that has been idle longest, so that no agent can lock the others out with idle connections.
+        """
         server = self._runner and self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
-        return server() if len(server.connections) < most else _Refusal()
+        now = asyncio.get_running_loop().time()
+        connections = server.connections
+        is_full = len(connections) >= most
+        if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
+            # No event tells which connections have closed.
+            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
+        if is_full:
+            idle = [
+                (self._idle_since[connection], transport)
+                for connection in connections
+                if (transport := connection.transport) is not None and not transport.is_closing()
+            ]
+            since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
+            if transport is None or since == math.inf:
+                return _Refusal()
+            # A client that does not read would hold up an orderly end.
+            transport.abort()
+        protocol = server()
+        self._idle_since[protocol] = now
+        return protocol
 
     def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
         """Serve a new session. Returns the session, its name, and the base URL and the key for its agent."""
@@ -150,6 +176,7 @@ class HarnessServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        self._idle_since[request.protocol] = math.inf
         try:
             self._authorize(request)
             return await handler(request)
@@ -170,6 +197,8 @@ class HarnessServer:
             if session is None:
                 raise
             return _fail(session, error).response()
+        finally:
+            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _authorize(self, request: web.Request) -> None:
         """Raise ApiError for a wrong key, whether the session exists or not."""

@@ -93,7 +93,7 @@ def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) ->
 
 def test_an_engine_that_can_only_borrow_the_model_needs_a_backend_that_lends_it(load: Any) -> None:
     borrowing = {**ROLLOUTS, "source": {**ROLLOUTS["source"], "engine": "borrower"}}
-    with pytest.raises(ConfigError, match=r"source\.engine\.name is borrower.*'plain' does not hold its whole model"):
+    with pytest.raises(ConfigError, match=r"source\.engine\.name is borrower.*'plain' does not hold all of it"):
         load(borrowing, "plain")
     load(borrowing, "able")
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from backend_batches import cross_entropy, lay_out, local_backend, make_samples, run_config, write_model_folder
 
 from spurline import load_config
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, PluginError
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamWConfig, LinearConfig
 from spurline_models.optimizers.groups import parameter_groups
+from spurline_models.optimizers.optimization import Optimization
 
 BASE: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 OBJECTIVE = cross_entropy(9.0)
@@ -98,3 +100,11 @@ def test_a_pattern_that_chooses_nothing_is_an_error_with_near_names(model: Any, 
 def test_a_group_that_makes_no_sense_is_refused_before_anything_is_loaded(group: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config({**BASE, "optimizer": {"groups": [group]}})
+
+
+def test_an_optimizer_that_leaves_parameters_out_is_refused(model: Any) -> None:
+    parameters = local_backend(model)._policy.parameters
+    config = grouped()
+    fewer = parameter_groups(config, {name: value for name, value in parameters.items() if "lm_head" not in name})
+    with pytest.raises(PluginError, match="Left out: lm_head"):
+        Optimization(config, torch.optim.SGD(fewer, lr=1e-2), parameters, lambda step: 1.0)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.nn import Parameter
 
 from spurline.config.run_config import CriticConfig, RunConfig
+from spurline.errors import PluginError
 from spurline.plugins.registry import Registry
 from spurline.protocols.optimizer import Optimizer, OptimizerConfig
 from spurline.protocols.schedule import Schedule
@@ -27,6 +28,7 @@ class Optimization:
 
     Raises:
         ConfigError: If a group of the config fits no parameter.
+        PluginError: If the optimizer leaves parameters out.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Optimization:
         self._config = config
         self._parameters = parameters
         self._factor = factor
+        _check_complete(optimizer, config, parameters)
         self._made = group_values(self.optimizer)
         for group in self.optimizer.param_groups:
             group[PEAK] = group["lr"]
@@ -110,3 +113,14 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
     for position, group in enumerate(config.groups):
         rates[f"lr/groups.{position}"] = group_rate(config, group) * factor
     return rates
+
+
+def _check_complete(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
+    """Raise PluginError unless the optimizer has all parameters. Missing ones would silently not be trained."""
+    own = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
+    left_out = [name for name, parameter in parameters.items() if id(parameter) not in own]
+    if left_out or len(own) != len(parameters):
+        raise PluginError(
+            f"optimizer '{config.name}' must be a torch optimizer of the {len(parameters)} named parameters it was "
+            f"given. Left out: {', '.join(left_out[:3]) or 'none'}."
+        )

@@ -45,8 +45,10 @@ class MasterParameters:
         self.parameters: dict[str, Parameter] = {}
         """The tensors that the optimizer is given, by the names of the parameters."""
         for name, parameter in parameters.items():
-            values = masters.pop(name, parameter)
-            needs_master = on_host or values is not parameter
+            # A critic's head takes the place, and the name, of a narrow weight.
+            is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
+            values = masters.pop(name, parameter) if is_narrow else parameter
+            needs_master = on_host or is_narrow
             self.parameters[name] = self._new(parameter, values) if needs_master else parameter
         self._buckets = step_buckets({name: value.numel() for name, value in parameters.items()}, apart=apart)
 

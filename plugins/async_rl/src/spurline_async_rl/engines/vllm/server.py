@@ -153,9 +153,11 @@ class ServerApi:
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
             try:
-                await self._call("GET", "/v1/models")
-            except EngineDiedError as error:
-                return f"it cannot be reached any more: {error}"
+                # Any answer is a sign of life: a busy server, or a proxy before it, may refuse a request.
+                async with self._session.get(self._url + "/v1/models"):
+                    pass
+            except (aiohttp.ClientError, OSError) as error:
+                return f"it cannot be reached any more: {self._lost(error)}"
 
     async def close(self) -> None:
         await self._session.close()
