@@ -113,7 +113,7 @@ def test_what_is_no_rows_is_refused_with_the_way_out(load: Load, tmp_path: Path,
 def test_a_file_cannot_hold_rows(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model: {path: m}\nsteps: 1\ndata: {train: [{prompt: a, completion: b}]}\n")
-    with pytest.raises(ConfigError, match=r"run\.yaml:3: data\.train\.0\.path .*from Python: load_config"):
+    with pytest.raises(ConfigError, match=r"run\.yaml:3: data\.train\.0\.path .*from Python, with load_config"):
         load_config(file)
 
 
@@ -145,7 +145,7 @@ def test_what_cannot_be_called_as_a_reward_is_told_with_the_way_out(load: Load) 
     def two(prompt: str, response: str) -> float:
         return 0.0
 
-    with pytest.raises(PluginError, match=r"Train from Python.*my_functions\.py:longest"):
+    with pytest.raises(PluginError, match=r"in-memory:longest.*my_functions\.py:longest"):
         load_function("in-memory:longest", "reward function")
     loaded = load(rewards=two)
     with pytest.raises(ConfigError, match=r"is defined as two\(prompt.*called with one argument"):

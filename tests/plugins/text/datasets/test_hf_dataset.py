@@ -305,6 +305,7 @@ def test_the_fingerprint_follows_content_and_split_and_not_the_place():
     assert open_data("b/other.jsonl").fingerprint() == first
     assert open_data("c/train.jsonl").fingerprint() != first
     assert open_data("a/train.jsonl", split="train[:2]").fingerprint() != first
+    assert open_data("a/train.jsonl", split="train[:100%]").fingerprint() == first
 
 
 def test_a_changed_file_is_read_again_even_with_its_old_time_and_size():

@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 class HfDataset:
     """Rows of local files, of a saved dataset or of a hub dataset. Can be pickled; rows are not copied along.
 
-    Files are found at once, and opened for the first row or the number of rows.
+    Files are found at once, and opened for the first row or the number of rows; `fingerprint` alone opens none.
     """
 
     def __init__(self, config: HfDatasetConfig) -> None:
@@ -41,10 +41,13 @@ class HfDataset:
         self.label = config.label or default_label(config.path)
 
     @functools.cached_property
+    def _chosen(self) -> list[tuple[str, range]]:
+        return self._split.resolve({name: sum(map(len, files)) for name, files in self._files.items()})
+
+    @functools.cached_property
     def _segments(self) -> list[tuple[RowFile, range]]:
         segments: list[tuple[RowFile, range]] = []
-        sizes = {name: sum(map(len, files)) for name, files in self._files.items()}
-        for name, rows in self._split.resolve(sizes):
+        for name, rows in self._chosen:
             begin = 0
             for file in self._files[name]:
                 inside = range(max(rows.start - begin, 0), min(rows.stop - begin, len(file)))
@@ -52,7 +55,7 @@ class HfDataset:
                     segments.append((file, inside))
                 begin += len(file)
         if not segments:
-            found = ", ".join(map(str, sizes.values()))
+            found = ", ".join(str(sum(map(len, files))) for files in self._files.values())
             raise DataError(f"{self._path}: split {self._config.split!r} is empty; the data has {found} rows.")
         return segments
 
@@ -73,9 +76,15 @@ class HfDataset:
         return file.location(place)
 
     def fingerprint(self) -> str:
-        """Hash the content of all files and the split; names and folders do not matter. Opens no file."""
-        digests = [file.digest for files in self._files.values() for file in files]
-        return xxhash.xxh3_128_hexdigest("\0".join((self._config.split, *digests)).encode())
+        """Hash the content of all files and the rows chosen by `split`; names and folders do not matter."""
+        digest = xxhash.xxh3_128()
+        # Rows are counted only if the split leaves some out.
+        whole = [(name, None) for name in self._files]
+        for name, rows in whole if self._split.takes_all else self._chosen:
+            takes_all = rows is None or len(rows) == sum(map(len, self._files[name]))
+            which = "all" if takes_all or rows is None else f"{rows.start}:{rows.stop}"
+            digest.update("\0".join((*(file.digest for file in self._files[name]), which, "")).encode())
+        return digest.hexdigest()
 
     def check(self) -> None:
         """Raise DataError if there is no row, or if a row is unreadable and not skipped by `on_bad_row: skip`."""
@@ -151,13 +160,18 @@ _NAME = re.compile(r"\w+(?:[.\-]\w+)*")
 
 
 class Split:
-    """A parsed split string; `names` are the plain splits that it takes rows from, each once."""
+    """A parsed split string.
+
+    Attributes:
+        names: The plain splits that it takes rows from, each once.
+        takes_all: Whether it takes all rows of each of them.
+    """
 
     def __init__(self, spec: str, origin: str) -> None:
         """Raises DataError naming `origin` when the string cannot be read."""
         self._spec = spec.strip()
         if _NAME.fullmatch(self._spec):
-            self.names = (self._spec,)
+            self.names, self.takes_all = (self._spec,), True
             return
         from datasets import ReadInstruction
 
@@ -168,8 +182,9 @@ class Split:
             raise DataError(
                 f"{origin}: split {spec!r} cannot be read: {why}. Write it like train, train[:1000] or train[10%:20%]."
             ) from error
-        found = [_NAME.match(part.strip()) for part in spec.split("+")]
-        self.names = tuple(dict.fromkeys(match.group() for match in found if match))
+        parts = [part.strip() for part in spec.split("+")]
+        self.names = tuple(dict.fromkeys(match.group() for part in parts if (match := _NAME.match(part))))
+        self.takes_all = [*self.names] == parts
 
     def resolve(self, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
         """Return split name and rows of each part, given the number of rows of each split."""
