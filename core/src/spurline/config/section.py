@@ -63,7 +63,7 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name or ""].annotation
         items: Any = [value]
         if holds := isinstance(value, (list, tuple)):
-            items = value
+            items = cast("Sequence[Any]", value)
         elif holds := isinstance(value, Mapping) and get_origin(annotation) is dict:
             items = cast("Mapping[str, Any]", value).values()
         if any(isinstance(item, bool) for item in items):
@@ -71,7 +71,7 @@ class Section(BaseModel):
             if any(each in (int, float) for each in types) and not any(each in (bool, Any) for each in types):
                 text = "must hold numbers, not true or false" if holds else "it must be a number, not true or false"
                 raise PydanticCustomError("number_from_bool", text)
-        return value
+        return cast("Any", value)
 
     def problems(self, run: Any) -> Iterable[Problem]:
         """Yield the problems that this section has with other sections. Their keys are relative to this section.

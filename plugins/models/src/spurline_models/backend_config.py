@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -67,7 +67,7 @@ class ColocatedEngine:
         bucket_bytes: Bytes of the weights that are sent to the engine at a time.
     """
 
-    memory: Callable[[int], Mapping[str, int]]
+    memory: Callable[[int], Mapping[Literal["weights", "cache"], int]]
     offloads_trainer: bool
     takes_less: str
     bucket_bytes: int
