@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,22 +92,51 @@ def disk(folder: Path, **settings: Any) -> DiskSync:
     return sync
 
 
-class OneEngine:
-    """The engine that runs, on its own event loop. A test that needs another engine replaces it."""
+class HeldEngine:
+    """An engine that outlives a test, on its own event loop."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.engine: Any = None
-        self._what: object = None
         self._runner = asyncio.Runner()
+
+    def run(self, main: Coroutine[Any, Any, Result], *keeps: type[Exception]) -> Result:
+        """Return the result of a coroutine that uses the engine. Errors close it, except those of the types `keeps`."""
+        try:
+            return self._runner.run(main)
+        except keeps:
+            raise
+        except BaseException:
+            # The state of the engine is unknown.
+            self._runner.run(self.close_engine())
+            raise
+
+    def end(self) -> None:
+        """Close the engine, if a test has not; the next test gets another one."""
+        self._runner.run(self.close_engine())
+
+    def close(self) -> None:
+        self.end()
+        self._runner.close()
+
+    async def close_engine(self) -> None:
+        engine, self.engine = self.engine, None
+        if engine is not None:
+            await engine.close()
+
+
+class OneEngine(HeldEngine):
+    """The engine that runs. A test that needs another engine replaces it."""
+
+    _what: object = None
 
     def use(self, model: Path, use: Callable[[Any], Awaitable[Result]], **settings: Any) -> Result:
         """Return the result of `use(engine)` with the weights of this model, published as version 1."""
 
         async def main() -> Result:
             what = (model, tuple(sorted(settings.items())))
-            if self._what != what:
-                await self._close()
+            if self.engine is None or self._what != what:
+                await self.close_engine()
                 self.engine, self._what = vllm_engine(model, self.folder, **settings), what
                 async with asyncio.timeout(START_S):
                     await self.engine.start()
@@ -115,27 +144,7 @@ class OneEngine:
                 await publish(self.engine, 1, model)
                 return await use(self.engine)
 
-        try:
-            return self._runner.run(main())
-        except DataError:
-            raise
-        except BaseException:
-            # The state of the engine is unknown.
-            self._runner.run(self._close())
-            raise
-
-    def end(self) -> None:
-        """Close the engine, if a test has not; the next test gets another one."""
-        self._runner.run(self._close())
-
-    def close(self) -> None:
-        self.end()
-        self._runner.close()
-
-    async def _close(self) -> None:
-        engine, self.engine, self._what = self.engine, None, None
-        if engine is not None:
-            await engine.close()
+        return self.run(main(), DataError)
 
 
 async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> Any:

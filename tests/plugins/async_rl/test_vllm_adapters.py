@@ -17,7 +17,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
-from vllm_engines import LIMIT_S, START_S, collective, disk, engine_processes, shared_memory, vllm_engine, vllm_models
+from vllm_engines import (
+    LIMIT_S,
+    START_S,
+    HeldEngine,
+    collective,
+    disk,
+    engine_processes,
+    shared_memory,
+    vllm_engine,
+    vllm_models,
+)
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.engines.vllm.adapters import _RANKS
@@ -119,46 +129,27 @@ async def send(engine: Any, version: int, adapter: Path, sync: Any = None) -> Sy
         sync.close()
 
 
-class OneAdaptedEngine:
-    """A vLLM engine of one model with room for an adapter, on an event loop of its own."""
+class OneAdaptedEngine(HeldEngine):
+    """A vLLM engine of one model with room for an adapter."""
 
     def __init__(self, model: Path, folder: Path, lora: LoraConfig = LORA, **settings: Any) -> None:
-        self.model, self._folder, self._lora, self._settings = model, folder, lora, settings
-        self._engine: Any = None
-        self._runner = asyncio.Runner()
+        super().__init__(folder)
+        self.model, self._lora, self._settings = model, lora, settings
 
     def use(self, use: Callable[[Any], Awaitable[Result]]) -> Result:
         """Return the result of `use(engine)`. The engine keeps its adapter from call to call; at first it has none."""
 
         async def main() -> Result:
-            if self._engine is None:
-                self._engine = vllm_engine(
-                    self.model, self._folder, backend=LocalBackendConfig(lora=self._lora), **self._settings
+            if self.engine is None:
+                self.engine = vllm_engine(
+                    self.model, self.folder, backend=LocalBackendConfig(lora=self._lora), **self._settings
                 )
                 async with asyncio.timeout(START_S):
-                    await self._engine.start()
+                    await self.engine.start()
             async with asyncio.timeout(LIMIT_S):
-                return await use(self._engine)
+                return await use(self.engine)
 
-        try:
-            return self._runner.run(main())
-        except BaseException:
-            # The state of the engine is unknown.
-            self._runner.run(self._close())
-            raise
-
-    def end(self) -> None:
-        """Close the engine; the next test gets another one."""
-        self._runner.run(self._close())
-
-    def close(self) -> None:
-        self.end()
-        self._runner.close()
-
-    async def _close(self) -> None:
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            await engine.close()
+        return self.run(main())
 
 
 pytest.importorskip("vllm")

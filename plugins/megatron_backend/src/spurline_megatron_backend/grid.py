@@ -7,6 +7,7 @@ that exchange most lie on one machine. Imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,18 @@ class Grid:
     @property
     def ranks_of_stage(self) -> int:
         return self.ranks // self.pipeline
+
+    @property
+    def parallel_sizes(self) -> dict[str, Any]:
+        """The division in the words of Megatron-core, for its groups and for its model config."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.virtual_stages if self.virtual_stages > 1 else None,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+        }
 
     def place(self, rank: int) -> Place:
         """Return the place of this rank, counted from 0."""

@@ -253,12 +253,7 @@ class MegatronRank(RankWorker):
 def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
     """Open the groups, with the time limit of an exchange and the seed of Megatron's generators. A collective."""
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=grid.tensor,
-        pipeline_model_parallel_size=grid.pipeline,
-        virtual_pipeline_model_parallel_size=grid.virtual_stages if grid.virtual_stages > 1 else None,
-        context_parallel_size=grid.context,
-        expert_model_parallel_size=grid.expert,
-        expert_tensor_parallel_size=grid.expert_tensor,
+        **grid.parallel_sizes,
         # Megatron passes it to timedelta, which takes parts of minutes.
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,

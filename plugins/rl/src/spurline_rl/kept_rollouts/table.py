@@ -137,13 +137,7 @@ def attempts_table(
     group_of = [group for group in groups for _ in group.trajectories]
     turn_ends = _ends(flat.attempt_turns)
     token_ends = _ends(flat.num_response)[turn_ends]
-    stored = ("logprobs", "versions", "loss_mask", "rewards")
-    token_columns = {name: flat.columns[name] for name in stored if name in flat.columns}
-    if "advantages" in scores:
-        token_columns["advantages"] = scores["advantages"]
-    if "old_logprobs" in scores and "logprobs" in token_columns:
-        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
-        token_columns["gap"] = scores["old_logprobs"] - token_columns["logprobs"]
+    token_columns = _token_columns(flat, scores)
     responses = texts.of([turn.response_ids for attempt in attempts for turn in attempt.turns])
     shared, own = _unshared(attempts)
     columns: dict[str, Any] = {
@@ -189,6 +183,18 @@ def attempts_table(
     columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
     arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _token_columns(flat: FlatTurns, scores: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
+    """Return the values of response tokens that are kept, one array per column."""
+    stored = ("logprobs", "versions", "loss_mask", "rewards")
+    found = {name: flat.columns[name] for name in stored if name in flat.columns}
+    if "advantages" in scores:
+        found["advantages"] = scores["advantages"]
+    if "old_logprobs" in scores and "logprobs" in found:
+        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
+        found["gap"] = scores["old_logprobs"] - found["logprobs"]
+    return found
 
 
 def given_up_table(step: int, lost: Sequence[GivenUpPrompt]) -> pa.Table:
