@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import pydoc
 import re
@@ -18,35 +17,6 @@ KITS = [
     for name in ("spurline", "spurline_text", "spurline_models", "spurline_rl", "spurline_insight")
 ]
 SUITES = [getattr(kit, name) for kit in KITS for name in kit.__all__ if inspect.isclass(getattr(kit, name))]
-
-
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    """The program that writes the reference pages."""
-    spec = importlib.util.spec_from_file_location("generate_docs", ROOT / "docs" / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-LISTS = Path(__file__).with_name("api")
-
-
-@pytest.mark.parametrize("path", sorted(LISTS.iterdir()), ids=lambda path: path.stem)
-def test_packages_import_of_each_other_what_is_listed_and_all_of_that_is_there(
-    path: Path, generate: ModuleType
-) -> None:
-    listed = {line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] != "#"}
-    imported = {*generate.INTERFACE[path.stem]}
-    assert imported - listed == set(), f"imported of {path.stem} and not listed; is it meant for others? See the list"
-    assert listed - imported == set(), f"listed and no longer imported, or with other parameters; see {path.name}"
-
-
-def test_every_package_that_others_import_has_a_list(generate: ModuleType) -> None:
-    assert {*generate.INTERFACE} == {path.stem for path in LISTS.iterdir()}
-    assert {"spurline", "spurline_models", "spurline_rl"} <= {*generate.INTERFACE}
 
 
 @pytest.mark.parametrize("kit", KITS, ids=lambda kit: kit.__name__)
