@@ -35,14 +35,13 @@ from numpy.typing import NDArray
 from timing import Gate, Timing, gates_as_json, print_gates, print_timings, round_robin, speedup_gate, timings_as_json
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import SampleBlock, TokenStore, TokenStoreBuilder
+from spurline.data.token_store import SampleBlock, Tokenized, TokenStore, TokenStoreBuilder
 from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.cache import entry
-from spurline_collation_fast.cache.entry import CacheKey, MappedTokenStore
+from spurline_collation_fast.cache.entry import CacheKey
 from spurline_collation_fast.cache.folder import TokenCache
 from spurline_collation_fast.collators import FastPackedCollator
 from spurline_collation_fast.configs import FastPackedCollatorConfig
-from spurline_text.tokenization import Findings
 
 SIZES = (10_000, 100_000, 1_000_000)
 ROWS_PER_WRITE = 4096
@@ -78,16 +77,15 @@ def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
             writer.extend(SampleBlock(0, tokens, mask, part, np.arange(first, first + len(part))))
             seconds += time.perf_counter() - start
         start = time.perf_counter()
-        writer.finish(Findings({}, 0, {}, {}))
+        writer.finish(Tokenized(writer.build()))
         cache.commit(writer.folder, key(len(lengths)))
         return seconds + time.perf_counter() - start
 
 
-def open_store(folder: Path, rows: int) -> MappedTokenStore:
+def open_store(folder: Path, rows: int) -> TokenStore:
     """The entry with so many rows, opened as a run opens it."""
     found = TokenCache(folder).open(key(rows))
     assert found is not None
-    assert isinstance(found.store, MappedTokenStore)
     return found.store
 
 

@@ -52,10 +52,10 @@ def write_config(folder: Path, rows: int, steps: int, **tokenization: object) ->
 def fill_cache(config: Path, rows: int) -> None:
     """Put an entry for the data of this config into its cache: as many samples as rows."""
     from spurline import load_config
-    from spurline.data.token_store import SampleBlock
+    from spurline.data.token_store import SampleBlock, Tokenized
     from spurline_collation_fast.cache.folder import TokenCache
     from spurline_collation_fast.cache.key import cache_key
-    from spurline_text.tokenization import Findings, open_datasets
+    from spurline_text.tokenization import open_datasets
     from spurline_text.tokenizer import load_tokenizer
 
     loaded = load_config(config)
@@ -72,5 +72,5 @@ def fill_cache(config: Path, rows: int) -> None:
             inside = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             mask = (2 * inside >= np.repeat(lengths, lengths)).astype(np.uint8)
             writer.extend(SampleBlock(0, tokens, mask, lengths, np.arange(first, first + len(lengths))))
-        writer.finish(Findings({}, 0, {}, {}))
+        writer.finish(Tokenized(writer.build()))
         cache.commit(writer.folder, key)

@@ -57,7 +57,7 @@ def write(cache: TokenCache, key: CacheKey, chunks: Sequence[SampleBlock]) -> To
     with cache.writer(key) as writer:
         for chunk in chunks:
             writer.extend(chunk)
-        writer.finish(FINDINGS)
+        writer.finish(Tokenized(writer.build(), **vars(FINDINGS)))
         return cache.commit(writer.folder, key)
 
 
@@ -130,7 +130,7 @@ def _main() -> None:
             writer.extend(chunk)
         print("committing", flush=True)
         sys.settrace(counter)
-        writer.finish(FINDINGS)
+        writer.finish(Tokenized(writer.build(), **vars(FINDINGS)))
         store = cache.commit(writer.folder, make_key()).store
         sys.settrace(None)
     print(counter.lines)

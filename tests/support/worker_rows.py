@@ -94,12 +94,12 @@ def is_alive(process_id: int) -> bool:
 
 
 def start_and_wait() -> None:
-    from spurline_collation_fast.tokenization.blocks import TokenizationTask, WorkerPool, chunks_of
+    from spurline_collation_fast.tokenization.blocks import BlockEncoder, WorkerPool, chunks_of
     from spurline_text.testing.inputs import tiny_tokenizer
 
     item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))
-    task = TokenizationTask([item], tiny_tokenizer(), data_config(item))
-    with WorkerPool(task, 2) as pool:
+    encoder = BlockEncoder([item], tiny_tokenizer(), data_config(item))
+    with WorkerPool(encoder, 2) as pool:
         next(pool.blocks(chunks_of([400], 0, lambda: 50)))
         print(*pool.process_ids, flush=True)
         time.sleep(120)

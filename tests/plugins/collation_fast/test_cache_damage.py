@@ -113,10 +113,11 @@ def test_a_damaged_entry_that_cannot_be_removed_is_left_alone(damaged: Path, mon
 # those who may write into the cache decide what is trained on.
 
 
-def seal(entry: Path, **changes: Any) -> None:
+def seal(entry: Path, summary: Any = None, **changes: Any) -> None:
     """Give an entry the digests of what it holds, as its writer would."""
     digests = {name: xxhash.xxh3_128_hexdigest(array_path(entry, name).read_bytes()) for name in ARRAYS}
     content = json.loads((entry / MANIFEST).read_text()) | {"digests": digests} | changes
+    content["summary"] |= summary or {}
     (entry / MANIFEST).write_text(json.dumps(content))
 
 
@@ -147,9 +148,9 @@ def test_places_beyond_the_entry_lead_to_a_rebuild(
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"tokens": 10**18}, {"tokens": "many"}, {"sizes": [1, 2]}, {"sizes": None}),
-        *({"labels": ["first"]}, {"findings": {"unknown": 3}}, {"findings": []}, {"surplus": 1}),
-        *({"format": "1"}, {"digests": {}}),
+        *({"summary": {"tokens": tokens}} for tokens in (10**18, "many", -1)),
+        *({"summary": {"sources": sources}} for sources in (None, [1, 2], {"first": 480}, {"first": 1, "second": 2})),
+        *({"surplus": 1}, {"format": "1"}, {"digests": {}}),
     ],
     ids=str,
 )

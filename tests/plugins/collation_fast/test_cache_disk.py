@@ -25,6 +25,7 @@ from cache_entries import (
     write,
 )
 
+from spurline.data.token_store import Tokenized
 from spurline.errors import DataError
 from spurline_collation_fast.cache import entry, folder
 from spurline_collation_fast.cache.entry import EntryWriter
@@ -252,7 +253,7 @@ def test_the_slower_of_two_writers_opens_the_entry_of_the_faster_unless_it_is_da
     with cache.writer(KEY) as slower:
         for chunk in chunks:
             slower.extend(chunk)
-        slower.finish(FINDINGS)
+        slower.finish(Tokenized(slower.build(), **vars(FINDINGS)))
         write(TokenCache(tmp_path), KEY, chunks)
         before = (tmp_path / KEY.digest).stat().st_ino
         if winner == "damaged":

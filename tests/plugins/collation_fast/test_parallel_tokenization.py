@@ -184,7 +184,7 @@ def test_data_that_cannot_be_shared_stays_in_this_process() -> None:
     result = parallel(sources, {"workers": 2})
     assert_equal(result, sequential(sources))
     [note] = result.notes
-    assert note.startswith("tokenized in one process instead of 2: the data cannot be given to another one")
+    assert note.startswith("tokenized in one process instead of 2: the data cannot be sent to another")
 
 
 @pytest.mark.processes

@@ -215,7 +215,7 @@ def test_a_batch_that_is_never_ready_fails_its_step_and_names_its_limit_and_its_
         prefetch.next(1)
         prefetch.next(2)
         with pytest.raises(
-            RunFailedError, match=r"Step 3: .* not ready after 0\.2 s; building step 3, it is at .*threading\.py:\d+"
+            RunFailedError, match=r"Step 3: .* not ready after 0\.2 s; building step 3, .*threading\.py:\d+"
         ):
             prefetch.next(3)
         workshop.go_on.set()

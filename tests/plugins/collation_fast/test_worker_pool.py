@@ -20,13 +20,7 @@ from worker_rows import TrappedRows, chat_rows, data_config, is_alive, large_blo
 
 from spurline.errors import DataError, RunFailedError
 from spurline_collation_fast.tokenization import blocks
-from spurline_collation_fast.tokenization.blocks import (
-    Chunk,
-    TokenizationTask,
-    UnsharableDataError,
-    WorkerPool,
-    chunks_of,
-)
+from spurline_collation_fast.tokenization.blocks import BlockEncoder, Chunk, UnsharableDataError, WorkerPool, chunks_of
 from spurline_text.testing.inputs import tiny_tokenizer
 
 pytestmark = pytest.mark.processes
@@ -34,7 +28,7 @@ pytestmark = pytest.mark.processes
 
 def pool_on(dataset: Any, num_workers: int = 2) -> WorkerPool:
     item = source(dataset)
-    return WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), num_workers)
+    return WorkerPool(BlockEncoder([item], tiny_tokenizer(), data_config(item)), num_workers)
 
 
 def chunks(num_rows: int) -> Iterator[Chunk]:
@@ -156,10 +150,10 @@ def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Pat
     script.write_text(
         "from worker_rows import *\n"
         "from spurline_collation_fast.tokenization.blocks import chunks_of\n"
-        "from spurline_collation_fast.tokenization.blocks import TokenizationTask, WorkerPool\n"
+        "from spurline_collation_fast.tokenization.blocks import BlockEncoder, WorkerPool\n"
         "from spurline_text.testing.inputs import tiny_tokenizer\n"
         "item = source(TrappedRows(chat_rows(40)))\n"
-        "with WorkerPool(TokenizationTask([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"
+        "with WorkerPool(BlockEncoder([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"
         # The executor starts no process for a chunk while it counts an idle one: the last worker comes later then.
         f"    for _ in range({num_idle}): pool._executor._idle_worker_semaphore.release()\n"
         "    blocks = pool.blocks(chunks_of([40], 0, lambda: 10))\n"

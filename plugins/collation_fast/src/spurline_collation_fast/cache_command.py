@@ -1,6 +1,7 @@
-"""Look after the cache of tokenized data.
+"""Commands that list, check and clean the cache of tokenized data.
 
-Mounted by entry point; imports numpy and the cache only inside a command, so that `spurline --help` stays quick.
+They are mounted by an entry point. Only the commands themselves import numpy and the cache, so `spurline --help` stays
+quick.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Look after the cache of tokenized data."
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Manage the cache of tokenized data."
 )
 
 CacheDirOption = Annotated[
     Path | None,
-    typer.Option("--cache-dir", help="Folder of the cache; default is SPURLINE_CACHE, else ~/.cache/spurline/tokens."),
+    typer.Option("--cache-dir", help="Folder of the cache. Default: SPURLINE_CACHE, else ~/.cache/spurline/tokens."),
 ]
 _DAY_S = 86400
 
@@ -43,8 +44,8 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
     for path in paths:
         used = datetime.fromtimestamp(_last_used(path)).strftime("%Y-%m-%d %H:%M")
         try:
-            manifest = Manifest.read(path)
-            samples, tokens, what = f"{sum(manifest.sizes):,}", f"{manifest.tokens:,}", ", ".join(manifest.labels)
+            facts = Manifest.read(path).summary
+            samples, tokens, what = f"{facts['samples']:,}", f"{facts['tokens']:,}", ", ".join(facts["sources"])
         except DamagedEntry as damage:
             samples, tokens, what = "", "", f"damaged: {damage}"
         except OSError as error:
@@ -57,17 +58,19 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
 
 @app.command()
 def verify(cache_dir: CacheDirOption = None) -> None:
-    """Read all entries as a whole and remove damaged ones, to be made again.
+    """Read all entries completely, and remove damaged ones. A run that needs them makes them again.
 
-    Exit code 1 when there is one, or one that cannot be read.
+    The exit code is 1 if an entry is damaged or cannot be read.
     """
     from spurline_collation_fast.cache.entry import open_entry
+    from spurline_collation_fast.cache.folder import entry_paths
 
     def check(path: Path) -> None:
         open_entry(path, whole=True)
 
-    count, removed, _, failed = _remove_where(_folder(cache_dir), check)
-    bad = removed + failed
+    folder = _folder(cache_dir)
+    count = len(entry_paths(folder))
+    bad = sum(_remove_where(folder, check))
     typer.echo(f"{count} entries read, {count - bad} whole")
     if bad:
         raise typer.Exit(1)
@@ -76,18 +79,18 @@ def verify(cache_dir: CacheDirOption = None) -> None:
 @app.command()
 def prune(
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Also entries that no run has opened for so long.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Also remove entries unused for so long.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All entries.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
     cache_dir: CacheDirOption = None,
 ) -> None:
-    """Remove entries without a readable manifest, and what killed writers left.
+    """Remove entries without a readable manifest, and the files of killed writers.
 
-    Runs on this machine keep reading an entry that they have open; one on another machine that shares the folder over
-    NFS is killed when its pages go.
+    Runs on this machine keep reading the entries that they have open. A run on another machine that reads a removed
+    entry over NFS is killed.
     """
     from spurline_collation_fast.cache.entry import Manifest
-    from spurline_collation_fast.cache.folder import sweep
+    from spurline_collation_fast.cache.folder import entry_paths, sweep
 
     def reason(path: Path) -> str | None:
         Manifest.read(path)
@@ -96,24 +99,24 @@ def prune(
 
     folder = _folder(cache_dir)
     sweep(folder)
-    _, _, freed, failed = _remove_where(folder, reason)
-    typer.echo(f"{_size(freed)} freed in {folder}")
+    before = sum(map(_num_bytes, entry_paths(folder)))
+    _, failed = _remove_where(folder, reason)
+    typer.echo(f"{_size(before - sum(map(_num_bytes, entry_paths(folder))))} freed in {folder}")
     if failed:
         raise typer.Exit(1)
 
 
-def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
-    """Remove entries that `reason_of` gives a reason for or finds damaged, and say so.
+def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int]:
+    """Remove and print the entries that `reason_of` gives a reason for, or finds damaged.
 
-    Returns the number of entries, of removed ones, of their bytes, and of entries that cannot be read or removed.
+    Returns the number of removed entries, and of entries that cannot be read or removed.
     """
     from spurline_collation_fast.cache.entry import DamagedEntry
     from spurline_collation_fast.cache.folder import entry_paths, remove
 
-    paths = entry_paths(folder)
-    removed = freed = failed = 0
-    for path in paths:
-        size = _num_bytes(path)
+    removed = failed = 0
+    for path in entry_paths(folder):
+        size = _size(_num_bytes(path))
         try:
             try:
                 reason = reason_of(path)
@@ -126,9 +129,9 @@ def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tupl
             failed += 1
             typer.echo(f"{path}: cannot be read or removed: {error.strerror or error}", err=True)
             continue
-        removed, freed = removed + 1, freed + size
-        typer.echo(f"{path.name}  {_size(size)}  {reason}")
-    return len(paths), removed, freed, failed
+        removed += 1
+        typer.echo(f"{path.name}  {size}  {reason}")
+    return removed, failed
 
 
 def _folder(cache_dir: Path | None) -> Path:

@@ -1,6 +1,8 @@
-"""Collators `padded`, `packed` and `rollouts`, vectorized: equal bit for bit to those of `spurline.data.collators`.
+"""Collators `padded`, `packed` and `rollouts`, vectorized. Their batches equal the reference collators' bit for bit.
 
-Packed rows are planned here, in Python; the loops over samples and tokens are compiled.
+Place on the way: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both inputs are flat arrays already,
+so describing their segments copies only bounds. This module plans the rows; the loops over samples and tokens are
+compiled.
 """
 
 from __future__ import annotations
@@ -8,21 +10,87 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.collators.packing import PackingAlgorithm, even_capacities, refuse_what_cannot_fit, round_up
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
-from spurline_collation_fast.flat_segments import FlatSegments, SegmentNames, Table, flat_samples, flat_turns
 from spurline_collation_fast.kernels import compiled
-from spurline_collation_fast.row_writer import Placement, RowWriter
+from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placement, RowWriter, Table
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
 """Sample positions row by row, row offsets into them, and a zero for each sample."""
+
+
+def flat_samples(view: TokenView) -> FlatSegments:
+    """Describe the samples of a view as segments."""
+    store, indices = view.store, view.indices
+    offsets = np.asarray(store.offsets)
+    begins = offsets[indices]
+    lengths = offsets[indices + 1] - begins
+    # Nothing predicts a first token, so its mask is skipped.
+    skips = np.minimum(lengths, 1)
+    nothing = np.zeros(len(indices), np.int32)
+    return FlatSegments(
+        tokens=_read_only(store.tokens),
+        begins=begins,
+        lengths=lengths,
+        values={"loss_weights": FlatColumn(_read_only(store.loss_mask), begins + skips, skips)},
+        uids=lambda positions: _strings([store.uid(index) for index in indices[positions].tolist()]),
+        samples=nothing,
+        turns=nothing,
+        name=lambda position: f"Sample {view.uid(position)}",
+    )
+
+
+def flat_turns(turns: FlatTurns) -> FlatSegments:
+    """Describe turns as segments."""
+    prompts, lengths = turns.num_prompt, turns.lengths
+    begins, response_begins = _starts(lengths), _starts(turns.num_response)
+    # Nothing predicts the first token of a segment, even without a prompt.
+    skips = np.maximum(prompts, np.minimum(lengths, 1))
+    values = {"loss_weights": FlatColumn(turns.columns["loss_mask"], response_begins + (skips - prompts), skips)}
+    for name, field in RESPONSE_COLUMNS.items():
+        if field in turns.columns:
+            values[name] = FlatColumn(turns.columns[field], response_begins, prompts)
+    if turns.routed_experts is not None:
+        # One entry per token, prompt included.
+        values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
+    uids, samples, numbers = list(turns.uids), turns.samples, turns.numbers
+    return FlatSegments(
+        tokens=turns.tokens,
+        begins=begins,
+        lengths=lengths,
+        values=values,
+        uids=lambda positions: _strings([uids[position] for position in positions.tolist()]),
+        samples=samples,
+        turns=numbers,
+        name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
+    )
+
+
+def _read_only(values: NDArray[Any]) -> NDArray[Any]:
+    """Return a read-only view, so that numba sees one type for arrays in memory and for mapped ones."""
+    view = np.asarray(values).view()
+    view.flags.writeable = False
+    return view
+
+
+def _starts(lengths: Table) -> Table:
+    return np.cumsum(lengths) - lengths
+
+
+def _strings(values: list[str]) -> NDArray[Any]:
+    array = np.empty(len(values), object)
+    array[:] = values
+    return array
 
 
 class FastPaddedCollator:
@@ -36,23 +104,21 @@ class FastPaddedCollator:
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         """Return rows [R, L]: R is a multiple of the ranks, L the longest sample, rounded up as configured."""
-        return self._lay_out(*flat_samples(samples), _dealt_out)
+        return self._lay_out(flat_samples(samples), _dealt_out)
 
-    def _lay_out(
-        self, segments: FlatSegments, names: SegmentNames, rows_of: Callable[[int, int], Rows]
-    ) -> TrainingBatch:
+    def _lay_out(self, segments: FlatSegments, rows_of: Callable[[int, int], Rows]) -> TrainingBatch:
         lengths = segments.lengths
         positions, row_offsets, starts = rows_of(len(lengths), self._ranks)
         length = round_up(int(lengths.max(initial=1)), self._multiple)
         if self._config.pad_side == "left":
             starts = length - lengths[positions]
-        # A batch hands its offsets out, and what its user writes there must not reach the next batch.
-        return self._writer.write(segments, names, Placement(positions, row_offsets.copy(), starts, length))
+        # The user of a batch may write to its offsets, so each batch gets a copy of the cached ones.
+        return self._writer.write(segments, Placement(positions, row_offsets.copy(), starts, length))
 
 
 @functools.lru_cache(maxsize=8)
 def _dealt_out(count: int, num_ranks: int) -> Rows:
-    """Give sample i to rank i mod ranks; the rows of a rank lie together, and rows beyond the samples stay empty."""
+    """Give sample i to rank i mod ranks. The rows of a rank lie together, and rows beyond the samples stay empty."""
     sample_of_row = np.arange(round_up(max(count, 1), num_ranks)).reshape(-1, num_ranks).T.ravel()
     filled = sample_of_row < count
     row_offsets = np.zeros(len(filled) + 1, np.int64)
@@ -76,7 +142,7 @@ class FastPackedCollator:
 
         Raises DataError naming a sample that is longer than `max_tokens` when aligned.
         """
-        return self._pack(*flat_samples(samples), "lower data.max_length")
+        return self._pack(flat_samples(samples), "lower data.max_length")
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         """Lay out turns, each in one segment. Raises DataError naming a turn that cannot fit."""
@@ -84,31 +150,31 @@ class FastPackedCollator:
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Lay out turns that are flat already."""
-        return self._pack(*flat_turns(FlatTurns.join(blocks)), "limit prompts and responses")
+        return self._pack(flat_turns(FlatTurns.join(blocks)), "limit prompts and responses")
 
-    def _pack(self, segments: FlatSegments, names: SegmentNames, fix: str) -> TrainingBatch:
+    def _pack(self, segments: FlatSegments, fix: str) -> TrainingBatch:
         capacity, align_to = self._capacity, self._align_to
         if segments.lengths.max(initial=0) > capacity // align_to * align_to:
             aligned = -(-segments.lengths // align_to) * align_to
-            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, names.name, fix)
+            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, segments.name, fix)
         positions, row_offsets, columns, used, straggler = pack_rows(
             segments.lengths, align_to, capacity, self._ranks, self._algorithm
         )
         length = capacity if self._fixed_length else max(align_to, used)
         placement = Placement(positions, row_offsets, columns, length)
-        return self._writer.write(segments, names, placement, {"packing/straggler": straggler})
+        return self._writer.write(segments, placement, {"packing/straggler": straggler})
 
 
 class FastRolloutsCollator(FastPaddedCollator):
     """Lays out one turn per row, and tokenized samples as `padded` does."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Return the turns in order [R, L]; padding rows, which make R a multiple of the ranks, come last."""
+        """Return the turns in order [R, L]. Padding rows at the end make R a multiple of the ranks."""
         return self.collate_flat([FlatTurns.of(trajectories)])
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Lay out turns that are flat already."""
-        return self._lay_out(*flat_turns(FlatTurns.join(blocks)), _in_order)
+        return self._lay_out(flat_turns(FlatTurns.join(blocks)), _in_order)
 
 
 @functools.lru_cache(maxsize=8)
@@ -123,11 +189,11 @@ def pack_rows(
     """Pack samples into rows exactly as core's `packing.pack` does with the aligned lengths.
 
     Args:
-        lengths: Tokens of each sample; none is above `capacity` when rounded up to `align_to`.
+        lengths: Tokens of each sample; at most `capacity` when rounded up to `align_to`.
         align_to: Samples begin at multiples of this.
         capacity: Tokens that a row may hold.
         num_ranks: The number of rows R is a multiple of this; rows lie rank by rank.
-        algorithm: How samples are chosen for rows.
+        algorithm: The packing algorithm.
 
     Returns:
         Sample positions row by row [S], row offsets into them [R + 1], the column at which each segment begins [S],
@@ -155,8 +221,8 @@ def pack_rows(
 def _most_rows(lengths: Table, capacity: int) -> int:
     """Return the most rows that first fit can open.
 
-    Any two rows together hold more than `capacity`: otherwise the first sample of the later row would have fitted into
-    the earlier one.
+    Any two rows together hold more than `capacity`. Otherwise the first sample of the later row would have fitted into
+    the earlier row.
     """
     return min(len(lengths), 2 * int(lengths.sum()) // capacity + 1)
 

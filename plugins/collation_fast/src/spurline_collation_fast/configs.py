@@ -34,14 +34,14 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
     name: str = "parallel"
     # Strict, so that `true` is not taken for 1.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
-    """Worker processes that read and encode rows. 0 stays in this process, on the threads of the tokenizer. `auto`
-    starts one for each core, if there are at least four and at least 100,000 rows."""
+    """Worker processes that read and encode rows. 0 uses the threads of the tokenizer in this process. `auto` starts
+    one worker per core if there are at least four cores and 100,000 rows."""
     cache_dir: Annotated[Path | None, OnResume.FREE, PathSetting()] = None
-    """Folder of the token cache; null is SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
+    """Folder of the token cache. null means SPURLINE_CACHE, else ~/.cache/spurline/tokens."""
     force_recache: Annotated[bool, OnResume.FREE] = False
-    """Tokenize again even when the cache has the tokens, and replace them."""
+    """Tokenize again even if the cache has the tokens, and replace them there."""
     disable_cache: Annotated[bool, OnResume.FREE] = False
-    """Neither read nor write the cache; tokens stay in memory."""
+    """Neither read nor write the cache. Tokens stay in memory."""
 
 
 class AsyncPrefetchConfig(PrefetchConfig):
@@ -49,6 +49,6 @@ class AsyncPrefetchConfig(PrefetchConfig):
 
     name: str = "async"
     depth: Annotated[int, OnResume.FREE] = Field(default=2, ge=1, le=64)
-    """Batches that may be ready or in the making ahead of the step being trained."""
+    """Batches that are built ahead of the current training step."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0, le=86_400, allow_inf_nan=False)
-    """Seconds to wait for one batch before giving up."""
+    """Seconds to wait for one batch before the run fails."""

@@ -1,6 +1,6 @@
-"""Report panel `collation`: the seconds that batches took to build, and the seconds that training waited for them.
+"""Report panel `collation`: how long batches took to build, and how long training waited for them.
 
-Reads the metrics of prefetch `async`. The time panel has the totals.
+It reads the metrics of prefetch `async`. The time panel shows the totals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
 
 
 class CollationPanel(Panel):
-    """Times to build and to wait per step, beside the share of the building that was hidden behind training."""
+    """Plots of the building and waiting time per step, and of the share of building that training did not wait for."""
 
     title = "Collation"
 
@@ -45,7 +45,7 @@ class CollationPanel(Panel):
 def _summary(collate: list[float], waited: list[float]) -> str:
     head = f"A batch took {_milliseconds(collate)} to build; training waited {_milliseconds(waited)} for it (means)"
     if sum(collate) > 0:
-        # Weighted by time: in a mean of shares, quick batches would hide slow ones.
+        # A mean of the shares would count a quick batch as much as a slow one.
         kept = sum(max(0.0, took - wait) for took, wait in zip(collate, waited, strict=True))
         head += f". {kept / sum(collate):.1%} of all building was hidden behind training"
     return head

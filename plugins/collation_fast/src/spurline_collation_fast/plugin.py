@@ -1,4 +1,4 @@
-"""Register the fast data components and make them the defaults while the plugin is enabled."""
+"""Register the fast data components, which are the defaults while the plugin is enabled."""
 
 from __future__ import annotations
 

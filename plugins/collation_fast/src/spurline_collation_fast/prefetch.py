@@ -1,8 +1,7 @@
-"""Prefetch `async`: while a step trains, the batches of the next ones are built on another thread.
+"""Prefetch `async`: build the batches of the next steps on another thread while a step trains.
 
-Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. Since the order of the data is a
-pure function of the step, `core/serial` makes equal batches. After a resume, batches that were built ahead are built
-again.
+Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. The order of the data is a pure
+function of the step, so `core/serial` makes equal batches. A resumed run builds its batches again.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ Timed = tuple[TrainingBatch, float]
 
 
 class AsyncPrefetch:
-    """Holds at most `depth` batches, ready or in the making, besides the one being trained.
+    """Builds at most `depth` batches ahead of the current training step.
 
-    All methods belong to the thread of the loop. Steps are built one at a time, in order, on a thread of its own; the
-    two threads share nothing but a queue and futures.
+    Only the thread of the loop calls its methods. Another thread builds the steps one at a time, in order. The two
+    threads share only a queue and futures.
     """
 
     def __init__(self, config: AsyncPrefetchConfig, build: BuildBatch, last_step: int) -> None:
@@ -43,19 +42,19 @@ class AsyncPrefetch:
         self._building: int | None = None
         self._has_overrun = False
         self._metrics: dict[str, float] = {}
-        # A run may be started while its caller handles an error, which is not the one that ends the run.
+        # A caller may start a run while it handles an error. That error is not the one that ends the run.
         self._handled_outside = sys.exc_info()[1]
 
     def start(self, step: int) -> None:
-        """Begin at this step (1-based); what was built for other steps is released."""
+        """Begin at this step (1-based), and release the batches of other steps."""
         self._clear()
         self._next_to_submit = step
         self._fill()
 
     def next(self, step: int) -> TrainingBatch:
-        """Wait for the batch of this step, the one after the last asked for.
+        """Wait for the batch of this step, which follows the step of the previous call.
 
-        Raises what building it raised, RunFailedError when it is not ready after `timeout_s`.
+        Raises the error of its build, or RunFailedError if it is not ready after `timeout_s`.
         """
         begin = time.perf_counter()
         assert self._in_flight, f"step {step} is asked for, but nothing is in flight"
@@ -74,13 +73,13 @@ class AsyncPrefetch:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Return seconds of building and waiting, and the share of the building that was not waited for."""
+        """Return the seconds of building and waiting, and the share of the building that nobody waited for."""
         return dict(self._metrics)
 
     def close(self) -> None:
-        """Release what was built ahead and end the thread. May be called again.
+        """Release the batches that were built ahead, and end the thread. May be called again.
 
-        Raises only when a build hangs or a buffer cannot be given back, and then never over an error of the loop.
+        If a build hangs or a buffer cannot be released, raises an error, or adds a note to the error of the loop.
         """
         ending = sys.exc_info()[1]
         try:
@@ -96,7 +95,7 @@ class AsyncPrefetch:
     def _fill(self) -> None:
         while len(self._in_flight) < self._depth and self._next_to_submit <= self._last_step:
             if self._thread is None:
-                # A daemon, so that a build that hangs cannot keep the interpreter from exiting.
+                # A daemon thread cannot keep the interpreter from exiting if a build hangs.
                 self._thread = threading.Thread(target=self._run, name="spurline-build-ahead", daemon=True)
                 self._thread.start()
             work = self._next_to_submit, Future[Timed]()
@@ -105,16 +104,16 @@ class AsyncPrefetch:
             self._next_to_submit += 1
 
     def _clear(self) -> None:
-        """Drop all that is in flight: what has not begun never will, the rest is waited for and released.
+        """Cancel the builds that have not begun, wait for the others, and release their batches.
 
-        An error of a dropped build is dropped too, since its step is not needed.
+        Errors of these builds are ignored, since nobody needs their steps.
         """
         dropped = [*self._in_flight]
         self._in_flight.clear()
-        # Newest first: else the thread could begin one while those before it are being cancelled.
+        # Newest first. Otherwise the thread could begin a build that is about to be cancelled.
         for _, future in reversed(dropped):
             future.cancel()
-        # Each is released even when releasing another one fails.
+        # Every batch is released, even if releasing another one fails.
         with ExitStack() as stack:
             for step, future in dropped:
                 stack.callback(self._drop, step, future)
@@ -140,7 +139,7 @@ class AsyncPrefetch:
             raise self._overrun(f"Step {step}: its batch was not ready after {self._timeout_s:g} s")
 
     def _limit_s(self) -> float:
-        """Return how long to wait: only briefly after an overrun, or a failing run would take several limits to end."""
+        """Return the longest wait in seconds. It is short after an overrun, so that a failing run ends soon."""
         return min(_OVERRUN_GRACE_S, self._timeout_s) if self._has_overrun else self._timeout_s
 
     def _overrun(self, what: str) -> RunFailedError:
@@ -149,17 +148,17 @@ class AsyncPrefetch:
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         doing = "nothing is being built"
         if step is not None and frame is not None:
-            doing = f"building step {step}, it is at {frame.f_code.co_filename}:{frame.f_lineno}"
+            doing = f"building step {step}, which is at {frame.f_code.co_filename}:{frame.f_lineno}"
         return RunFailedError(
-            f"{what}; {doing}. If it is only slow, raise prefetch.timeout_s; if it hangs, look at what that line waits "
-            "for (a network folder, say)."
+            f"{what}; {doing}. If it is only slow, raise prefetch.timeout_s. If it hangs, find out what that line "
+            "waits for, such as a network folder."
         )
 
     def _run(self) -> None:
-        # Waits without a limit, for the loop alone: `close` wakes it, and as a daemon it ends with the process.
+        # This wait needs no limit: `close` wakes the thread, and a daemon thread ends with the process.
         while (work := self._work.get()) is not None:
             self._build_one(*work)
-            # While waiting for more, nothing here may keep a served batch alive.
+            # The future holds its batch, and this thread must not keep it alive while it waits.
             del work
 
     def _build_one(self, step: int, future: Future[Timed]) -> None:
@@ -168,7 +167,7 @@ class AsyncPrefetch:
         self._building, begin = step, time.perf_counter()
         try:
             batch = self._build(step)
-        except BaseException as error:  # noqa: BLE001 - not handled here: `next` raises it to its caller
+        except BaseException as error:  # noqa: BLE001 - `next` raises it to its caller
             self._building = None
             future.set_exception(error)
         else:

@@ -1,21 +1,20 @@
 """Write placed segments into reused buffers.
 
-Place on the way: FlatSegments + Placement -> TrainingBatch. Collators decide which segment goes where; the kernels loop
-over tokens. The columns of a batch are carved from one buffer, which comes back when the batch is released: warm memory
-is several times faster to write than fresh pages. A batch that nobody releases keeps its memory and is freed like any
-other object.
+Place on the way: FlatSegments + Placement -> TrainingBatch. Collators decide the place of each segment, and the kernels
+loop over tokens. All columns of a batch are parts of one buffer, which is reused after the batch is released, because
+warm memory is several times faster to write than fresh pages. If nobody releases a batch, its memory is freed like the
+memory of any other object.
 
-Nothing here copies to a device. Code that copies a column without waiting, as the local backend does from pinned
-memory, must have waited for that copy before the batch is released: the next batch may be written into the same memory
-at once, by another thread. The loop releases a batch after the backend has returned the numbers of its step, which
-waits for all copies before.
+Nothing here copies to a device. Code that starts a copy of a column, as the local backend does from pinned memory, must
+wait for the copy before the batch is released: another thread may write the next batch into the same memory at once.
+The loop releases a batch after the backend has returned the numbers of its step, and by then all copies are complete.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,87 +23,48 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
 from spurline.data.collators.layout import layout_info
-from spurline_collation_fast.flat_segments import FlatColumn, FlatSegments, SegmentNames, Table
 from spurline_collation_fast.kernels.compiled import write_rows, write_values
 
+Table = NDArray[np.int64]
 Buffer = NDArray[np.uint8]
 
 _ALIGNMENT = 64
-"""Columns begin at multiples of this many bytes: a cache line, and the widest vector store."""
+"""Columns begin at multiples of this many bytes: the size of a cache line, and of the widest vector store."""
 
 
-class Lease:
-    """Columns in memory that a pool lends until they are released. Any thread may release them, also twice."""
+class FlatColumn(NamedTuple):
+    """Values of one token column [V, ...].
 
-    def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
-        self._pool = pool
-        self._buffer: Buffer | None = buffer
-        self.arrays = arrays
-        self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    Segment i has `skips[i]` zeros. The values from `values[begins[i]]` on follow, up to the end of the segment.
+    """
 
-    def release(self) -> None:
-        """Give the memory back. No read, write or copy of the columns may be under way or come later."""
-        with self._pool.lock:
-            buffer, self._buffer = self._buffer, None
-            if buffer is not None:
-                self._pool.put_back(buffer)
+    values: NDArray[Any]
+    begins: Table
+    skips: Table
 
 
-class BufferPool:
-    """Keeps at most `max_free` free buffers. Unreleased batches hold as many more as there are."""
+class FlatSegments(NamedTuple):
+    """n segments without a place. The kernels read only these flat arrays, which are read-only.
 
-    def __init__(self, max_free: int = 4) -> None:
-        self.lock = threading.Lock()
-        self._max_free = max_free
-        self._free: list[Buffer] = []
+    Attributes:
+        tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`.
+        begins: int64 [n].
+        lengths: int64 [n].
+        values: `loss_weights` and optional columns, by name.
+        uids: Returns the uids of the segments at some positions. A batch keeps this function, so it holds no tokens.
+        samples: int32 [n], number of the sample of each segment.
+        turns: int32 [n], number of the turn of each segment.
+        name: Returns the name of the segment at a position, for messages.
+    """
 
-    def acquire(self, columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Lease:
-        """Lend columns of these shapes and dtypes, whose content is undefined."""
-        starts: list[int] = []
-        size = 0
-        for shape, dtype in columns.values():
-            starts.append(size)
-            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-        buffer = self._take(size)
-        arrays = {
-            name: np.ndarray(shape, dtype, buffer, start)
-            for (name, (shape, dtype)), start in zip(columns.items(), starts, strict=True)
-        }
-        return Lease(self, buffer, arrays)
-
-    def put_back(self, buffer: Buffer) -> None:
-        """Take back the buffer of a Lease, which holds the lock."""
-        if len(self._free) < self._max_free:
-            self._free.append(buffer)
-
-    def _take(self, size: int) -> Buffer:
-        with self.lock:
-            # The latest released first: it is the likeliest to be in a cache.
-            for place in reversed(range(len(self._free))):
-                if len(self._free[place]) >= size:
-                    return self._free.pop(place)
-            # All are too small: one of them makes way, so that a pool of outgrown buffers does not stay around.
-            if self._free:
-                self._free.pop(0)
-        return _allocate(size + size // 8)
-
-
-def _allocate(size: int) -> Buffer:
-    """Return aligned memory; pinned in a process that uses CUDA, so that copies to the device need not wait."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        buffer = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, pin_memory=True).numpy()
-    else:
-        # numpy asks the kernel for huge pages, torch does not.
-        buffer = np.empty(size + _ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + size]
-
-
-_DTYPES = {
-    name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).items()
-}
-_ALWAYS = ("input_ids", "segment_ids", "position_ids")
-"""Columns that every batch has."""
+    tokens: NDArray[np.int32]
+    begins: Table
+    lengths: Table
+    values: Mapping[str, FlatColumn]
+    uids: Callable[[Table], NDArray[Any]]
+    samples: NDArray[np.int32]
+    turns: NDArray[np.int32]
+    name: Callable[[int], str]
 
 
 class Placement(NamedTuple):
@@ -123,6 +83,76 @@ class Placement(NamedTuple):
     length: int
 
 
+class Lease:
+    """Columns in memory that a pool lends until they are released. Any thread may release them, also twice."""
+
+    def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
+        self._pool = pool
+        self._buffer: Buffer | None = buffer
+        self.arrays = arrays
+        self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def release(self) -> None:
+        """Give the memory back. Nothing may read, write or copy the columns at this time or later."""
+        pool = self._pool
+        with pool.lock:
+            buffer, self._buffer = self._buffer, None
+            if buffer is not None and len(pool.free) < pool.max_free:
+                pool.free.append(buffer)
+
+
+class BufferPool:
+    """Keeps at most `max_free` free buffers. There may be any number of unreleased batches."""
+
+    def __init__(self, max_free: int = 4) -> None:
+        self.lock = threading.Lock()
+        self.max_free = max_free
+        self.free: list[Buffer] = []
+
+    def acquire(self, columns: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]) -> Lease:
+        """Lend columns of these shapes and dtypes, whose content is undefined."""
+        starts: list[int] = []
+        size = 0
+        for shape, dtype in columns.values():
+            starts.append(size)
+            size += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._take(size)
+        arrays = {
+            name: np.ndarray(shape, dtype, buffer, start)
+            for (name, (shape, dtype)), start in zip(columns.items(), starts, strict=True)
+        }
+        return Lease(self, buffer, arrays)
+
+    def _take(self, size: int) -> Buffer:
+        with self.lock:
+            # The buffer that was released last is the likeliest to be in a cache.
+            for place in reversed(range(len(self.free))):
+                if len(self.free[place]) >= size:
+                    return self.free.pop(place)
+            # All are too small. Drop the oldest, so that small buffers do not fill the pool for good.
+            if self.free:
+                self.free.pop(0)
+        return _allocate(size + size // 8)
+
+
+def _allocate(size: int) -> Buffer:
+    """Return aligned memory. It is pinned in a process that uses CUDA, so that copies to the device need not wait."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        buffer = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, pin_memory=True).numpy()
+    else:
+        # numpy asks the kernel for huge pages, torch does not.
+        buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size]
+
+
+_DTYPES = {
+    name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in (TOKEN_COLUMNS | OPTIONAL_TOKEN_COLUMNS).items()
+}
+_ALWAYS = ("input_ids", "segment_ids", "position_ids")
+"""Columns that every batch has."""
+
+
 class RowWriter:
     """Owns the buffers of one collator. Several threads may call it at once."""
 
@@ -130,10 +160,8 @@ class RowWriter:
         self._pad_token_id = pad_token_id
         self._pool = BufferPool()
 
-    def write(
-        self, segments: FlatSegments, names: SegmentNames, place: Placement, info: Mapping[str, float] | None = None
-    ) -> TrainingBatch:
-        """Return the batch; its buffer comes back at `release()`."""
+    def write(self, segments: FlatSegments, place: Placement, info: Mapping[str, float] | None = None) -> TrainingBatch:
+        """Return the batch. Its `release()` returns the buffer to the pool."""
         positions, row_offsets, num_rows = place.positions, place.row_offsets, len(place.row_offsets) - 1
         trailing: dict[str, tuple[int, ...]] = dict.fromkeys(_ALWAYS, ())
         trailing |= {name: column.values.shape[1:] for name, column in segments.values.items()}
@@ -152,14 +180,14 @@ class RowWriter:
             self._pad_token_id,
             *(lease.arrays[name] for name in _ALWAYS),
         )
-        lengths = segments.lengths
+        # The batch computes these columns when somebody reads them, and must not keep the tokens of the segments.
+        uids, samples, turns, lengths = segments.uids, segments.samples, segments.turns, segments.lengths
         return TrainingBatch(
             tokens=lease.tensors,
-            # Made when they are asked for.
             segments={
-                "uid": LazyRagged(lambda: names.uids(positions), row_offsets),
-                "sample": LazyRagged(lambda: names.samples[positions], row_offsets),
-                "turn": LazyRagged(lambda: names.turns[positions], row_offsets),
+                "uid": LazyRagged(lambda: uids(positions), row_offsets),
+                "sample": LazyRagged(lambda: samples[positions], row_offsets),
+                "turn": LazyRagged(lambda: turns[positions], row_offsets),
                 "length": LazyRagged(lambda: lengths[positions].astype(np.int32), row_offsets),
             },
             unit_ids=torch.from_numpy(np.arange(num_rows)),
@@ -173,7 +201,7 @@ def _write_column(column: FlatColumn, lengths: Table, place: Placement, out: NDA
     values, begins, skips = column
     columns = place.columns
     if values.ndim > 1:
-        # A column with several values per token is one with longer rows.
+        # Treat a column with several values per token as a flat column with longer segments.
         each = math.prod(values.shape[1:])
         values, out = values.reshape(-1), out.reshape(out.shape[0], -1)
         begins, skips, lengths, columns = (table * each for table in (begins, skips, lengths, columns))

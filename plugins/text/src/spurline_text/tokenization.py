@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,16 +158,6 @@ TRUNCATED = "truncated"
 """Key in `Tokenized.examples` for the first sample that was cut."""
 
 
-@dataclass(frozen=True)
-class Findings:
-    """Counts of samples that were left out or cut, as in `Tokenized`."""
-
-    dropped: Mapping[str, int]
-    truncated: int
-    examples: Mapping[str, str]
-    ignored: Mapping[str, int]
-
-
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
     """Join outcomes of `RowEncoder`, in order. `source` is the number of their dataset."""
     samples: list[Sample] = []
@@ -223,8 +213,8 @@ class SampleCollector:
             self._kept[block.source] += len(block.rows)
             self._sink.extend(block)
 
-    def findings(self, *, may_be_empty: bool = False) -> Findings:
-        """Return the counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
+    def finish(self, *, may_be_empty: bool = False) -> Tokenized:
+        """Return store and counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
         for source, kept in enumerate(self._kept):
             if kept == 0 and not may_be_empty:
                 raise DataError(self._nothing_left(source))
@@ -233,11 +223,7 @@ class SampleCollector:
         for counts, first in zip(self._dropped, self._examples, strict=True):
             dropped.update(counts)
             examples = first | examples
-        return Findings(dict(dropped), self._truncated, examples, dict(self._ignored))
-
-    def finish(self, *, may_be_empty: bool = False) -> Tokenized:
-        """Return store and counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
-        return Tokenized(self._sink.build(), **vars(self.findings(may_be_empty=may_be_empty)))
+        return Tokenized(self._sink.build(), dict(dropped), self._truncated, examples, dict(self._ignored))
 
     def _nothing_left(self, source: int) -> str:
         dataset, examples = self._datasets[source], self._examples[source]

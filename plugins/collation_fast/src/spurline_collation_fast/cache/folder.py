@@ -1,9 +1,9 @@
 """The folder of the token cache: find an entry by its key, commit a new one, list and remove entries.
 
-Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks: a writer fills a
-folder of its own and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry
-or none, on shared folders too, and a process that has an entry mapped keeps reading it. Folders that are no entries
-begin with a dot.
+Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
+own folder and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry or
+none, on shared folders too. A process that has mapped an entry keeps reading it. The name of every other folder begins
+with a dot.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spurline.files import sync_file
 from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, EntryWriter, disk_errors, open_entry
 
 _WRITING = ".writing-"
-"""The prefix of a folder that a writer fills. It holds a lock on the folder, which ends with its process."""
+"""Prefix of the folders that writers fill. A writer locks its folder, and the lock ends with its process."""
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
-"""Times to look again when other processes commit or remove the same entry."""
+"""Attempts to commit an entry while other processes commit or remove the same one."""
 
 
 def default_cache_folder() -> Path:
@@ -40,16 +40,16 @@ def default_cache_folder() -> Path:
 
 
 class TokenCache:
-    """Entries in one folder, each in a subfolder named by its key. `notes` are lines for the user about damage."""
+    """Entries in one folder, each in a subfolder named by its key. `notes` tell the user about damage."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
         self.notes: list[str] = []
 
     def open(self, key: CacheKey) -> Tokenized | None:
-        """Return the tokens of this key, or None when they must be made. A damaged entry is removed, with a note.
+        """Return the tokens of this key, or None if there are none. A damaged entry is removed, with a note.
 
-        `Tokenized.examples` name files as they were called when the tokens were made. Raises OSError for an entry that
+        `Tokenized.examples` names files as they were called when the tokens were made. Raises OSError for an entry that
         cannot be read or removed now; it may be whole.
         """
         entry = self.folder / key.digest
@@ -62,7 +62,7 @@ class TokenCache:
             remove(entry)
             self.notes.append(f"token cache: {damage}. The entry is removed, and the tokens are made again.")
             return None
-        # For `list` and `prune --older-than`; a reader without write access leaves no trace.
+        # `list` and `prune --older-than` read this time. A reader without write access cannot set it.
         with suppress(OSError):
             os.utime(entry / MANIFEST)
         return replace(found, notes=tuple(self.notes))
@@ -78,7 +78,7 @@ class TokenCache:
 
     @contextmanager
     def writer(self, key: CacheKey) -> Iterator[EntryWriter]:
-        """Yield a sink for the samples of a new entry; nothing of it stays unless it is finished and committed.
+        """Yield a sink for the samples of a new entry. Unless the entry is committed, its files are removed.
 
         Raises DataError if the disk is full or fails.
         """
@@ -88,7 +88,7 @@ class TokenCache:
             path, lock = _locked_folder(self.folder)
         try:
             with disk_errors(self.folder):
-                # Only its owner may read a temporary folder; all who may read the cache may read an entry.
+                # A temporary folder is private, but everyone who may read the cache may read its entries.
                 path.chmod(self.folder.stat().st_mode & 0o777)
             writer = EntryWriter(path, key)
             try:
@@ -100,7 +100,7 @@ class TokenCache:
             os.close(lock)
 
     def commit(self, finished: Path, key: CacheKey) -> Tokenized:
-        """Rename a finished folder into place and open it; open the entry of another writer that was faster.
+        """Rename a finished folder into place and open it. If another writer was faster, open its entry.
 
         Raises DataError if the entry cannot be put in place or read back.
         """
@@ -122,13 +122,13 @@ class TokenCache:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """Make the folder of a writer, and return it with a descriptor that holds its lock."""
+    """Make the folder of a writer. Returns it with a file descriptor that holds its lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_WRITING, dir=parent))
-        # A process that sweeps right now may take the folder for abandoned before it is locked.
+        # Another process may sweep the folder away before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # On a file system without locks the folder stays unlocked, and no sweep removes it.
+            # A file system without locks leaves the folder unlocked, and no sweep removes it.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():
@@ -137,7 +137,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers have left: folders without a lock, and entries that were being removed."""
+    """Remove the folders of killed writers, which have no lock, and entries whose removal was interrupted."""
     for path in folder.glob(f"{_WRITING}*"):
         # Folders of other users, and those in use, stay.
         with suppress(OSError):
@@ -166,15 +166,12 @@ def entry_paths(folder: Path) -> list[Path]:
 
 
 def remove(entry: Path) -> None:
-    """Remove an entry, which disappears under its name at once; do nothing when another process was faster.
-
-    Raises OSError when it cannot be renamed.
-    """
+    """Remove an entry by renaming it first. Does nothing if it is gone. Raises OSError if it cannot be renamed."""
     aside = entry.with_name(f"{_REMOVED}{entry.name}-{secrets.token_hex(4)}")
     try:
         entry.rename(aside)
     except FileNotFoundError:
         return
-    # Readers no longer find it. Files that are mapped over NFS keep the folder there until a later sweep.
+    # Readers no longer find it. Over NFS, mapped files keep the folder until a later sweep.
     with suppress(OSError):
         remove_path(aside)

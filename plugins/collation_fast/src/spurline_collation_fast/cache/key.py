@@ -1,7 +1,7 @@
-"""Make the key that identifies tokens: runs with equal keys make the same tokens, so they share an entry.
+"""Make the key that identifies tokens. Runs with equal keys make the same tokens, so they share an entry.
 
-The key depends on content and not on names: renaming or touching a file does not change it, while one changed row,
-template or library version does. Rows are read only as far as the fingerprint of their dataset needs it.
+The key depends on content and not on names: renaming or touching a file does not change it, but one changed row,
+template or library version does. Only the fingerprints of datasets read data for it.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TOKEN_CODE = ("spurline_text", "spurline.data.token_store", "spurline_collation_fast.tokenization")
-"""Packages and modules whose code decides which tokens, counts and summary an entry holds."""
+"""Packages and modules whose code decides the content of an entry."""
 
 LIBRARIES = ("datasets", "jinja2", "pyarrow", "tokenizers", "transformers")
-"""Libraries that read, render and encode rows; their versions count too."""
+"""Libraries that read, render and encode rows. The key contains their versions."""
 
 _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
-"""Names by which a chat template asks for the date: Llama 3.2 puts it into the system prompt."""
+"""Names that a chat template uses to print the date, as Llama 3.2 does in the system prompt."""
 
-_NO_MATTER_IN_DATASET = {"weight", "label"}
-"""Settings that act after tokenization. Paths do not matter either: they are marked free."""
+_UNUSED_OF_DATASET = {"weight", "label"}
+"""Settings that act after tokenization. The key leaves them out, and paths, which are marked free."""
 
-_NO_MATTER_IN_DATA = {"train", "eval", "order"}
-"""Settings that the parts of the datasets cover, or that act after tokenization."""
+_UNUSED_OF_DATA = {"train", "eval", "order"}
+"""Settings that act after tokenization, or that the key contains for each dataset."""
 
 
 def cache_key(
@@ -53,10 +53,10 @@ def cache_key(
     """Return the key of the tokens of these datasets.
 
     Args:
-        datasets: What is tokenized.
-        tokenizer: Encodes it.
+        datasets: The datasets to tokenize.
+        tokenizer: The tokenizer that encodes them.
         data: Settings of the section `data`.
-        today: Counts if the chat template prints the date; None asks the clock.
+        today: The date, which matters if the chat template prints it; None asks the clock.
 
     Raises:
         ModelError: If no loss mask can be made with the tokenizer.
@@ -66,7 +66,7 @@ def cache_key(
         "datasets": [_dataset_part(source) for source in datasets],
         "tokenizer": _tokenizer_part(tokenizer),
         "date": (today or date.today()).isoformat() if prints_date(tokenizer) else None,
-        "data": data.model_dump(mode="json", exclude=_NO_MATTER_IN_DATA),
+        "data": data.model_dump(mode="json", exclude=_UNUSED_OF_DATA),
         "code": {
             "modules": code_version(_TOKEN_CODE),
             **{library: importlib.metadata.version(library) for library in LIBRARIES},
@@ -77,14 +77,14 @@ def cache_key(
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template asks for the date, so that its tokens are for one day only."""
+    """Return whether the chat template prints the date. Its tokens are then for one day only."""
     templates = tokenizer.chat_template or ""
     texts = templates.values() if isinstance(templates, dict) else (templates,)
     return any(_CLOCK.search(text) for text in texts)
 
 
 def code_version(names: Iterable[str]) -> str:
-    """Hash the source of modules and of all modules in packages, found without importing them."""
+    """Hash the source of modules, and of all modules in packages, without importing them."""
     digest = xxhash.xxh3_128()
     for name in names:
         spec = importlib.util.find_spec(name)
@@ -102,13 +102,13 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
     free = {name for name, field in fields.items() if OnResume.FREE in field.metadata}
     return {
         "fingerprint": source.dataset.fingerprint(),
-        **source.config.model_dump(mode="json", exclude=free | _NO_MATTER_IN_DATASET),
+        **source.config.model_dump(mode="json", exclude=free | _UNUSED_OF_DATASET),
     }
 
 
 def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Left over from the last call; each call sets them.
+    # Every call sets these two, so they depend on the last call.
     del backend["truncation"], backend["padding"]
     kind = type(tokenizer)
     source = inspect.getsourcefile(kind)

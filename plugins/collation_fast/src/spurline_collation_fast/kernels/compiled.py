@@ -1,7 +1,7 @@
-"""The loops of `loops.py`, compiled by numba without the interpreter lock.
+"""The loops of `loops.py`, compiled by numba. They run without the interpreter lock.
 
-They are compiled once per machine: the machine code is cached beside the source, or in the user's cache folder where
-the package is read-only.
+They are compiled once per machine. The machine code is cached beside the source, or in the user's cache folder if the
+package is read-only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _fetch_in_compiled_code(values, place):
 
 
 class _Cache(FunctionCache):
-    """numba's cache on a disk that may fail or be full: each process compiles for itself then."""
+    """numba's cache. If the disk fails or is full, each process compiles for itself."""
 
     def _guard_against_spurious_io_errors(self) -> Any:
         return suppress(OSError)
@@ -50,7 +50,7 @@ class _Cache(FunctionCache):
 
 def _compiled(function: Callable[..., Any]) -> Any:
     dispatcher: Any = njit(nogil=True)(function)
-    # RuntimeError: no folder can be written.
+    # numba raises RuntimeError if it can write no cache folder.
     with suppress(RuntimeError):
         dispatcher._cache = _Cache(function)
     return dispatcher

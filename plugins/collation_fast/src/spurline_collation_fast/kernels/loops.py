@@ -1,15 +1,15 @@
-"""The innermost loops of collation: plain Python that `compiled.py` compiles as it stands.
+"""The innermost loops of collation, in plain Python that `compiled.py` compiles.
 
-All tables are int64. No loop makes an array, and the packing loops slice none: compiling code that makes or slices
-arrays takes seconds, code that only reads and writes them a tenth of one.
+All tables are int64. No loop makes an array, and the packing loops slice none. Compiling code that makes or slices
+arrays takes seconds; compiling code that only reads and writes them takes a tenth of a second.
 
 `write_rows` and `write_values` write segments into the columns of a batch, row by row. Row r holds the segments
-`row_offsets[r] : row_offsets[r + 1]`. Segment s is sample `positions[s]`, whose values are found by `begins` and
-`lengths`; it begins at column `columns[s]`, behind the segment before it. Everything between segments is padding, which
-these loops write too, since buffers are reused.
+`row_offsets[r] : row_offsets[r + 1]`. Segment s is sample `positions[s]`. `begins` and `lengths` locate the values of
+a sample. Segment s begins at column `columns[s]`, after the segment before it. Everything between segments is padding.
+These loops write the padding too, since buffers are reused.
 
-The other loops pack samples into rows. `order` lists the samples longest first. `row_of` receives the row of each
-sample, numbered as the rows were opened.
+The other loops pack samples into rows. `order` lists the samples, longest first. `row_of` receives the row of each
+sample; rows are numbered in the order in which they were opened.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from __future__ import annotations
 LINE = 64
 """Bytes of a cache line."""
 AHEAD = 4
-"""Segments that are fetched before they are written: about as many lines as a core can wait for at once."""
+"""Number of segments to fetch ahead. A core can wait for about so many cache lines at once."""
 FETCHED_LINES = 16
-"""Lines fetched of each such segment; once reading is under way, the processor looks ahead by itself."""
+"""Lines to fetch of each segment. The processor itself fetches the lines after these."""
 
 
 def fetch(values, place):
-    """Bring the cache line of `values[place]` closer; `place` may lie behind the end.
+    """Load the cache line of `values[place]` early. `place` may lie beyond the end.
 
-    Plain Python does nothing here; `compiled.py` puts in the instruction.
+    Plain Python does nothing here. `compiled.py` inserts the instruction.
     """
 
 
 def fetch_ahead(values, begins, lengths, positions, segment):
-    """Fetch the first lines of a segment that is written soon, since segments lie scattered in a store."""
+    """Fetch the first lines of a segment that is written soon. Segments are scattered over a store."""
     if segment + AHEAD >= positions.shape[0]:
         return
     sample = positions[segment + AHEAD]
@@ -45,13 +45,13 @@ def fill(out, value):
 
 
 def zero(out):
-    # Not `fill(out, 0)`: only a literal becomes one memset.
+    # Unlike `fill(out, 0)`, a literal is compiled to one memset.
     for place in range(out.shape[0]):
         out[place] = 0
 
 
 def copy(source, out):
-    """Copy as many values as fit."""
+    """Copy as many values as fit into `out`."""
     for place in range(out.shape[0]):
         out[place] = source[place]
 
@@ -93,7 +93,7 @@ def write_rows(tokens, begins, lengths, positions, columns, row_offsets, pad, in
 
 
 def write_values(values, begins, skips, lengths, positions, columns, row_offsets, out):
-    """Fill one column [R, L]: in each segment `skips[sample]` zeros, then `values[begins[sample]]` and those after it.
+    """Fill one column [R, L]. A segment has `skips[sample]` zeros, then the values from `values[begins[sample]]` on.
 
     Padding is 0.
     """
@@ -111,9 +111,10 @@ def write_values(values, begins, skips, lengths, positions, columns, row_offsets
 
 
 def longest_first(lengths, free, order):
-    """Write positions by falling length into `order`; of equal lengths the higher position comes first.
+    """Write the positions of the samples into `order`, longest first. Among equal lengths the higher position is first.
 
-    Lengths are counted, so this takes linear time. `free` holds zeros, two more than the longest sample has tokens.
+    This counting sort takes linear time. `free` holds zeros and has two more entries than the longest sample has
+    tokens.
     """
     longest = free.shape[0] - 2
     for length in lengths:
@@ -127,11 +128,11 @@ def longest_first(lengths, free, order):
 
 
 def first_fit(lengths, order, row_of, room):
-    """Put each sample into the first row with room; return the number of rows.
+    """Put each sample into the first row with room, and return the number of rows.
 
-    The result is more than there can be rows if some sample fits into none. `room` is a tree [2 * leaves] with a leaf
-    for each row there can be: a node holds the most room below it, so that a row is found in log2(rows) steps. At first
-    every node is the capacity of a row.
+    `room` is a binary tree [2 * leaves] with one leaf for each possible row. Every node holds the most room below it,
+    so a row is found in log2(rows) steps. At first every node holds the capacity of a row. If some sample fits into no
+    row, the result is larger than the number of leaves.
     """
     leaves = room.shape[0] // 2
     num_rows = 0
@@ -156,9 +157,10 @@ def first_fit(lengths, order, row_of, room):
 
 
 def best_fit(lengths, order, capacity, row_of, keys):
-    """Put each sample into the row in which it leaves the least room, the earlier of equals; return the number of rows.
+    """Put each sample into the row where it leaves the least room, and return the number of rows.
 
-    `keys` has one place for each sample. It keeps the rows sorted by (room, number), both in one key.
+    Among equal rows the earlier one is taken. `keys` has one place for each sample. It keeps the rows sorted by
+    (room, number); one integer holds both.
     """
     scale = order.shape[0]
     num_rows = 0
@@ -187,10 +189,11 @@ def best_fit(lengths, order, capacity, row_of, keys):
 
 
 def fill_missing_rows(order, row_of, num_rows, counts, donors, last, before):
-    """Give rows beyond `num_rows` the last sample of the rows with the most, as core's `spread_over_ranks` does.
+    """Fill each row beyond `num_rows` with the last sample of a row with the most samples.
 
-    `counts` holds a zero for each row there is to be and receives the number of its samples. `donors` and `last` are as
-    long, `before` is as long as `order`; all three are overwritten.
+    Core's `spread_over_ranks` does the same. `counts` holds zeros, one for each row of the result, and receives the
+    number of samples. `donors` and `last` have the length of `counts`, `before` has the length of `order`. All three
+    are overwritten.
     """
     for sample in order:
         row = row_of[sample]
@@ -219,7 +222,7 @@ def fill_missing_rows(order, row_of, num_rows, counts, donors, last, before):
 def list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions):
     """List the samples rank by rank, row by row, in the order in which they were placed.
 
-    Row i goes to rank i mod `num_ranks`. `row_offsets` [R + 1] and `positions` [S] receive the result; `free` [R] is
+    Row i goes to rank i mod `num_ranks`. `row_offsets` [R + 1] and `positions` [S] receive the result. `free` [R] is
     overwritten.
     """
     num_rows = counts.shape[0]
@@ -237,7 +240,10 @@ def list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions):
 
 
 def place_in_rows(aligned, positions, row_offsets, num_ranks, columns):
-    """Find the column of each segment; return the tokens of the fullest row, and of the fullest rank over the mean."""
+    """Write the column of each segment into `columns`.
+
+    Returns the tokens of the fullest row, and the tokens of the fullest rank divided by the mean.
+    """
     longest_row = fullest = total = 0
     per_rank = (row_offsets.shape[0] - 1) // num_ranks
     for rank in range(num_ranks):

@@ -1,12 +1,12 @@
 """Turn chunks of rows into blocks of samples, in this process or in a pool of processes.
 
-Place on the way: chunks -> RowEncoder -> blocks. RowEncoder decides what a row becomes, as for `text/sequential`. Rows
-do not travel to other processes: a pickled dataset says how to find them again, and a pickled tokenizer holds its own
-JSON.
+Place on the way: chunks -> RowEncoder -> blocks. RowEncoder encodes each row, as for `text/sequential`. Rows are not
+sent to other processes: a pickled dataset finds its rows again, and a pickled tokenizer contains its JSON.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import multiprocessing
 import os
@@ -37,13 +37,13 @@ from spurline_text.encoding import RowEncoder
 from spurline_text.tokenization import block_of_outcomes
 
 _STARTED = 2
-"""Chunks that the tokenizer is given before the first of them is waited for."""
+"""Chunks that are given to the tokenizer before the first result is awaited."""
 _WAITING = 2
-"""Chunks that are handed out for each worker: one that it encodes, and one that it finds when it is done."""
+"""Chunks in flight for each worker: the one that it encodes, and the next."""
 _LOOK_S = 1.0
-"""Seconds between two looks at whether all workers are alive."""
+"""Seconds between two checks that all workers are alive."""
 _STALL_TIMEOUT_S = 1800.0
-"""Seconds that workers may take for the next chunk, which usually takes well under a second."""
+"""Seconds that workers may take for one chunk. Usually a chunk takes well under a second."""
 
 
 def available_cores() -> int:
@@ -66,7 +66,7 @@ def chunks_of(sizes: Sequence[int], first: int, rows_at_most: Callable[[], int])
     Args:
         sizes: Rows of each dataset.
         first: The first row, counted from 0 over all datasets.
-        rows_at_most: Asked for each chunk.
+        rows_at_most: Returns the most rows of the next chunk.
     """
     for source, size in enumerate(sizes):
         start = min(first, size)
@@ -78,7 +78,10 @@ def chunks_of(sizes: Sequence[int], first: int, rows_at_most: Callable[[], int])
 
 
 class BlockEncoder:
-    """Encodes chunks of the rows of several datasets; with `threads` a thread encodes while rows are read."""
+    """Encodes chunks of the rows of several datasets.
+
+    With `threads`, a thread encodes while this one reads rows. A pickled copy uses no thread.
+    """
 
     def __init__(
         self,
@@ -89,9 +92,12 @@ class BlockEncoder:
         threads: bool = True,
     ) -> None:
         self._datasets, self._tokenizer, self._data = datasets, tokenizer, data
-        # On one core threads would only take turns.
+        # On one core, threads would only take turns.
         self._uses_thread = threads and available_cores() > 1
         self._encoders: dict[int, RowEncoder] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(BlockEncoder, threads=False), (self._datasets, self._tokenizer, self._data)
 
     def check_formats(self) -> None:
         """Raise DataError for the first dataset whose columns fit no format."""
@@ -99,11 +105,11 @@ class BlockEncoder:
             self._encoder(source)
 
     def blocks(self, chunks: Iterable[Chunk]) -> Iterator[SampleBlock]:
-        """Yield the block of each chunk, in order. Only the calling thread touches datasets.
+        """Yield the block of each chunk, in order. Only the calling thread reads datasets.
 
-        While the tokenizer encodes one chunk on threads of its own, the rows of the next are read and rendered and
-        the masks of the one before are made; another chunk is ready then, so that its threads never wait. The first row
-        in order that is an error is the one raised.
+        While the tokenizer encodes one chunk on its own threads, the calling thread renders the rows of later chunks
+        and makes the masks of the chunk before. So the threads of the tokenizer never wait for a chunk. Raises the
+        error of the first bad row, in the order of the rows.
         """
         if not self._uses_thread:
             for chunk in chunks:
@@ -119,13 +125,13 @@ class BlockEncoder:
                 yield started.popleft()()
 
     def _start(self, chunk: Chunk, executor: ThreadPoolExecutor | None) -> Callable[[], SampleBlock]:
-        """Begin with a chunk; calling the result gives its block, or raises its error."""
+        """Start encoding a chunk. The returned function waits for its block, or raises its error."""
         encoder = self._encoder(chunk.source)
         prepared = encoder.prepare(range(chunk.start, chunk.stop))
         if executor is None:
             return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoder.encode_texts(prepared)))
         encoded = executor.submit(encoder.encode_texts, prepared)
-        # No time limit on the result: it is computed in this process and cannot get lost.
+        # The result needs no time limit: this process computes it, so it cannot get lost.
         return lambda: block_of_outcomes(chunk.source, encoder.finish(prepared, encoded.result()))
 
     def _encoder(self, source: int) -> RowEncoder:
@@ -135,34 +141,25 @@ class BlockEncoder:
 
 
 class UnsharableDataError(Exception):
-    """A dataset or tokenizer that another process cannot have. The text says why."""
-
-
-@dataclass(frozen=True)
-class TokenizationTask:
-    """Datasets and how to encode them; the same for all workers."""
-
-    datasets: Sequence[DatasetToTokenize]
-    tokenizer: PreTrainedTokenizerBase
-    data: DataConfig
+    """A dataset or tokenizer that cannot be sent to another process. The text says why."""
 
 
 class WorkerPool:
-    """Processes that encode chunks, as a context manager: on leaving it none is alive.
+    """A context manager with processes that encode chunks. Leaving it ends all of them.
 
-    Entering it, or its first block, raises UnsharableDataError when a task cannot be given to other processes.
+    Entering it, or its first block, raises UnsharableDataError if the encoder cannot be sent to other processes.
     """
 
-    def __init__(self, task: TokenizationTask, num_workers: int) -> None:
-        self._task, self._num_workers = task, num_workers
-        # Process id -> worker. The dict is the executor's own, which it fills.
+    def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
+        self._encoder, self._num_workers = encoder, num_workers
+        # Worker by process id. The executor fills its own dict.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
         content = io.BytesIO()
         try:
-            _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(self._task)
-        except Exception as error:  # a foreign class may raise anything while it is taken apart
+            _Pickler(content, pickle.HIGHEST_PROTOCOL).dump(self._encoder)
+        except Exception as error:  # a foreign class may raise anything while it is pickled
             raise UnsharableDataError(f"{type(error).__name__}: {error}") from error
         spawn = multiprocessing.get_context("spawn")
         initial = (content.getvalue(),)
@@ -171,25 +168,24 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Their results are no longer needed.
+        # Nobody needs their results any more.
         for process in list(self._processes.values()):
             process.kill()
-        # The executor's thread may be reading a block that a killed worker has sent half of. It sees the end of the
-        # pipe, and `shutdown` returns, when nobody can write any more; this process holds a writing end for workers.
+        # The executor's thread may wait for the second half of a block from a killed worker. The thread sees the end of
+        # the pipe, and `shutdown` returns, only when all writing ends are closed. This process holds one of them.
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
 
     @property
     def process_ids(self) -> list[int]:
-        """Return the ids of the workers, once they are started."""
+        """Return the ids of the workers that have been started."""
         return list(self._processes)
 
     def blocks(self, chunks: Iterable[Chunk]) -> Iterator[SampleBlock]:
         """Yield the block of each chunk, in order. Memory holds a few chunks of each worker.
 
-        Raises what the first row in order that is an error would raise in this process, and RunFailedError for workers
-        that die or stand still.
+        Raises the error of the first bad row in the order of the rows, and RunFailedError if a worker dies or hangs.
         """
         rest = iter(chunks)
         waiting: deque[Future[SampleBlock]] = deque()
@@ -205,7 +201,7 @@ class WorkerPool:
             ) from error
 
     def _submit(self, chunk: Chunk) -> Future[SampleBlock]:
-        # Any submit may start a process until there are enough: the executor starts none while a worker is idle.
+        # Any submit may start a process until all are started: the executor starts none while a worker is idle.
         starts = len(self._processes) < self._num_workers
         with _without_main_module() if starts else nullcontext():
             return self._executor.submit(_encode, chunk)
@@ -213,7 +209,7 @@ class WorkerPool:
     def _result(self, future: Future[SampleBlock]) -> SampleBlock:
         deadline = time.monotonic() + _STALL_TIMEOUT_S
         while not wait([future], timeout=_LOOK_S).done:
-            # The executor does not see the end of a worker while it waits for the rest of a block from it.
+            # The executor does not notice the end of a worker while it waits for the rest of a block.
             if connection.wait([process.sentinel for process in list(self._processes.values())], timeout=0):
                 raise BrokenProcessPool("a worker ended")
             if time.monotonic() > deadline:
@@ -226,7 +222,7 @@ class WorkerPool:
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Start processes that do not import the main module: a user's script would run once more there."""
+    """Start processes that do not import the main module. Otherwise each of them would run the user's script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -235,17 +231,17 @@ def _without_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-_pickled_task = b""
+_pickled_encoder = b""
 _encoder: BlockEncoder | None = None
 
 
-def _begin(pickled_task: bytes) -> None:
-    """Prepare a worker: keep its task, use one thread, end with the parent."""
-    global _pickled_task
-    _pickled_task = pickled_task
-    # Workers run in parallel instead of threads.
+def _begin(pickled_encoder: bytes) -> None:
+    """Prepare a worker: keep the pickled encoder, use one thread, end with the parent."""
+    global _pickled_encoder
+    _pickled_encoder = pickled_encoder
+    # The workers run in parallel, so each needs only one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # Ctrl-C is for the parent, which ends its workers.
+    # The parent handles Ctrl-C and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -261,20 +257,20 @@ def _encode(chunk: Chunk) -> SampleBlock:
     global _encoder
     if _encoder is None:
         try:
-            task: TokenizationTask = pickle.loads(_pickled_task)  # noqa: S301 - made by the parent
-        except Exception as error:  # noqa: BLE001 - a class that is not found here, or whatever it raises
+            _encoder = pickle.loads(_pickled_encoder)  # noqa: S301 - made by the parent
+        except Exception as error:  # noqa: BLE001 - the class may be missing here, or raise anything
             raise UnsharableDataError(f"{type(error).__name__}: {error}") from None
-        _encoder = BlockEncoder(task.datasets, task.tokenizer, task.data, threads=False)
+        assert _encoder is not None
     return next(_encoder.blocks([chunk]))
 
 
 class _Pickler(pickle.Pickler):
-    """Knows the config classes that were put together for one run and exist in no module."""
+    """Pickles configs whose classes were made for one run and exist in no module."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Section):
             return NotImplemented
-        # The class as its author wrote it: the nearest base that its module has under its name.
+        # The class that its author wrote: the nearest base that can be imported.
         written = next(
             base
             for base in type(value).__mro__

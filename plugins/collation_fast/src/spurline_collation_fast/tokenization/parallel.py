@@ -1,7 +1,7 @@
-"""Tokenization `parallel`: tokens from the cache, or made on all cores and kept there.
+"""Tokenization `parallel`: read tokens from the cache, or make them on all cores and cache them.
 
 Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
-entry. Core's RowEncoder decides what a row becomes, as for `text/sequential`.
+entry. RowEncoder encodes each row, as for `text/sequential`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.blocks import (
     BlockEncoder,
-    TokenizationTask,
     UnsharableDataError,
     WorkerPool,
     available_cores,
@@ -34,23 +33,23 @@ from spurline_collation_fast.tokenization.blocks import (
 from spurline_text.tokenization import SampleCollector, check_rows
 
 ROWS_PER_CHUNK = 256
-"""Rows that keep the threads of the tokenizer busy, unless they are short."""
+"""Rows of a chunk, enough to keep the threads of the tokenizer busy unless the rows are short."""
 MOST_ROWS_PER_CHUNK = 1024
 TOKENS_PER_CHUNK = 1 << 16
-"""Tokens of a chunk of short rows: the tokenizer's threads stand still for a moment after each chunk."""
+"""Tokens of a chunk of short rows. Chunks should be large, since the tokenizer's threads pause after each one."""
 
 ROWS_WORTH_WORKERS = 100_000
 CORES_WORTH_WORKERS = 4
-"""Least numbers for which `auto` starts workers, which take 2 s. Below, the tokenizer's threads are as fast."""
+"""`auto` starts workers from these numbers on. Starting takes 2 s, and below the tokenizer's threads are as fast."""
 MAX_WORKERS = 64
-"""More workers gain nothing: one process collects the blocks of all of them."""
+"""More workers are not faster, since one process collects the blocks of all workers."""
 
 Advance = Callable[[int], None]
 
 
 @contextmanager
 def show_progress(num_rows: int) -> Iterator[Advance]:
-    """Yield a function to call with each number of rows that are done. The bar goes when the work is done."""
+    """Show a progress bar, and yield a function that adds a number of finished rows. The bar disappears at the end."""
     console = Console(stderr=True)
     columns = (
         TextColumn("tokenizing"),
@@ -101,7 +100,7 @@ class ParallelTokenization:
             if cache_key(datasets, self._tokenizer, self._data, today).digest != key.digest:
                 names = ", ".join(item.dataset.label for item in datasets)
                 raise DataError(f"{names}: the data changed while it was being tokenized. Run the same command again.")
-            writer.finish(collector.findings())
+            writer.finish(collector.finish())
             made = cache.commit(writer.folder, key)
         return replace(made, notes=(*made.notes, *notes))
 
@@ -112,42 +111,37 @@ class ParallelTokenization:
     def _encode(
         self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink, memory if None. Returns the counts, and notes for the user."""
+        """Send the samples of all rows to the sink; None keeps them in memory. Returns notes for the user too."""
         for dataset in datasets:
             check_rows(dataset.dataset)
-        task = TokenizationTask(datasets, self._tokenizer, self._data)
+        encoder = BlockEncoder(datasets, self._tokenizer, self._data)
+        encoder.check_formats()
         collector, notes = SampleCollector(datasets, sink), list[str]()
-        num_rows = sum(len(item.dataset) for item in datasets)
-        # Closed whatever happens here: an error must not leave worker processes behind.
-        with show_progress(num_rows) as advance, closing(blocks_of(task, self._config.workers, notes)) as blocks:
+        sizes = [len(item.dataset) for item in datasets]
+        # An error must not leave worker processes behind, so the generator is closed at once.
+        made = _blocks(encoder, sizes, self._config.workers, notes)
+        with show_progress(sum(sizes)) as advance, closing(made) as blocks:
             for block in blocks:
                 advance(block.num_rows)
                 collector.add(block)
         return collector, notes
 
 
-def blocks_of(
-    task: TokenizationTask, workers: int | Literal["auto"], notes: list[str]
+def _blocks(
+    encoder: BlockEncoder, sizes: Sequence[int], workers: int | Literal["auto"], notes: list[str]
 ) -> Generator[SampleBlock, None, None]:
-    """Yield the blocks of all rows of a task, in order; close it when leaving early.
-
-    `notes` receives a line for the user where data cannot be given to workers. Raises DataError for a dataset whose
-    columns fit no format.
-    """
-    encoder = BlockEncoder(task.datasets, task.tokenizer, task.data)
-    encoder.check_formats()
-    sizes = [len(source.dataset) for source in task.datasets]
+    """Yield the blocks of all rows, in order. If the data cannot be sent to workers, `notes` gets a line about it."""
     done, rows_per_chunk = 0, ROWS_PER_CHUNK
     if num_workers := _num_workers(workers, sum(sizes)):
         try:
-            with WorkerPool(task, num_workers) as pool:
+            with WorkerPool(encoder, num_workers) as pool:
                 for block in pool.blocks(chunks_of(sizes, 0, lambda: ROWS_PER_CHUNK)):
                     done += block.num_rows
                     yield block
         except UnsharableDataError as error:
             notes.append(
-                f"tokenized in one process instead of {num_workers}: the data cannot be given to another one "
-                f"({error}). Define the dataset in a module that can be imported, and let it be pickled."
+                f"tokenized in one process instead of {num_workers}: the data cannot be sent to another process "
+                f"({error}). Define the dataset in a module that can be imported, and make it picklable."
             )
     for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - chunks follow the loop
         fitting = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
