@@ -126,7 +126,7 @@ def test_a_finished_run_is_neither_overwritten_nor_misread(
     assert f"--resume {latest.with_name('step-00000004')}" in text
     shutil.rmtree(latest)
     spurline_chat_file.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
-    assert "training data is not what the checkpoint was trained on" in fails(base_config)
+    assert "training data differs from the data of the checkpoint" in fails(base_config)
 
 
 @pytest.mark.parametrize("command", ["export", "report"])

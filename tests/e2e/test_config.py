@@ -222,7 +222,7 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
         ({"source": ROLLOUTS, "collator": "own_rows"}, "the collator is own_rows. Set collator: rollouts"),
         (
             {"source": "preference", "collator": "own_rows", "data": {"train": "rows.jsonl", "max_length": 2000}},
-            "twice data.max_length: 4000 tokens, but collator.max_tokens is 3000",
+            "4000 tokens, twice data.max_length, but collator.max_tokens is 3000",
         ),
         ({"source": "preference", "loss": "own_loss"}, "own_loss would train on rejected answers as on chosen ones"),
         (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spurline.protocols.order import SampleFacts, ScoredDraw
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
-from spurline_text.order_columns import ColumnsOfRows
+from spurline_text.sources.sft import ColumnsOfRows
 
 
 def order_of(

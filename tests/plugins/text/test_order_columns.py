@@ -14,7 +14,7 @@ from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import SampleFacts
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_text.order_columns import ColumnsOfRows
+from spurline_text.sources.sft import ColumnsOfRows
 from spurline_text.testing.tokenization_contract import ListDataset
 
 

@@ -79,7 +79,7 @@ def test_what_cannot_be_asked_is_refused() -> None:
         read({"prompt": "2+2=", "reference": ["4"]})
     with pytest.raises(DataError, match="fit no format"):
         read({"question": "2+2="})
-    with pytest.raises(BadRowError, match=r"text is raw text, which asks for no answer.*columns: \{prompt: text\}"):
+    with pytest.raises(BadRowError, match=r"text is raw text, which has no question.*columns: \{prompt: text\}"):
         read({"text": "2+2="})
 
 

@@ -196,7 +196,7 @@ def test_a_resume_on_other_data_is_refused(spurline_tiny_model: Path, tmp_path: 
     source = make_source(spurline_tiny_model, stream(write(tmp_path, "jsonl", ROWS)))
     source.build(1)
     path = write(tmp_path, "jsonl", [{"text": f"other {row['text']}"} for row in ROWS])
-    with pytest.raises(CheckpointError, match="where the stream is to go on"):
+    with pytest.raises(CheckpointError, match="next data of the stream"):
         make_source(spurline_tiny_model, stream(path)).load_state_dict(source.state_dict())
 
 
@@ -216,7 +216,7 @@ def test_data_without_rows_or_usable_rows_is_an_error(spurline_tiny_model: Path,
 def test_settings_that_do_not_fit_a_stream_are_refused(spurline_tiny_model: Path, corpus: str) -> None:
     with pytest.raises(ConfigError, match=r"source\.name is stream.*Set steps"):
         make_source(spurline_tiny_model, stream(corpus), steps=None, epochs=1)
-    with pytest.raises(ConfigError, match=r"source\.name is stream, but dataset 'hf' is of name: hf"):
+    with pytest.raises(ConfigError, match=r"source\.name is stream, but dataset 'hf' has name: hf"):
         make_source(spurline_tiny_model, corpus)
     with pytest.raises(ConfigError, match=r"data\.train\.0\.name is hf_stream.*Set source: stream"):
         make_source(spurline_tiny_model, stream(corpus), source="sft")

@@ -16,7 +16,7 @@ from spurline.protocols.source import SourceConfig, SourceFacts
 
 
 class PreferenceSourceConfig(SourceConfig):
-    """Pairs of a chosen and a rejected answer to a prompt; `batch_size` counts pairs. The default loss is `dpo`."""
+    """Pairs of a chosen and a rejected answer to a prompt. `batch_size` counts pairs. The default loss is `dpo`."""
 
     run_defaults: ClassVar[Mapping[str, str]] = {"loss": "dpo"}
 
@@ -37,7 +37,7 @@ class PreferenceSourceConfig(SourceConfig):
         if run.reduction.name == "fixed_norm":
             yield Problem(
                 "name",
-                f"is {self.name}, but reduction: fixed_norm counts tokens, and pairs all count the same. Remove it.",
+                f"is {self.name}, where all pairs weigh the same, but reduction: fixed_norm counts tokens. Remove it.",
             )
         if run.data.too_long == "split":
             yield Problem(
@@ -50,13 +50,13 @@ class PreferenceSourceConfig(SourceConfig):
                 yield Problem(
                     "name",
                     f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
-                    f"{entry.format}. Remove it; `columns` renames columns.",
+                    f"{entry.format}. Remove the format. `columns` renames columns.",
                 )
         capacity = run.collator.row_capacity
         if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
             yield Problem(
                 "name",
-                f"is {self.name}, and a pair may have twice data.max_length: {2 * run.data.max_length} tokens, but "
+                f"is {self.name}, and a pair may have {2 * run.data.max_length} tokens, twice data.max_length, but "
                 f"collator.max_tokens is {capacity}. Set data.max_length: {capacity // 2}, or raise "
                 "collator.max_tokens.",
             )
@@ -69,12 +69,12 @@ class DpoConfig(LossConfig):
 
     name: str = "dpo"
     beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """Strength of the tie to the reference model, which is the model before training."""
+    """Strength of the pull towards the reference model, which is the model before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of the margin between both answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036), `hinge`
-    the loss of SLiC (arXiv:2305.10425)."""
+    """Loss of the margin between both answers: `sigmoid` is DPO, `ipo` is a squared distance (arXiv:2310.12036), and
+    `hinge` is the loss of SLiC (arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that are assumed to be labelled the wrong way round, with `sigmoid` (Mitchell 2023)."""
+    """Share of pairs whose answers are assumed to be exchanged, for `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the mean negative log-likelihood of the chosen answer (RPO, arXiv:2404.19733)."""
 

@@ -1,22 +1,22 @@
 """DPO: direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 
-With y+ the chosen and y- the rejected answer of a pair, and r(y) = beta * (log p(y|x) - log p_ref(y|x)) the implicit
-reward of an answer, summed over its tokens:
+Let y+ be the chosen and y- the rejected answer of a pair. The implicit reward of an answer, summed over its tokens, is
+r(y) = beta * (log p(y|x) - log p_ref(y|x)). Then
 
     margin  = r(y+) - r(y-)
     sigmoid   l = -(1 - s) log sigma(margin) - s log sigma(-margin)
     hinge     l = max(0, 1 - margin)
     ipo       l = (margin / beta - 1 / (2 beta))^2
 
-s is `label_smoothing` (conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences"). The hinge is the loss
-of SLiC (Zhao et al. 2023, arXiv:2305.10425) on the reward of DPO (Liu et al. 2023, arXiv:2309.06657). For IPO (Azar et
-al. 2023, arXiv:2310.12036) rewards are means over the tokens of an answer instead of sums, as in TRL. RPO (Pang et al.
-2024, arXiv:2404.19733) adds
+s is `label_smoothing` (conservative DPO, Mitchell 2023, "A note on DPO with noisy preferences"). `hinge` applies the
+loss of SLiC (Zhao et al. 2023, arXiv:2305.10425) to the reward of DPO (Liu et al. 2023, arXiv:2309.06657). For IPO
+(Azar et al. 2023, arXiv:2310.12036) rewards are means over the tokens of an answer instead of sums, as in TRL. RPO
+(Pang et al. 2024, arXiv:2404.19733) adds
 
     sft_weight * mean over the tokens of y+ of -log p
 
-Every token of a pair gets the loss of its pair. The weights of the source sum to 1 over a pair, so that the loss of the
-step is the mean over pairs.
+Every token of a pair gets the loss of its pair. The source gives the tokens of a pair weights that sum to 1, so the
+loss of a step is the mean over pairs.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from spurline_preference.configs import DpoConfig
 
 
 class PairIndex:
-    """Finds the segments of the chosen and the rejected answer of each pair of a micro-batch, by column `pair_ids`.
+    """Finds the segments of the two answers of each pair in a micro-batch, by the column `pair_ids`.
 
-    It waits for no device: the number of pairs follows from the number of segments. A pair without one of its answers,
-    which no source makes, gets NaN, so that the update is refused before it changes anything.
+    The number of pairs follows from the number of segments, so this does not wait for the device. If a pair lacks an
+    answer, its loss is NaN, and the update is refused before it changes anything. No source makes such a pair.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:
         self._segment_index = inputs.segment_index
         self._num_segments = inputs.num_segments
-        # The signed pair of each segment; all tokens of a segment have the same one.
+        # The signed pair id of each segment. All tokens of a segment have the same id.
         pair_ids = inputs.columns["pair_ids"].long()
         ids = pair_ids.new_zeros(self._num_segments).scatter(0, self._segment_index, pair_ids)
-        # Pair after pair, the chosen answer first; segments without loss have id 0 and come last.
+        # Order the segments by pair, the chosen answer first. Segments without loss have id 0 and come last.
         last = torch.iinfo(torch.int64).max
         order = torch.argsort(torch.where(ids == 0, last, 2 * ids.abs() + (ids < 0)))
         self._num_pairs = (self._num_segments + 1) // 2
@@ -77,7 +77,7 @@ class PairIndex:
 
 
 class Dpo:
-    """The loss `dpo`, which compares the two answers of each pair with a reference model."""
+    """The loss `dpo`. It compares the log-probabilities of both answers with a reference model."""
 
     needs: frozenset[str] = frozenset({"pair_ids", "reference_logprobs"})
 
@@ -94,9 +94,9 @@ class Dpo:
         return pairs.to_tokens(loss)
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return margin, share of pairs in the right order, rewards, and mean log-probabilities of both answers.
+        """Return the margin, the share of pairs in the right order, and rewards and mean log-probabilities of answers.
 
-        The margin may grow while both answers become less likely; the log-probabilities show that.
+        The margin can grow while both answers become less likely. The log-probabilities show this.
         """
         pairs = PairIndex(inputs)
         chosen, rejected = self._rewards(inputs, pairs)
@@ -120,7 +120,7 @@ class Dpo:
         }
         parts = [f"{kinds[config.loss_type]}, with beta {config.beta:g} to the reference model"]
         if config.label_smoothing > 0:
-            parts.append(f"{config.label_smoothing:.0%} of the pairs are taken to be the wrong way round")
+            parts.append(f"{config.label_smoothing:.0%} of the pairs are assumed to be in the wrong order")
         if config.sft_weight > 0:
             parts.append(f"plus {config.sft_weight:g} times the chosen answer's mean negative log-likelihood")
         return "; ".join(parts) + ". Every pair counts the same."

@@ -1,4 +1,4 @@
-"""Show how far apart training on pairs moves the chosen and the rejected answers, for runs with a loss of pairs."""
+"""Show how training on pairs separates the chosen and the rejected answers, for runs with such a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLORS = ("--series-2", "--series-6", "--series-3", "--series-5")
 
 
 class PreferencePanel(Panel):
-    """A panel of margin and accuracy of training and held-out pairs, and of both answers' rewards."""
+    """Plots of the margin, accuracy, rewards and log-probabilities of training and held-out pairs."""
 
     title = "Preferences"
     order = 130
@@ -39,7 +39,7 @@ class PreferencePanel(Panel):
 
 
 def _plot(record: RunRecord, labels: dict[str, str], y_title: str, chance: float | None = None, **y_axis: Any) -> str:
-    """Draw training as lines, and held-out pairs as points joined by dots in the same colour."""
+    """Plot training pairs as lines, and held-out pairs as points with dotted lines in the same colour."""
     hover = "%{y:.1%}" if y_axis else "%{y:.4~g}"
     traces: list[Trace] = []
     for (name, label), color in zip(labels.items(), _COLORS, strict=False):

@@ -1,4 +1,4 @@
-"""Register the components of `preference`. Imports neither torch nor transformers."""
+"""Register the components of `preference`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Source `preference`: pairs of a chosen and a rejected answer, in an order that is known beforehand.
+"""Source `preference`: pairs of a chosen and a rejected answer, in an order that is known before training.
 
 Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization of each side ->
-pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator sees a pair as one
-sample, and micro-batches and ranks keep rows whole, so no pair is parted. At the end each answer is a segment of its
-own, which sees nothing of the other.
+pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator gets a pair as one
+sample, and micro-batches and ranks do not divide rows, so pairs stay together. In the batch each answer is its own
+segment, which does not attend to the other answer.
 
 | form of a row | prompt | chosen, rejected |
 |---|---|---|
 | text | text | text |
 | turns as text | text, in `instruction`, which `input` adds to | text |
 | messages | messages, in `prompt` or `messages` | messages, or a single one |
-| whole conversations | none, or its text | messages that begin alike; what they share is the prompt |
+| whole conversations | none, or its text | messages; the first messages that both share are the prompt |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SIDES: tuple[Side, Side] = ("chosen", "rejected")
 
 
 def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
-    """Return one side of a preference dataset as prompts and completions."""
+    """Return one side of a preference dataset as a dataset of prompts and completions."""
     names = source.config.columns
     columns = {**names, "prompt": names.get("prompt", "prompt"), "completion": names.get(side, side)}
     config = source.config.model_copy(update={"format": "prompt_completion", "columns": columns})
@@ -54,9 +54,9 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
 
 
 class PreferenceSide(DerivedDataset):
-    """A `Dataset` with the rows of another, in which prompt and answer of one side are separate.
+    """A `Dataset` around another one. Each row has the prompt and the answer of one side in separate columns.
 
-    `columns` is the setting. The answer stays under its own name.
+    `columns` is the setting of the dataset. The answer keeps the name of its column.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
@@ -77,14 +77,14 @@ class PreferenceSide(DerivedDataset):
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
 
     def fingerprint(self) -> str:
-        # The number is raised with every change in how rows are read, so that older cached tokens are not served.
+        # Raise this number when rows are read differently, so that older tokens in caches are not used.
         return f"{self._dataset.fingerprint()}/{self._side}/2"
 
 
 def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
-    """Return prompt and answer of one side, both text or both messages if the row is well formed.
+    """Return the prompt and the answer of one side. In a well-formed row both are text, or both are messages.
 
-    With `is_turn` the prompt is the column `instruction`, which is a turn of the user.
+    With `is_turn`, the prompt is the column `instruction`, and becomes a turn of the user.
     """
     answers = {name: view.require(name) for name in SIDES}
     answers = {name: [answer] if isinstance(answer, Mapping) else answer for name, answer in answers.items()}
@@ -113,7 +113,7 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the messages that both begin with; each keeps at least its last one as its answer."""
+    """Count the first messages that both share. The last message of each is always its answer."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -127,19 +127,19 @@ def join_pairs(
     align_to: int,
     pad_token_id: int,
 ) -> tuple[TokenStore, dict[str, tuple[int, int]]]:
-    """Join the samples chosen, rejected, chosen, rejected, ... pair by pair.
+    """Join the two samples of each pair to one.
 
     Args:
-        samples: The samples.
+        samples: The samples chosen, rejected, chosen, rejected, ...
         labels: Names of the datasets.
         datasets: int64 [pairs], the dataset of each pair.
-        rows: int64 [pairs], the row of each pair; dataset and row make its uid.
+        rows: int64 [pairs], the row of each pair. Dataset and row make its uid.
         align_to: The rejected answer starts at a multiple of this.
-        pad_token_id: The token that fills the place between.
+        pad_token_id: The token that fills the gap between the answers.
 
     Returns:
-        Pairs as one sample each: chosen tokens, filling, rejected tokens. By uid, the length of the chosen sample and
-        the start of the rejected one.
+        A store with one sample per pair: chosen tokens, filling, rejected tokens. Also a dict that maps the uid of each
+        pair to the length of the chosen sample and the start of the rejected sample.
     """
     builder = TokenStoreBuilder(labels)
     shapes: list[tuple[int, int]] = []
@@ -160,14 +160,14 @@ def join_pairs(
 
 
 def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> TrainingBatch:
-    """Split each joint segment of a batch in two, the chosen answer and the rejected one, and add column `pair_ids`.
+    """Split each joint segment of a batch into the chosen and the rejected answer, and add the column `pair_ids`.
 
-    The loss weights of a pair sum to 1 then, so that a mean over weights is one over pairs.
+    The loss weights of each pair are scaled to sum to 1, so the loss is a mean over pairs.
     """
     ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
     table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
     pairs = _pair_numbers(batch)
-    # Number 0 is padding, which is not kept.
+    # Padding has the pair number 0. These bounds keep none of its tokens.
     length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
     chosen, rejected = positions < length, positions >= start
     kept = chosen | rejected
@@ -183,14 +183,14 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
 
 
 def _pair_numbers(batch: TrainingBatch) -> Tensor:
-    """Return int64 [R, L], the joint segment of the batch that each token is in, from 1; 0 on padding."""
+    """Return the number of the joint segment of each token, int64 [R, L], counted from 1. Padding has 0."""
     ids = batch.tokens["segment_ids"].long()
     before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
     return torch.where(ids > 0, ids + before, 0)
 
 
 def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> dict[str, Ragged]:
-    """Return the metadata of the halves. `sample` is 0 for the chosen answer and 1 for the rejected one."""
+    """Return the metadata of the answers. `sample` is 0 for a chosen answer and 1 for a rejected answer."""
     chosen, start = table.T
     halves: dict[str, Any] = {
         "length": np.stack([chosen, segments["length"].values - start], axis=1).ravel(),
@@ -207,11 +207,11 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
 Pairs = NDArray[np.int64]
 
 OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""The reason to drop a usable answer whose pair is not whole."""
+"""Reason to leave a usable answer out: the other answer of its pair is not usable."""
 
 
 class PairSet(SampleSet):
-    """`Samples` of pairs. Rows with one unusable answer are left out and counted."""
+    """`Samples` that are pairs. A row with an unusable answer is left out and counted."""
 
     answer = "chosen"
 
@@ -225,7 +225,7 @@ class PairSet(SampleSet):
                 raise DataError(f"{label}: no row has both a usable chosen and a usable rejected answer.")
         self._pairs = np.concatenate(found)
         self._sizes = tuple(len(pairs) for pairs in found)
-        # Both answers of a pair must be aligned as the collator would align two samples.
+        # Align both answers of a pair as the collator would align two samples.
         self._align_to = math.lcm(context.layout.align_to, context.config.collator.sample_alignment)
         self._pad_token_id = pad_token_id(context.tokenizer)
 
@@ -250,11 +250,11 @@ class PairSet(SampleSet):
         return split_pairs(self._collator.collate(joint.view(everything), training=training), shapes)
 
     def fingerprint(self) -> str:
-        """Return a fingerprint that also covers which samples make up pairs."""
+        """Return a fingerprint that also covers which samples form pairs."""
         return fingerprint_of([super().fingerprint(), xxhash.xxh3_128_hexdigest(self._pairs.data)])
 
     def summary(self) -> dict[str, Any]:
-        """Add `pairs` to the facts. Token counts and lengths are of single answers, each with its prompt."""
+        """Add `pairs` to the facts. Token counts and lengths describe single answers, each with its prompt."""
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
@@ -263,14 +263,14 @@ class PairSet(SampleSet):
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
 
     def _whole(self) -> NDArray[np.int64]:
-        # The chosen answer with its prompt.
+        # The chosen answer identifies its pair.
         return self._pairs[:, 0]
 
     def _lengths(self) -> NDArray[np.int64]:
         return self._tokenized.store.lengths()[self._pairs].sum(axis=1)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
-        """Return prompts with their chosen answers."""
+        """Return the prompts with their chosen answers."""
         return self._sources[:: len(SIDES)]
 
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
@@ -278,7 +278,7 @@ class PairSet(SampleSet):
 
 
 def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
-    """Return int64 [pairs, 2], store indices of both answers of each row that has both, in the order of the rows."""
+    """Return the store indices of both answers of each complete row, int64 [pairs, 2], in the order of the rows."""
     places = [np.flatnonzero(store.source == len(SIDES) * dataset + side) for side in range(len(SIDES))]
     _, of_chosen, of_rejected = np.intersect1d(
         store.row[places[0]], store.row[places[1]], assume_unique=True, return_indices=True
@@ -287,7 +287,7 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
 
 
 class PreferenceSource(SftSource):
-    """The source `sft` with pairs for samples."""
+    """The source `sft` with pairs as samples."""
 
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context

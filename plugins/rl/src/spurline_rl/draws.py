@@ -23,9 +23,8 @@ from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFa
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_rl.trajectory import Group
-from spurline_text.order_columns import ColumnsOfRows
 from spurline_text.prompts import question_key
-from spurline_text.sources.sft import note_of_shared
+from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
 from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
 
 _ROWS_COMPARED = 10_000

@@ -45,17 +45,17 @@ class HfDatasetConfig(DatasetConfig):
 
 
 class HfStreamConfig(HfDatasetConfig):
-    """Rows read one after another, as they are needed: JSON lines and parquet files, or a hub dataset that stays on the
-    hub. For `source: stream`."""
+    """Rows of JSON lines or parquet files, or of a hub dataset, read one after another when they are needed. The hub
+    dataset is not downloaded. For `source: stream`."""
 
     streams = True
     name: str = "hf_stream"
     split: str = "train"
-    """Name of a split; a stream takes all of it."""
+    """Name of a split. A stream takes all of its rows."""
 
 
 class TextTokenizationConfig(TokenizationConfig):
-    """Base of the settings of tokenizations that read text with a tokenizer of Hugging Face `transformers`."""
+    """Base settings of tokenizations that use a tokenizer of Hugging Face `transformers`."""
 
     def load_tokenizer(self, model: ModelConfig) -> PreTrainedTokenizerBase:
         from spurline_text.tokenizer import load_tokenizer
@@ -75,12 +75,12 @@ class SequentialTokenizationConfig(TextTokenizationConfig):
 
 
 class StreamSourceConfig(SourceConfig):
-    """Samples of data that is read as it is needed, shuffled within blocks of rows; needs `steps`."""
+    """Samples of data that is read when it is needed. Rows are shuffled within blocks. Needs `steps`."""
 
     name: str = "stream"
     buffer_rows: int = Field(default=10_000, gt=0)
-    """Rows that are held at once. Their samples are shuffled among each other, and a resume reads up to so many rows
-    again."""
+    """Rows in one block, which is in memory as a whole. The samples of a block are shuffled. A resume reads at most one
+    block again."""
     shuffle: bool = True
     """If false, rows keep the order of the data."""
 
@@ -97,19 +97,19 @@ class StreamSourceConfig(SourceConfig):
         if "order" in run.data.model_fields_set:
             yield Problem(
                 "name",
-                f"is {self.name}, which never holds all samples, so data.order: {run.data.order.name} cannot be "
-                "used. Remove it; source.shuffle: false keeps the order of the data.",
+                f"is {self.name}, which never has all samples in memory, so data.order: {run.data.order.name} cannot "
+                "be used. Remove it. source.shuffle: false keeps the order of the data.",
             )
         for entry in run.data.train:
             if not entry.streams:
                 yield Problem(
                     "name",
-                    f"is {self.name}, but dataset '{entry.label or entry.name}' is of name: {entry.name}, which holds "
-                    "its rows. Set its name: hf_stream.",
+                    f"is {self.name}, but dataset '{entry.label or entry.name}' has name: {entry.name}, which is not a "
+                    "stream. Set its name: hf_stream.",
                 )
 
 
 class SftSourceConfig(SourceConfig):
-    """Tokenized samples, `batch_size` of them a step, in the order that `data.order` says."""
+    """Tokenized samples in the order of `data.order`, `batch_size` samples per step."""
 
     name: str = "sft"

@@ -1,7 +1,7 @@
-"""Turn rows of a dataset into samples (token ids with a loss mask, cut to length) or reasons for leaving them out.
+"""Turn the rows of a dataset into samples: token ids with a loss mask, cut to length. A row may be left out.
 
 Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> one batch encoding -> samples. The outcome
-of a row never depends on its neighbours, so worker processes can share a dataset.
+of a row never depends on other rows, so worker processes can share a dataset.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
 TOO_LONG = "too_long"
 
 _MOST_DECLINED = 4
-"""If more than one text in so many needs a second encoding, the first costs more than it saves."""
+"""If more than one of so many texts is declined by `TokenBytes`, encoding all with offsets is faster."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sample:
         tokens: Token ids.
         loss_mask: One entry per token, 0 on the first.
         truncated: Whether the sample was cut to `max_length`.
-        ignored: Sorts of things in the row that the chat template leaves out, and EMPTY_ANSWER.
+        ignored: Kinds of content in the row that the chat template leaves out, and EMPTY_ANSWER.
     """
 
     row: int
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Dropped:
-    """A row that gives no sample, and why."""
+    """A row without a sample, and the reason."""
 
     row: int
     reason: str
@@ -65,7 +65,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text waiting to be encoded; with `ends` it gets an end-of-sequence token."""
+    """A text to encode. With `ends`, an end-of-sequence token is added."""
 
     text: str
     spans: tuple[Span, ...]
@@ -76,7 +76,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows read and rendered, waiting for their texts to be encoded; `error` is why the next row is missing."""
+    """Rows that were read and rendered, with texts to encode. `error` is the error of the row after them."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
@@ -88,9 +88,9 @@ class PreparedRows:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The encodings of the texts of PreparedRows: chats in order, and plain texts in order.
+    """The encodings of the chats and of the plain texts in PreparedRows, both in order.
 
-    `by_bytes` masks the chats if their encodings have no offsets.
+    If the encodings of the chats have no offsets, `by_bytes` makes their masks.
     """
 
     by_bytes: TokenBytes | None
@@ -102,7 +102,7 @@ class RowEncoder:
     """Encodes rows of one dataset."""
 
     def __init__(self, source: DatasetToTokenize, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
-        """Raises DataError when the columns fit no format, ModelError for a tokenizer without offsets."""
+        """Detect the format. Raises DataError if the columns fit no format, ModelError for a slow tokenizer."""
         self._dataset, self._config = source.dataset, source.config
         self._tokenizer = tokenizer
         self._data = data
@@ -114,27 +114,27 @@ class RowEncoder:
         self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
-        """Return the outcomes of the rows in order; a long row may be cut into several samples.
+        """Return the outcomes of the rows in order. A long row may be cut into several samples.
 
-        Raises DataError for the first row that is an error.
+        Raises DataError for the first bad row.
         """
         prepared = self.prepare(rows)
         return self.finish(prepared, self.encode_texts(prepared))
 
     def prepare(self, rows: Sequence[int]) -> PreparedRows:
-        """Read and render rows, up to the first that is an error; `finish` raises it."""
+        """Read and render rows, up to the first bad row. `finish` raises its error."""
         items: list[_Text | TokenRow | Dropped] = []
         for row in rows:
             try:
                 items.append(self._prepare(row))
-            except Exception as error:  # noqa: BLE001 - raised by `finish`, after what the rows before it raise
+            except Exception as error:  # noqa: BLE001 - `finish` raises it, after errors of the rows before it
                 return PreparedRows(rows[: len(items)], items, error)
         return PreparedRows(rows, items)
 
     def encode_texts(self, prepared: PreparedRows) -> EncodedTexts:
         """Encode the texts, one tokenizer call per kind of text.
 
-        Needs only the tokenizer, so any thread may do it, one at a time, while another one prepares or finishes rows.
+        It needs only the tokenizer. One thread at a time may call it while another thread prepares or finishes rows.
         """
         chats = [item.text for item in prepared.texts(is_chat=True)]
         others = [item.text for item in prepared.texts(is_chat=False)]
@@ -155,14 +155,14 @@ class RowEncoder:
         found = by_bytes.masked(encodings, [item.text for item in chats], [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
         if len(declined) * _MOST_DECLINED > len(chats):
-            # The tokenizer will do with later texts what it did with these.
+            # Later texts will probably be declined as often.
             self._token_bytes = None
         again = by_bytes.encode_with_offsets([item.text for item in declined]) if declined else []
         others = iter(_by_offsets(declined, again))
         return [masked if masked is not None else next(others) for masked in found]
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
-        """Return the outcomes of the rows. Raises the error of the first row that is one."""
+        """Return the outcomes of the rows. Raises the error of the first bad row."""
         of_text = self._masked(prepared, encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
@@ -207,7 +207,7 @@ class RowEncoder:
                 require_end_of_sequence(self._tokenizer)
             text = item.prompt + item.completion
             require_text(text, values)
-            # Raw text, which has no prompt, may be empty.
+            # Only a completion with a prompt is an answer.
             empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
         if self._tokenizer.chat_template is None:
@@ -229,7 +229,8 @@ class RowEncoder:
             index = item.input_ids.index(largest)
             raise BadRowError(
                 f"{item.field}[{index}]",
-                f"is {largest}, but the tokenizer has {self._vocabulary} tokens. Was the data made with another one?",
+                f"is {largest}, but the tokenizer has only {self._vocabulary} tokens. Set model.tokenizer to the one "
+                "that made the data.",
             )
 
     def _finish(
@@ -239,7 +240,7 @@ class RowEncoder:
         limit = self._data.max_length
         # Nothing precedes the first token, so nothing can predict it.
         mask[:1] = 0
-        # Faster than `any` for so few.
+        # This is faster than `any` for short arrays.
         if not np.count_nonzero(mask):
             return [Dropped(row, NO_LOSS_TOKENS)]
         if len(tokens) <= limit:
@@ -260,27 +261,27 @@ class RowEncoder:
 
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
-    """Return whether a trained turn is empty, so that only its end would be learned."""
+    """Return whether a trained turn is empty. The model would learn only its end."""
     turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
     if conversation.first_trained is None and train_on == "last_assistant":
         turns = turns[-1:]
     for turn in turns:
         message = conversation.messages[turn]
-        # Anything else, such as a call or reasoning, may be written by the template.
+        # The template may write other keys, such as tool calls or reasoning.
         if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
             return True
     return False
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:
-    """Cut a long sample into several of at most `limit` tokens; leave out those without loss.
+    """Cut a long sample into pieces of at most `limit` tokens, and leave out pieces without loss.
 
-    Only the first has `ignored`, so that rows are counted and not pieces.
+    Only the first piece has `ignored`, so that a row is counted once.
     """
     pieces: list[Sample] = []
     for start in range(0, len(sample.tokens), limit):
         mask = sample.loss_mask[start : start + limit].copy()
-        # Nothing precedes the first token of a piece either.
+        # Nothing predicts the first token of a piece.
         mask[:1] = 0
         if mask.any():
             ignored = () if pieces else sample.ignored
@@ -296,7 +297,7 @@ def _by_offsets(items: Sequence[_Text], encodings: Sequence[Encoding]) -> list[M
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str], is_chat: bool) -> list[Encoding]:
-    """Return the `tokenizers.Encoding` of each text; special tokens are added to plain text only."""
+    """Return the `tokenizers.Encoding` of each text. Special tokens are added only to plain texts."""
     if not texts:
         return []
     batch = tokenizer(texts, add_special_tokens=not is_chat, return_attention_mask=False, verbose=False)
@@ -308,13 +309,14 @@ def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise ModelError for a tokenizer that cannot map tokens to characters."""
     if not tokenizer.is_fast:
         raise ModelError(
-            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} is a slow one: it cannot say which "
-            "characters a token covers, so no loss mask can be made. Use one with a tokenizer.json (model.tokenizer)."
+            f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} is a slow tokenizer, which does not "
+            "return the characters of each token, so no loss mask can be made. Use a tokenizer with a tokenizer.json "
+            "(model.tokenizer)."
         )
 
 
 def require_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError when a completion could not be ended."""
+    """Raise ModelError if the tokenizer has no end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token, so the model could not learn "
@@ -323,7 +325,7 @@ def require_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Raise DataError when conversations cannot be rendered."""
+    """Raise DataError if the tokenizer has no chat template."""
     if tokenizer.chat_template is None:
         raise DataError(
             f"{location}: chat rows need a chat template, and the tokenizer {tokenizer.name_or_path} has none. "

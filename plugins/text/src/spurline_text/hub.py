@@ -1,7 +1,7 @@
 """Find models, tokenizers and data by name: a local folder, or the Hugging Face hub and its cache.
 
-The libraries try an unreachable hub again and again, for every file they look for. Here the hub is asked once, within
-seconds; when it does not answer, they look into the cache alone.
+The libraries of Hugging Face try to reach the hub for every file, again and again. This module asks the hub once. If it
+does not answer within seconds, the libraries look only into the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANSWER_COUNTS_S = 60.0
 
 @contextmanager
 def finding(key: str, source: str) -> Iterator[None]:
-    """Load `source`, which the setting `key` names, without waiting for a hub that does not answer.
+    """Let the caller load `source`, the value of the setting `key`, without waiting for a hub that does not answer.
 
     Raises ModelError for a local path that does not exist.
     """
@@ -39,7 +39,7 @@ def finding(key: str, source: str) -> Iterator[None]:
 
 
 def refuse_adapter(key: str, source: str) -> None:
-    """Raise ModelError for a folder with an adapter instead of a model, and name the base model."""
+    """Raise ModelError for a folder that holds an adapter instead of a model. The error names the base model."""
     folder = Path(source)
     if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
         return
@@ -50,18 +50,18 @@ def refuse_adapter(key: str, source: str) -> None:
     base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     raise ModelError(
         f"{key}: {source} is an adapter, not a model: it has an adapter_config.json and no config.json. Its base model "
-        f"is {base or 'not said there'}. Merge the adapter into its base model with PEFT's `merge_and_unload` and "
+        f"is {base or 'not known'}. Merge the adapter into its base model with PEFT's `merge_and_unload` and "
         "`save_pretrained`; for a run of Spurline, `spurline export RUN_DIR OUT` writes the merged model."
     )
 
 
-# The setting that `asked_once` changes belongs to the whole process.
+# `asked_once` changes a setting of the whole process.
 _asking = threading.RLock()
 
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """Let the client of the hub look only into its cache, unless the hub answers now. One thread at a time."""
+    """If the hub does not answer, let its client look only into the cache. One thread at a time."""
     with _asking:
         before = constants.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -72,17 +72,17 @@ def asked_once() -> Iterator[None]:
 
 
 _last_answer: tuple[float, bool] | None = None
-"""When the hub was last asked, by the monotonic clock, and whether it answered."""
+"""Time of the last question to the hub (monotonic clock), and whether it answered."""
 
 
 def hub_answers() -> bool:
-    """Return whether the hub can be reached. An answer, or its absence, counts for a minute."""
+    """Return whether the hub can be reached. The result is kept for a minute."""
     global _last_answer
     if constants.is_offline_mode():
         return False
     if _last_answer is None or time.monotonic() - _last_answer[0] > _ANSWER_COUNTS_S:
         answered = _ask()
-        # The minute begins after the answer, since waiting for it takes time.
+        # The minute begins after the wait for an answer.
         _last_answer = time.monotonic(), answered
     return _last_answer[1]
 
@@ -90,18 +90,18 @@ def hub_answers() -> bool:
 def _ask() -> bool:
     try:
         get_session().head(constants.ENDPOINT, timeout=_ANSWER_WITHIN_S)
-    except Exception:  # noqa: BLE001 - a client may raise anything; there was no answer
+    except Exception:  # noqa: BLE001 - a client may raise anything if there is no answer
         return False
     return True
 
 
 def is_path(source: str) -> bool:
-    """Return whether `source` cannot be a hub name, which has at most one slash and does not begin like a path."""
+    """Return whether `source` is a path. A hub name has at most one slash, and does not begin like a path."""
     return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
 
 
 def describe_missing_path(source: str) -> str:
-    """Return the problem with a local path, and the nearest name."""
+    """Return the problem with a local path, with a similar name."""
     if Path(source).is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
     parent, missing = nearest_folder(Path(source))
@@ -113,11 +113,11 @@ def describe_missing_path(source: str) -> str:
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """Say where a name that is not a path was looked for; `reason` is what the client of the hub says."""
+    """Describe where a name was looked for that is not a path. `reason` is the error of the hub's client."""
     searched = f"{source} is neither a local folder nor a {what}"
     if hub_answers():
         return (
-            f"{searched} the Hugging Face hub gave us: {reason}\nCheck the spelling and model.revision; for a private "
+            f"{searched} on the Hugging Face hub: {reason}\nCheck the spelling and model.revision; for a private "
             "model run `hf auth login`."
         )
     why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{constants.ENDPOINT} cannot be reached"
@@ -125,5 +125,5 @@ def describe_unfound(source: str, what: str, reason: str) -> str:
     near = suggestion(source, [name.replace("--", "/") for name in cached])
     return (
         f"{searched} in the cache of the Hugging Face hub ({constants.HF_HUB_CACHE}), and {why}.{near}\n"
-        f"Where there is network run `hf download {source}` and copy that cache; without network give a local folder."
+        f"Run `hf download {source}` on a machine with network and copy its cache, or give a local folder."
     )

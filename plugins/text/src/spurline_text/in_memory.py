@@ -1,8 +1,8 @@
 """Write rows, models and tokenizers of a Python program below the run directory, once for each content.
 
-In: an object in the place of a path. Out: the path. A file with the same content is not written again, so that a run
-that is resumed with equal objects finds the files that it began with. Everything is written under a temporary name, to
-disk, and renamed, so no lock is needed. Imports neither torch nor datasets: objects save themselves.
+In: an object that was given instead of a path. Out: a path. The name of a file contains a digest of its content, so a
+run that is resumed with equal objects finds its files again. Each file is written under a temporary name and then
+renamed, so no lock is needed. This module imports neither torch nor datasets, since objects save themselves.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from spurline_text.datasets.local_files import digest_of_file
 
 
 class Keeper:
-    """Keeps the objects of one config below `run_dir`, which is absolute."""
+    """Writes the objects of one config below `run_dir`, an absolute path."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / KEPT
 
     def rows(self, value: Any) -> str:
-        """Return the path of a JSON-lines file with these rows: a list of mappings, or a `datasets.Dataset`.
+        """Write a list of mappings or a `datasets.Dataset` into a JSON-lines file, and return its path.
 
-        Raises CannotKeepError for any other value, and for a row that JSON cannot hold.
+        Raises CannotKeepError for any other value, and for a row that cannot be written as JSON.
         """
         rows = _rows_of(value)
 
@@ -42,9 +42,9 @@ class Keeper:
         return self._kept("rows", ".jsonl", write)
 
     def saved(self, value: Any, what: str) -> str:
-        """Return the folder in which a `model` or `tokenizer` of transformers saved itself.
+        """Save a model or tokenizer of transformers, and return its folder. `what` is `model` or `tokenizer`.
 
-        Raises CannotKeepError for an object that cannot save itself as a whole.
+        Raises CannotKeepError for an object that cannot save itself completely.
         """
         if not callable(getattr(value, "save_pretrained", None)):
             text = f"is of type {type(value).__name__}, which is not a {what} of Hugging Face transformers"
@@ -58,7 +58,7 @@ class Keeper:
 
     def _kept(self, name: str, suffix: str, write: Callable[[Path], object]) -> str:
         """Write a file or folder under a temporary name, and rename it by its content."""
-        # Opening the run directory clears such a name away after a kill. It differs for each thread and container.
+        # The name differs for each thread and container. After a kill, opening the run directory removes such files.
         temporary = self._folder / f".{name}.{uuid.uuid4().hex}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ class Keeper:
                 try:
                     temporary.rename(path)
                 except OSError:
-                    # Another program may have put the same there meanwhile.
+                    # Another program may have written the same file meanwhile.
                     if not path.exists():
                         raise
                 sync_file(self._folder)
@@ -122,7 +122,7 @@ _JSON = json.JSONEncoder(default=_as_json, allow_nan=False)
 
 
 def _digest_of_synced(place: Path) -> str:
-    """Force a file or folder to disk, since its name will say that it is complete; return the digest of its content."""
+    """Force a file or folder to disk, and return the digest of its content."""
     digest = xxhash.xxh3_128()
     for path in [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(place)}\0{digest_of_file(path)}\0".encode())

@@ -1,8 +1,8 @@
 """Turn a row into the prompt that a model answers, and the reference answer if the row has one.
 
-In: a chat, alpaca or prompt/completion row, with or without an answer; a column `reference` may hold the reference.
-Out: prompt tokens as the model sees them at inference, and the reference as plain text. For rollouts and held-out
-generation: nothing here is trained on.
+In: a chat, alpaca or prompt/completion row, with or without an answer. The column `reference` may hold the reference.
+Out: the tokens of the prompt as at inference, and the reference as plain text. Rollouts and held-out generation use
+them. Nothing here is trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChatQuestion:
 
     Attributes:
         messages: The whole conversation of the row.
-        answer_at: Index of the answer, or the number of messages if the row ends with the question.
+        answer_at: Index of the answer; the number of messages if the row ends with the question.
         reference: The expected answer, or None.
         tools: Schemas of tools in the row.
     """
@@ -46,16 +46,16 @@ class ChatQuestion:
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """Plain text to go on from, and the expected answer or None."""
+    """Plain text to continue, and the expected answer or None."""
 
     text: str
     reference: str | None
 
 
 def read_question(row: Mapping[str, Any], config: DatasetConfig) -> ChatQuestion | TextQuestion:
-    """Return the question of a row. If a conversation ends with an assistant turn, the question is what precedes it.
+    """Return the question of a row. If a conversation ends with an assistant turn, that turn is the answer.
 
-    Raises BadRowError naming the field, also for a pretokenized row, and DataError when the columns fit no format.
+    Raises BadRowError naming the field, also for a pretokenized row, and DataError if the columns fit no format.
     """
     name = detect_format(config, row, needs_answer=False)
     item = read_row(row, config, name, needs_answer=False)
@@ -84,7 +84,7 @@ def read_question(row: Mapping[str, Any], config: DatasetConfig) -> ChatQuestion
 
 @dataclass(frozen=True)
 class GenerationExample:
-    """A prompt with its reference answer; `prompt_ids` encode `prompt_text`, plus a BOS if the tokenizer adds one."""
+    """A prompt with its reference answer. `prompt_ids` encode `prompt_text`, with a BOS if the tokenizer adds one."""
 
     prompt_ids: list[int]
     prompt_text: str
@@ -93,7 +93,7 @@ class GenerationExample:
 
 
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
-    """Return a hash of the question, or of the whole row if only an environment can read it."""
+    """Return a hash of the question. If only an environment can read the row, the whole row is hashed."""
     try:
         question = read_question(row, config)
     except DataError:
@@ -113,19 +113,19 @@ def prompt_and_reference(
     location: str = "row",
     renderer: ChatRenderer | None = None,
 ) -> GenerationExample:
-    """Return the question of the row with the generation prompt, and its reference.
+    """Return the question of a row with the generation prompt, and the reference.
 
     Args:
         row: The row.
         config: Settings of its dataset.
         tokenizer: Renders and encodes the prompt.
         data: Settings of the section `data`.
-        location: Stands in front of errors.
-        renderer: A renderer with this tokenizer, for many rows.
+        location: Location of the row, for errors.
+        renderer: A renderer with this tokenizer, to share between many rows.
 
     Raises:
-        DataError: If the row is malformed or pretokenized, or the prompt is over `data.max_length` and
-            `data.too_long` is `error`; otherwise prompts are used whole.
+        DataError: If the row is malformed or pretokenized, or if the prompt is longer than `data.max_length` and
+            `data.too_long` is `error`. With other settings long prompts are not cut.
     """
     require_offsets(tokenizer)
     try:
@@ -135,7 +135,7 @@ def prompt_and_reference(
     if data.too_long == "error" and len(ids) > data.max_length:
         raise DataError(
             f"{location}: the prompt has {len(ids)} tokens, over data.max_length: {data.max_length}. "
-            "Raise data.max_length, leave the row out, or remove data.too_long: error to use prompts whole."
+            "Raise data.max_length, leave the row out, or remove data.too_long: error to use long prompts too."
         )
     return GenerationExample(ids, prompt, reference, location)
 
@@ -148,8 +148,8 @@ def read_examples(
 ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
     """Yield the rows of a dataset with their examples, in order.
 
-    `check` raises DataError for a row that cannot be used although its prompt can be read. With `on_bad_row: skip`,
-    rows that cannot be used are left out.
+    `check` raises DataError for a row that cannot be used for another reason. With `on_bad_row: skip`, rows that cannot
+    be used are left out.
     """
     dataset, renderer = source.dataset, ChatRenderer(tokenizer)
     for number in range(len(dataset)):
@@ -173,7 +173,7 @@ def _encoded(
     location: str,
     renderer: ChatRenderer,
 ) -> tuple[str, list[int], str | None]:
-    """Return the prompt as text and tokens, and the reference. Raises BadRowError, without a location."""
+    """Return the prompt as text and tokens, and the reference. Raises BadRowError without a location."""
     try:
         question = read_question(row, config)
     except DataError as error:
@@ -183,7 +183,7 @@ def _encoded(
         require_text(question.text, row)
         [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
         ids = list(encoding.ids)
-        # Behind an end-of-sequence token, as some tokenizers add it, the model would not answer.
+        # Some tokenizers add an end-of-sequence token, after which the model would not answer.
         if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return question.text, ids, question.reference

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
-"""Tokenizers decode the first bytes of an incomplete character to this one."""
+"""Tokenizers decode an incomplete character to this one."""
 
 
 class StopTexts:
-    """Finds the token that completes a stop text.
+    """Finds the token that completes a stop text in one response.
 
-    It keeps the end of one response, in which a stop text may still begin. Each token is decoded only a few times, yet
-    the same stop texts are found as if the whole response were decoded.
+    It keeps only the end of the response, where a stop text may have begun. So each token is decoded only a few times,
+    but the result is the same as for the whole response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
@@ -29,7 +29,7 @@ class StopTexts:
     def completed_by(self, token: int) -> bool:
         """Add the next token of the response. Returns whether a stop text is in the response now."""
         self._unsettled.append(token)
-        # Decoded behind the tokens before: many tokenizers decode the first token in another way.
+        # Many tokenizers decode the first token differently, so the tokens before are decoded too.
         before = self._decode(self._context)
         seen = self._settled_text + self._decode(self._context + self._unsettled)[len(before) :]
         if any(text in seen for text in self._texts):

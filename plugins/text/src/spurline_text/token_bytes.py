@@ -1,8 +1,9 @@
-"""Encode texts without asking the tokenizer for offsets, and mask their tokens by the bytes that each stands for.
+"""Encode texts without offsets, and mask tokens by their bytes.
 
-Offsets cost a quarter of an encoding. In a byte-level vocabulary each token stands for some bytes. Where these bytes,
-one token after another, are the bytes of the text, each token covers its own. This is checked for each text; a text
-that the tokenizer changed on the way (a normalizer, an unknown character) is declined.
+Computing offsets takes a quarter of the time of an encoding. In a byte-level vocabulary each token stands for some
+bytes. If the joined bytes of all tokens equal the bytes of the text, the position of each token follows from the sizes
+of the tokens before it. This is checked for each text. A text that the tokenizer changed (a normalizer, an unknown
+character) fails the check and is declined.
 """
 
 from __future__ import annotations
@@ -23,29 +24,29 @@ Span = tuple[int, int]
 """Characters `[start, stop)` of a text."""
 
 Masked = tuple[NDArray[np.int32], NDArray[np.uint8]]
-"""Token ids of a text, and 1 for each that covers a character of a span, else 0."""
+"""Token ids of a text, and a mask: 1 for each token that covers a character of a span, else 0."""
 
 _KEEP_OFFSETS = ("ByteLevel", "TemplateProcessing")
-"""Post-processors that leave each token all its bytes."""
+"""Post-processors that do not change the offsets of tokens."""
 
 _AT_ONCE = 1 << 18
-"""Tokens whose bytes are joined at once, which takes some ten times the memory of the bytes."""
+"""Tokens whose bytes are joined at once. This takes about ten times the memory of the bytes."""
 
 
 class TokenBytes:
-    """The bytes of each token of a byte-level tokenizer, looked up once."""
+    """The bytes of each token of a byte-level tokenizer. Each token is looked up once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._pieces = TokenPieces(tokenizer)
-        # Token i stands for `_bytes[_starts[i]:][:_sizes[i]]`; a token that was not met yet has size -1.
+        # Token i stands for `_bytes[_starts[i]:][:_sizes[i]]`. A token that was not looked up yet has size -1.
         self._bytes = np.zeros(0, np.uint8)
         self._starts = np.zeros(len(tokenizer), np.int64)
         self._sizes = np.full(len(tokenizer), -1, np.int64)
 
     @staticmethod
     def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether the offsets of the tokenizer follow from the bytes of its tokens."""
+        """Return whether the offsets of this tokenizer follow from the bytes of its tokens."""
         kind: Any = type(tokenizer)
         plain = PreTrainedTokenizerFast
         if not tokenizer.is_fast or kind.__call__ is not plain.__call__ or kind._encode_plus is not plain._encode_plus:
@@ -56,12 +57,12 @@ class TokenBytes:
         return backend.post_processor is None or _keeps_offsets(json.loads(backend.post_processor.__getstate__()))
 
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode the texts without special tokens around them; the offsets of the result mean nothing.
+        """Encode the texts without special tokens around them. The offsets of the result are meaningless.
 
-        Any thread may do it, one at a time, while another one is in `masked`.
+        One thread at a time may call it, also while another thread is in `masked`.
         """
         backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        # Set only where they differ: a tokenizer that is in use on another thread refuses to be changed.
+        # Change only settings that differ, because a tokenizer that another thread uses cannot be changed.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -72,14 +73,14 @@ class TokenBytes:
         return backend.encode_batch_fast(list(texts), add_special_tokens=False)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode with offsets, after `encode`."""
+        """Encode the texts with offsets. Call it after `encode`, which prepares the tokenizer."""
         backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         return backend.encode_batch(list(texts), add_special_tokens=False)
 
     def masked(
         self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Masked | None]:
-        """Return tokens and mask of each text that `encode` encoded; None for one that is declined."""
+        """Return tokens and mask of each text that `encode` encoded, or None for a text that is declined."""
         lists = [encoding.ids for encoding in encodings]
         ids = np.fromiter(chain.from_iterable(lists), np.int64)
         sizes = self._sizes_of(ids)
@@ -91,7 +92,7 @@ class TokenBytes:
             for (start, stop), text in zip(pairwise(first_byte), texts, strict=True)
         ]
         edges = _in_bytes(texts, [found if ok else () for found, ok in zip(spans, same, strict=True)], first_byte)
-        # From the first token that ends after the span's start to the last that starts before its stop.
+        # A span covers the tokens that end after its start and start before its stop.
         change = np.zeros(len(sizes) + 1, np.int64)
         np.add.at(change, np.searchsorted(byte_ends, edges[:, 0], "right"), 1)
         np.add.at(change, np.searchsorted(byte_ends - sizes, edges[:, 1], "left"), -1)
@@ -123,7 +124,7 @@ class TokenBytes:
         parts: list[bytes] = []
         for start in range(0, len(ids), _AT_ONCE):
             some, counts = ids[start : start + _AT_ONCE], sizes[start : start + _AT_ONCE]
-            # Byte b of token i, which begins at byte e of the result, is result[e + b] and _bytes[_starts[i] + b].
+            # If token i begins at byte e of the result, then result[e + b] is _bytes[_starts[i] + b].
             places = np.repeat(self._starts[some] - np.cumsum(counts) + counts, counts)
             places += np.arange(len(places))
             parts.append(self._bytes[places].tobytes())
@@ -131,7 +132,7 @@ class TokenBytes:
 
 
 def _in_bytes(texts: Sequence[str], spans: Sequence[Sequence[Span]], first_byte: Sequence[int]) -> NDArray[np.int64]:
-    """Return the spans that are not empty, in bytes counted over all texts: [spans, 2]."""
+    """Return the spans that are not empty as byte positions in the joined texts, [spans, 2]."""
     bounds: list[int] = []
     for text, begin, found in zip(texts, first_byte, spans, strict=False):
         for start, stop in found:

@@ -1,7 +1,7 @@
-"""Find the bytes that each single token stands for, and show a sequence token by token.
+"""Find the bytes of each single token, and show a sequence token by token.
 
-A token need not be whole characters: byte-level vocabularies cut an emoji into several, and `tokenizer.decode` of one
-of them gives a replacement sign.
+A token may be a part of a character: byte-level vocabularies cut an emoji into several tokens. For each of these tokens
+`tokenizer.decode` would return a replacement character.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class TokenPieces:
         self._special = {*tokenizer.all_special_ids, *(i for i, token in self._added.items() if token.special)}
         self._kind = _kind_of(tokenizer)
         self.are_bytes = self._kind == "bytes"
-        """Whether the vocabulary writes every byte of a text as a sign of its own."""
+        """Whether the vocabulary is byte-level: each byte of a text has its own character in the names of tokens."""
         self._known: dict[int, bytes] = {}
 
     def of(self, token_id: int) -> bytes:
-        """Return the bytes that a token stands for; a number without a token is `<token N>`."""
+        """Return the bytes of a token. An id that is not in the vocabulary gives `<token N>`."""
         return self.of_all([token_id])[0]
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
@@ -44,7 +44,7 @@ class TokenPieces:
         return [self._known[token_id] for token_id in token_ids]
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether a token is a mark such as `<|im_end|>`, and not text."""
+        """Return whether a token is a special token such as `<|im_end|>`, and not text."""
         return token_id in self._special
 
     def _bytes(self, token_id: int, token: Any) -> bytes:
@@ -64,7 +64,7 @@ class TokenPieces:
 
 
 def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return how the vocabulary writes bytes and spaces; tokens of kind `other` have to be decoded."""
+    """Return how the vocabulary writes bytes and spaces. Tokens of kind `other` must be decoded."""
     if not tokenizer.is_fast:
         return "other"
     decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def _names(decoder: Any) -> set[str]:
 
 @cache
 def _byte_of_sign() -> dict[int, int]:
-    """Map the signs of byte-level vocabularies (GPT-2) to bytes; other characters of one byte map to 256."""
+    """Map the characters of byte-level vocabularies (GPT-2) to bytes. Other characters below 256 map to 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: byte for byte in printable} | {256 + place: byte for place, byte in enumerate(others)}
@@ -92,15 +92,15 @@ def _byte_of_sign() -> dict[int, int]:
 def shown(pieces: Iterable[bytes]) -> Iterator[str]:
     """Yield a text for each piece, in order.
 
-    Whole characters are shown as they are, the first bytes of a character as `<F0 9F>`, the bytes that complete it as
-    `<98 80 = 😀>`, and bytes that are not UTF-8 as `\\xff`.
+    Whole characters are shown unchanged. The first bytes of a character are shown as `<F0 9F>`, the bytes that complete
+    it as `<98 80 = 😀>`, and bytes that are not UTF-8 as `\\xff`.
     """
     pending = b""
     for piece in pieces:
         whole, head = pending + piece, ""
         text, used = codecs.utf_8_decode(whole, "backslashreplace", False)
         if pending and not used:
-            # Not complete yet.
+            # The character is not complete yet.
             pending = whole
             yield f"<{_hex(piece)}>"
             continue
@@ -108,7 +108,7 @@ def shown(pieces: Iterable[bytes]) -> Iterator[str]:
             size = len(text[0].encode())
             head, text = f"<{_hex(piece[: size - len(pending)])} = {text[0]}>", text[1:]
         elif pending:
-            # The pending bytes begin no character, so they were decoded to backslashes.
+            # The pending bytes are not the beginning of a character, so they were decoded to backslashes.
             whole = piece
             text, used = codecs.utf_8_decode(piece, "backslashreplace", False)
         pending = whole[used:]
@@ -116,7 +116,7 @@ def shown(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 def text_of(pieces: Iterable[bytes]) -> str:
-    """Return the text of a sequence; bytes that are not UTF-8 are `\\xff`."""
+    """Return the text of a sequence. Bytes that are not UTF-8 are shown as `\\xff`."""
     return b"".join(pieces).decode(errors="backslashreplace")
 
 

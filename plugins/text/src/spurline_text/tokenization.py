@@ -1,8 +1,8 @@
 """Turn dataset entries of the config into a token store.
 
-Datasets are opened and checked here. Every tokenization hands its encoded samples, in the order of datasets and rows,
-to a `SampleCollector`, which counts rows that were left out or cut. Tokenization `sequential` encodes rows in chunks,
-so that the tokenizer can use all its threads.
+This module opens and checks datasets. Every tokenization passes its samples, in the order of datasets and rows, to a
+`SampleCollector`, which counts the rows that were left out or cut. Tokenization `sequential` encodes rows in chunks, so
+that the tokenizer can use all its threads.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 _ROWS_WITH_COLUMNS = 1000
-"""Each column that `columns` names must occur in one of this many first rows."""
+"""Each column that `columns` names must occur in one of these first rows."""
 
 
 class DerivedDataset:
-    """A `Dataset` made of another one, with the same rows and the same name unless a subclass changes them."""
+    """A `Dataset` around another one. Rows and label are the same unless a subclass changes them."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.label = dataset.label
@@ -53,7 +53,7 @@ class DerivedDataset:
 
 
 class FirstRows(DerivedDataset):
-    """A dataset cut to its first rows."""
+    """The first rows of a dataset."""
 
     def __init__(self, dataset: Dataset, limit: int) -> None:
         super().__init__(dataset)
@@ -61,7 +61,7 @@ class FirstRows(DerivedDataset):
 
     @property
     def whole(self) -> int:
-        """Rows of the dataset without the cut."""
+        """Return the number of rows of the whole dataset."""
         return len(self._dataset)
 
     def __len__(self) -> int:
@@ -76,8 +76,8 @@ def open_datasets(
 ) -> list[DatasetToTokenize]:
     """Create the dataset components.
 
-    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has: a system prompt
-    under a misspelled name would silently be left out.
+    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Otherwise a
+    system prompt would be lost if its name is misspelled.
     """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
@@ -97,7 +97,7 @@ def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
 
 
 def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the first rows that can be read; code that reads all rows handles the others."""
+    """Yield those of the first rows that can be read."""
     for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
         try:
             yield dataset[row]
@@ -110,7 +110,7 @@ def plain_text_notes(
 ) -> list[str]:
     """Return a note for each dataset with plain text prompts for a chat model, unless its config asks for plain text.
 
-    The first row of each dataset decides. `answer` is the column that is trained after the prompt; None if answers are
+    The first row of each dataset decides. `answer` is the column of the trained answer, or None if answers are
     generated.
     """
     notes: list[str] = []
@@ -123,9 +123,9 @@ def plain_text_notes(
             continue
         output = f", output: {view.label(answer)}" if answer == "completion" else ""
         notes.append(
-            f"{dataset.label}: '{view.label('prompt')}' is plain text that the model continues, although it has a chat "
-            f"template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a user's turn, or "
-            "`format: prompt_completion` where plain text is meant"
+            f"{dataset.label}: '{view.label('prompt')}' is plain text that the model continues, although the model has "
+            f"a chat template. Set `columns: {{instruction: {view.label('prompt')}{output}}}` to make it a turn of the "
+            "user, or `format: prompt_completion` if plain text is meant"
         )
     return notes
 
@@ -137,7 +137,7 @@ def check_rows(dataset: Dataset) -> None:
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
-    """Return for each dataset the share of its rows within `row_limit`: 1.0 if all are."""
+    """Return for each dataset the share of its rows that are within `row_limit`."""
     return [
         len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
         for item in datasets
@@ -147,7 +147,7 @@ def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
 def tokenize(
     datasets: Sequence[DatasetToTokenize], config: RunConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase
 ) -> Tokenized:
-    """Return all usable samples of the datasets, made by the configured tokenization component."""
+    """Return all usable samples of the datasets, made by the tokenization of the config."""
     tokenization: Tokenization = registry.create(
         "tokenization", config.tokenization, tokenizer=tokenizer, data=config.data
     )
@@ -159,7 +159,7 @@ TRUNCATED = "truncated"
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
-    """Join outcomes of `RowEncoder`, in order. `source` is the number of their dataset."""
+    """Join outcomes of `RowEncoder` in order. `source` is the number of their dataset."""
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
@@ -186,7 +186,7 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
 
 
 class SampleCollector:
-    """Collects the samples of several datasets, one dataset after another, in a sink or in memory."""
+    """Collects the samples of several datasets, one dataset after another. Without a sink they stay in memory."""
 
     def __init__(self, sources: Sequence[DatasetToTokenize], sink: SampleSink | None = None) -> None:
         self._datasets = [source.dataset for source in sources]
@@ -198,7 +198,7 @@ class SampleCollector:
         self._truncated = 0
 
     def add(self, block: SampleBlock) -> None:
-        """Take in the samples and counts of the next rows of a dataset."""
+        """Add the samples and counts of the next rows of a dataset."""
         first_seen = self._examples[block.source]
         for item in block.counts:
             name = f"{IGNORED} {item.reason}" if item.kept else item.reason or TRUNCATED
@@ -266,7 +266,7 @@ class SequentialTokenization:
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
         for dataset in datasets:
             check_rows(dataset.dataset)
-        # All encoders are made before rows are encoded, so that an unfit format of the last dataset is found early.
+        # Make all encoders first, so that a wrong format in any dataset is found early.
         encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
         collector = SampleCollector(datasets)
         for source, encoder in enumerate(encoders):

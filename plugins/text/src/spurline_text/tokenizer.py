@@ -17,13 +17,13 @@ _MARKERS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""The tokens that a bundled template writes around turns; `zephyr` writes the end-of-sequence token."""
+"""The tokens that a bundled template writes around turns. `zephyr` writes the end-of-sequence token instead."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` if it is given.
+    """Load the tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` if that is set.
 
-    Its padding token is its own, else its end-of-sequence token. Raises ModelError.
+    If it has no padding token, its end-of-sequence token is used. Raises ModelError.
     """
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
@@ -33,19 +33,19 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         with finding(key, source):
             tokenizer = AutoTokenizer.from_pretrained(
                 source,
-                # A revision is a commit of the repository of the model, not of another repository.
+                # The revision is a commit of the model's repository, so another repository does not have it.
                 revision=None if model.tokenizer else model.revision,
                 trust_remote_code=model.trust_remote_code,
             )
-    # The last three: JSON nested without end, or with another kind of value than its readers look for.
+    # The last three come from JSON that is nested too deeply, or has values of the wrong type.
     except (OSError, ValueError, KeyError, ImportError, RecursionError, TypeError, AttributeError) as error:
         raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer of the model's type when there are no tokenizer files.
+        # Without tokenizer files, transformers makes an empty tokenizer of the model's type.
         raise ModelError(describe_missing(key, source, "tokenizer", OSError("there are no tokenizer files")))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
-        # For messages about the template.
+        # Messages name the template by this attribute.
         tokenizer.chat_template_source = model.chat_template
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -63,15 +63,15 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def template_notes(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Warn when markers of the bundled chat template that `model` names are not tokens of the tokenizer."""
+    """Return a warning if the tokenizer lacks tokens that the bundled chat template of `model` writes."""
     broken = _split_markers(model.chat_template or "", tokenizer)
     if not broken:
         return []
     fitting = [name for name in CHAT_TEMPLATES if not _split_markers(name, tokenizer)]
     return [
         f"model.chat_template: {model.chat_template} writes {listing(broken)}, which the tokenizer "
-        f"{tokenizer.name_or_path} does not have as tokens: each is cut into several, and no single token ends an "
-        f"answer. Templates that fit this tokenizer: {listing(fitting)}; its own needs no setting."
+        f"{tokenizer.name_or_path} cuts into several tokens, so that no single token ends an answer. Remove the "
+        f"setting to use the tokenizer's own template. Bundled templates that fit it: {listing(fitting)}."
     ]
 
 
@@ -82,7 +82,7 @@ def _split_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that fills rows. Padding never reaches the model, so the end-of-sequence token will do."""
+    """Return the id that fills rows. It may be the end-of-sequence token, since padding never reaches the model."""
     token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     assert isinstance(token_id, int), f"load_tokenizer gives every tokenizer a padding token, got {token_id!r}"
     return token_id
@@ -101,7 +101,7 @@ def _read_template(template: str) -> str:
 
 
 def describe_missing(key: str, source: str, what: str, error: Exception, trust_remote_code: bool = False) -> str:
-    """Describe why no `what` (model, weights, tokenizer) can be loaded from `source`, which the setting `key` names."""
+    """Describe why no `what` (model, weights, tokenizer) can be loaded from `source`, the value of setting `key`."""
     folder = Path(source)
     text = str(error)
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__

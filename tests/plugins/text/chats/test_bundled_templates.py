@@ -126,7 +126,7 @@ def test_markers_that_the_tokenizer_cuts_are_a_warning_with_templates_that_fit(f
     assert note.startswith(
         "model.chat_template: llama3 writes <|end_header_id|>, <|eot_id|>, <|start_header_id|>, which"
     )
-    assert "Templates that fit this tokenizer: chatml, zephyr" in note
+    assert "templates that fit it: chatml, zephyr" in note
     tokenizer.add_special_tokens(
         {"additional_special_tokens": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]}
     )

@@ -180,7 +180,7 @@ MALFORMED = [
     ({"input_ids": "1 2"}, "input_ids is text ('1 2'), expected a list of whole numbers"),
     ({"input_ids": [1, 2.5], "loss_mask": [1, 1]}, "input_ids[1] is a number (2.5), expected a whole number"),
     ({"input_ids": [1, -2], "loss_mask": [1, 1]}, "input_ids[1] is -2; token ids are not negative"),
-    ({"input_ids": [1, 2]}, "Add one of loss_mask, labels"),
+    ({"input_ids": [1, 2]}, "Add loss_mask or labels"),
     ({"input_ids": [1, 2], "loss_mask": [1]}, "loss_mask has 1 entries, but input_ids has 2"),
     ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "loss_mask[1] is a number (2), expected 0 or 1"),
     ({"input_ids": [1, 2], "labels": [2, -100]}, "labels[0] is 2, but input_ids[0] is 1. Labels are not shifted"),
@@ -226,7 +226,7 @@ def test_chat_rows_without_chat_template_name_the_setting_even_when_bad_rows_are
 def test_a_slow_tokenizer_is_refused(make_tokenizer, monkeypatch):
     tokenizer = make_tokenizer("chatml")
     monkeypatch.setattr(type(tokenizer), "is_fast", property(lambda self: False))
-    with pytest.raises(ModelError, match="is a slow one: it cannot say which characters"):
+    with pytest.raises(ModelError, match="is a slow tokenizer"):
         encode(tokenizer, {"messages": CHAT})
 
 

@@ -1,1 +1,1 @@
-"""Chat templates: a conversation becomes text, with the spans that the model wrote."""
+"""Render conversations by chat templates, and find the spans that the model wrote."""

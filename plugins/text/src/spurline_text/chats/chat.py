@@ -1,8 +1,8 @@
-"""Render conversations through the tokenizer's chat template and find the characters that carry loss.
+"""Render conversations by the tokenizer's chat template, and find the characters that have loss.
 
 Place on the way: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
-encoded; renderings of its beginnings show where turns start. A trained turn runs from just after the generation prompt
-to the end of its end-of-turn token, without the white space that follows.
+encoded. Renderings of its first messages show where turns start. A trained turn begins after the generation prompt and
+ends with its end-of-turn token, without the white space that follows.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
         if token is not None:
             last = token
             break
-    # The lookup finds the first token of a character; a character of several bytes may be spread over several tokens.
+    # The lookup finds the first token of a character, but a character of several bytes may have several tokens.
     while _covers(encoding, last + 1, start, stop):
         last += 1
-    # Tokens of white space alone cover no character when the tokenizer trims offsets; they end inside the span.
+    # If the tokenizer trims offsets, a token of white space covers no character. It ends inside the span.
     while _covers(encoding, first - 1, start, stop):
         first -= 1
     return first, last
 
 
 def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
-    """Return whether a token beside the range that was found belongs to the span too."""
+    """Return whether a token next to the found range belongs to the span too."""
     if not 0 <= token < len(encoding):
         return False
     chars = encoding.token_to_chars(token)
@@ -80,21 +80,21 @@ def _has_generation_blocks(template: str) -> bool:
 
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-"""Names that data sets give to the reasoning of a turn."""
+"""Keys that datasets use for the reasoning of a turn."""
 SPOKEN = ("user", "assistant")
 """The roles that every template writes."""
 _CHANCE_CHARACTERS = 16
-"""A shorter text may be in a rendering by chance, as part of another message."""
+"""A shorter text may occur in a rendering by chance, as part of another message."""
 
 
 def is_doubtful(conversation: Conversation, text: str) -> bool:
-    """Return whether a template may have left something of the conversation out of its rendering `text`."""
+    """Return whether the rendering `text` may lack a part of the conversation."""
     if conversation.tools:
         return True
     for message in conversation.messages:
         role = message["role"]
         if role in SPOKEN:
-            # Nearly all messages of most data have role and content alone; others have calls or reasoning.
+            # Most messages have only a role and content. Others have tool calls or reasoning.
             if len(message) != 2 or "content" not in message:
                 return True
             continue
@@ -105,18 +105,18 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
 
 
 _MOST_CHARACTERS = 1 << 17
-"""Templates of known models have up to some 20,000 characters."""
+"""Longest template that is read. Templates of known models have up to about 20,000 characters."""
 
 
 class ChatTemplate:
-    """A chat template and the tokens that it may write; rendered as transformers does, in its sandbox."""
+    """A chat template and the special tokens that it may write. It runs in the sandbox of transformers."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
-        """Compile the template. Raises ValueError if that is not possible."""
+        """Compile the template. Raises ValueError if that fails."""
         if len(source) > _MOST_CHARACTERS:
             raise ValueError(f"it has {len(source):,} characters; at most {_MOST_CHARACTERS:,} are read")
         try:
-            # transformers caches the result, and compiles it in the same way for every rendering.
+            # transformers compiles each template in this way, and caches the result.
             self._compiled = _compile_jinja_template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"line {error.lineno}: {error.message}") from error
@@ -134,28 +134,25 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         track_generation: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages.
+        """Render messages. The template may raise any exception.
 
         Args:
-            messages: The conversation, or its beginning.
-            tools: JSON schemas of the tools that it may call.
-            add_generation_prompt: Whether the text ends with what the model is given to answer.
-            track_generation: Whether to return where `{% generation %}` blocks wrote.
+            messages: The conversation, or its first messages.
+            tools: JSON schemas of the tools that the model may call.
+            add_generation_prompt: Whether to end the text with the generation prompt.
+            track_generation: Whether to return the text of `{% generation %}` blocks.
 
         Returns:
-            The text, and the characters `[start, stop)` of each block; none without `track_generation`.
-
-        Raises:
-            Exception: Whatever the template raises.
+            The text, and with `track_generation` the characters `[start, stop)` of each block.
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # The same as `render_jinja_template` for such messages, in a third of the time: jinja itself would go
-            # through all global names once more for every rendering.
+            # Equal to `render_jinja_template` for such messages, in a third of the time: jinja would copy all global
+            # names for every rendering.
             names = {**self._global, "messages": messages, "add_generation_prompt": add_generation_prompt}
             context = Context(self._compiled.environment, names, self._compiled.name, self._compiled.blocks)
             text = "".join(self._compiled.root_render_func(context))
             return text, []
-        # Untyped: its annotations are too narrow.
+        # The annotations of the function are too narrow.
         render: Any = render_jinja_template
         texts, spans = render(
             conversations=[list(messages)],
@@ -169,7 +166,7 @@ class ChatTemplate:
 
 
 def _is_plain(message: Mapping[str, Any]) -> bool:
-    """Return whether a message has a role and a content of text alone, so that transformers has nothing to convert."""
+    """Return whether a message has only a role and text content. transformers converts nothing in such a message."""
     return (
         type(message) is dict
         and len(message) == 2
@@ -179,12 +176,12 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
-    """The prompt that the model saw when it wrote a turn is not the beginning of the text of the conversation."""
+    """The text of the conversation does not begin with the prompt that the model saw when it wrote a turn."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a conversation, to be encoded without special tokens, and its trained characters in order."""
+    """The text of a conversation, and its trained characters in order. Encode the text without special tokens."""
 
     text: str
     spans: tuple[Span, ...]
@@ -210,7 +207,7 @@ class ChatRenderer:
 
         Args:
             conversation: Messages and tools of a row.
-            train_on: `last_assistant` or `all_assistants`; a row that decides itself overrides it.
+            train_on: `last_assistant` or `all_assistants`, unless the row itself says what is trained.
 
         Returns:
             The text and its trained spans.
@@ -245,21 +242,21 @@ class ChatRenderer:
             first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
         if first == 0:
             return spans
-        # Spans cannot be counted: a turn may have several, such as thinking and content, or none.
+        # The number of spans does not tell the turn: a turn may have several, such as thinking and content, or none.
         before = self.render(conversation.messages[:first], conversation.tools).rstrip()
         if not text.startswith(before):
             raise TemplateRewritesHistory
         return [span for span in spans if span[0] >= len(before)]
 
     def _turn_end(self, text: str, conversation: Conversation, turn: int, start: int) -> int:
-        """Return the place after the end-of-turn token of the turn whose content starts at `start`."""
+        """Return the position after the end-of-turn token of the turn whose content starts at `start`."""
         messages = conversation.messages
         if turn == len(messages) - 1:
             return max(start, len(text.rstrip()))
         message, end_of_turn = messages[turn], self._learn_end_of_turn(conversation.tools)
         content = str(message.get("content", ""))
         if end_of_turn and not message.keys() - {"role", "content"}:
-            # The plain case, exact without another rendering: content, end of turn, next message.
+            # The usual case needs no other rendering: content, end of turn, next message.
             for candidate in (content, content.strip()):
                 if text.startswith(candidate + end_of_turn, start):
                     return start + len(candidate) + len(end_of_turn)
@@ -269,9 +266,9 @@ class ChatRenderer:
         return _search_turn_end(text, message, start, end_of_turn)
 
     def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
-        """Return the text that the template writes after every answer, learnt once from a short conversation.
+        """Return the text that the template writes after every answer, found by rendering a short conversation.
 
-        It is empty if the template has no such text; turns are then located by renderings and by their content.
+        It is empty if the template has no such text. Turns are then found by renderings and by their content.
         """
         source = self._source(tools)
         if source not in self._end_of_turn:
@@ -327,7 +324,7 @@ def _common_prefix(texts: Sequence[str]) -> str:
 
 
 def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
-    """Return the end of a turn by its words. The turn must hold all words of the message, else it was rewritten."""
+    """Return the end of a turn, found by its words. If the turn lacks words of the message, it was rewritten."""
     content = str(message.get("content", "")).strip()
     first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
     place = text.find(content, start)

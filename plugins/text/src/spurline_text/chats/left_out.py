@@ -1,8 +1,8 @@
 """Find what a chat template leaves out of a conversation: tools, tool calls, reasoning, or whole messages.
 
-A template that does not know tools renders a call as an empty answer, and a prompt that never mentions its tools;
-nothing fails, and the wrong text is trained. So every row with such things is rendered once more with marks in it: the
-template leaves out what a missing mark stands for.
+A template without support for tools renders a tool call as an empty answer, and does not mention the tools. Nothing
+fails, but the model trains on wrong text. So every row with such parts is rendered once more with a mark in each part.
+If a mark is missing in the text, the template leaves its part out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spurline_text.tokenizer import template_name
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something that is left out: its sort, for counts, and its place in the row."""
+    """A part that is left out: its kind, for counts, and its place in the row."""
 
     what: str
     place: str
@@ -34,8 +34,8 @@ def find_left_out(
 ) -> list[LeftOut]:
     """Return the parts of the conversation that its rendering does not show.
 
-    Reasoning and words beside a tool call count in the last assistant turn alone: templates leave the thinking of
-    earlier turns out on purpose. With `add_generation_prompt` no turn counts as the last.
+    Reasoning, and content beside a tool call, are checked only in the last assistant turn, because templates leave the
+    reasoning of earlier turns out on purpose. With `add_generation_prompt` no turn is the last.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
     marks = _Marks()
@@ -44,13 +44,13 @@ def find_left_out(
     try:
         shown = renderer.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except BadRowError:
-        # A template that refuses the marked values has read them.
+        # If the template refuses the marked values, it has read them.
         return []
     return list(marks.missing(shown))
 
 
 def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Raise DataError naming row, field, template and fix when something was left out."""
+    """Raise DataError naming row, field, template and fix if something was left out."""
     if found:
         what = ", ".join(dict.fromkeys(item.place for item in found))
         raise DataError(
@@ -61,7 +61,7 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 
 class _Marks:
-    """Words that occur nowhere else, and the parts that they stand for; one word of a group is enough."""
+    """Words that occur nowhere else, in groups. A part is shown if one word of its group is in the text."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[LeftOut, list[str]]] = []
@@ -85,7 +85,7 @@ class _Marks:
 
 
 def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Message:
-    """Mark the parts of a message that a template may leave out; `is_last` is true for the last answer."""
+    """Mark the parts of a message that a template may leave out. `is_last` is true for the last answer."""
     marked, place, role = dict(message), f"messages[{index}]", message["role"]
     calls = message.get("tool_calls")
     if calls:

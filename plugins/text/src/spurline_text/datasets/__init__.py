@@ -1,1 +1,1 @@
-"""Datasets: files, folders and the hub become rows."""
+"""Read rows from files, folders and the Hugging Face hub."""

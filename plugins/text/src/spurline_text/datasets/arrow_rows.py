@@ -1,7 +1,7 @@
 """Rows that Hugging Face `datasets` loads: parquet, arrow and CSV files, `save_to_disk` folders, hub datasets.
 
-Loaded tables are memory-mapped from the datasets cache, in a folder named after the content of the file. So a changed
-file is never served from an old cache, and nothing is written beside the data.
+Loaded tables are memory-mapped from the datasets cache. The name of the cache folder contains the digest of the file,
+so a changed file is never read from an old cache. Nothing is written beside the data.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from spurline_text.datasets.local_files import digest_of_file
 from spurline_text.hub import asked_once
 
 _BLOCK = 128
-"""Rows converted to Python at once; one at a time is several times slower."""
+"""Rows converted to Python at once. Converting single rows is several times slower."""
 _ROWS_EXPANDED = 1000
-"""Rows of a parquet file that are held at once while it is copied into the cache."""
+"""Rows of a parquet file in memory at once while it is copied into the cache."""
 
 
 class ArrowRows:
-    """Rows of one loaded table. Messages call it `name`; `find_digest` is called when the digest is asked for."""
+    """Rows of one loaded table. `name` is for messages, and `find_digest` computes the digest of the rows."""
 
     def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
@@ -56,7 +56,7 @@ class ArrowRows:
             stop = min(start + _BLOCK, len(self))
             with data_errors(f"{self._name} rows {start} to {stop - 1}"):
                 table: Any = self._plain[start:stop]
-                # Offsets in a mapped file that is broken may point anywhere.
+                # The offsets in a broken file may point anywhere.
                 table.validate(full=True)
             columns = self._features.decode_batch(table.to_pydict())
             rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(stop - start)]
@@ -72,7 +72,7 @@ class ArrowRows:
 
 
 def _without_files(feature: Any) -> Any:
-    """Return the feature of `datasets` so that it opens no images or sounds at paths and addresses that rows name."""
+    """Return the feature without decoding, so that `datasets` opens no image or sound file that a row names."""
     if isinstance(feature, dict):
         return {name: _without_files(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
@@ -84,15 +84,15 @@ def _without_files(feature: Any) -> Any:
 
 
 def load_file(path: Path) -> ArrowRows:
-    """Load the rows of a .parquet, .arrow or .csv file. Raises DataError when it cannot be read."""
+    """Load the rows of a .parquet, .arrow or .csv file. Raises DataError if it cannot be read."""
     cache = _cache_folder() / digest_of_file(path)
     builder = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv"}[path.suffix.lower()]
     options: dict[str, Any] = {}
     if builder == "csv":
-        # Everything in a CSV file is text: an answer `42` or `NA` must not turn into a number or a missing value.
+        # All values of a CSV file are text. An answer `42` or `NA` must not become a number or a missing value.
         options = {"features": _csv_columns(path), "keep_default_na": False}
     elif builder == "parquet":
-        # By itself the library expands whole row groups.
+        # By default the library expands whole row groups.
         options = {"batch_size": _ROWS_EXPANDED}
     with _quiet(), data_errors(str(path)):
         table = datasets.load_dataset(
@@ -102,7 +102,7 @@ def load_file(path: Path) -> ArrowRows:
 
 
 def load_saved(path: Path) -> dict[str, ArrowRows]:
-    """Return the rows of each split of a folder written by `save_to_disk`; a single dataset is split `train`."""
+    """Return the rows of each split of a folder written by `save_to_disk`. A single dataset is the split `train`."""
     with data_errors(str(path)):
         saved = datasets.load_from_disk(str(path))
     tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
@@ -117,8 +117,8 @@ def _digest_of_table(table: datasets.Dataset) -> str:
 
 
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
-    """Load one split of a hub dataset. Raises DataError when it cannot be reached or does not exist."""
-    hint = f" No file or folder {name} exists here either; start local paths with ./ if you meant one."
+    """Load one split of a hub dataset. Raises DataError if it cannot be reached or does not exist."""
+    hint = f" There is no local file or folder {name} either. Begin a local path with ./ if you meant one."
     with _quiet(), asked_once(), data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
         table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
     # The library's fingerprint covers the resolved revision and the builder's settings.
@@ -128,7 +128,7 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
 
 
 def without_padding(value: Any) -> Any:
-    """Drop null keys of objects: Arrow gives every object all keys that any row has."""
+    """Drop the null keys of objects. Arrow gives every object the keys of all rows."""
     if isinstance(value, dict):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):
@@ -157,7 +157,7 @@ def _cache_folder() -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars: these loads are a small part of starting a run."""
+    """Show no progress bars, because loading is a small part of starting a run."""
     shown = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
@@ -169,7 +169,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def data_errors(origin: str, prefix: str = "cannot be read: ", hint: str = "") -> Iterator[None]:
-    """Turn what the loading libraries raise into a DataError: origin, prefix, their words, hint."""
+    """Turn errors of the loading libraries into a DataError with `origin`, `prefix`, the error's text and `hint`."""
     try:
         yield
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:

@@ -1,9 +1,9 @@
 """Dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
 
 Place on the way: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
-strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and the rounding of
-Hugging Face `datasets`, for local files as for hub names. That library takes a second to import, so functions that need
-it import it; a run on a file of JSON lines does not.
+strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and rounding of Hugging
+Face `datasets`, also for local files. Importing that library takes a second. Only functions that need it import it, so
+a run on JSON lines does not wait for it.
 """
 
 from __future__ import annotations
@@ -11,25 +11,80 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
 from spurline.errors import DataError, listing, suggestion
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.json_rows import JsonArray, JsonLines, open_json
-from spurline_text.datasets.local_files import LocalFile, RowFile, Rows, find_files, is_saved_dataset, looks_local
+from spurline_text.datasets.local_files import digest_of_file, find_files, is_saved_dataset, looks_local
+
+if TYPE_CHECKING:
+    from spurline_text.datasets.arrow_rows import ArrowRows
 
 Found = TypeVar("Found")
 
 
-class HfDataset:
-    """Rows of local files, of a saved dataset or of a hub dataset. Can be pickled; rows are not copied along.
+class LocalFile:
+    """The rows of a local file, which is opened for the first row. A pickled copy opens the file again."""
 
-    Files are found at once, and opened for the first row or the number of rows; `fingerprint` alone opens none.
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._suffix = path.suffix.lower()
+
+    @functools.cached_property
+    def rows(self) -> JsonLines | JsonArray | ArrowRows:
+        """The opened file. Raises DataError if it cannot be read."""
+        with self._readable():
+            if self._suffix == ".jsonl":
+                return JsonLines(self._path)
+            if self._suffix == ".json":
+                return open_json(self._path)
+            from spurline_text.datasets.arrow_rows import load_file
+
+            return load_file(self._path)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the content as it is now, so that a change while rows are read is noticed."""
+        with self._readable():
+            return digest_of_file(self._path)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Mapping[str, Any]:
+        return self.rows[row]
+
+    def location(self, row: int) -> str:
+        return self.rows.location(row)
+
+    def check(self, rows: range) -> None:
+        """Raise DataError for the first of these rows that is not a JSON object. Other files are not checked."""
+        if self._suffix in (".jsonl", ".json"):
+            for row in rows:
+                self.rows[row]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LocalFile, (self._path,)
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror or error}.") from error
+
+
+class HfDataset:
+    """Rows of local files, of a saved dataset or of a hub dataset. A pickled copy contains no rows.
+
+    Files are found at once, and opened when a row or the number of rows is needed. `fingerprint` alone opens no file.
     """
 
     def __init__(self, config: HfDatasetConfig) -> None:
@@ -45,8 +100,8 @@ class HfDataset:
         return self._split.resolve({name: sum(map(len, files)) for name, files in self._files.items()})
 
     @functools.cached_property
-    def _segments(self) -> list[tuple[RowFile, range]]:
-        segments: list[tuple[RowFile, range]] = []
+    def _segments(self) -> list[tuple[LocalFile | ArrowRows, range]]:
+        segments: list[tuple[LocalFile | ArrowRows, range]] = []
         for name, rows in self._chosen:
             begin = 0
             for file in self._files[name]:
@@ -71,14 +126,14 @@ class HfDataset:
         return file[place]
 
     def location(self, row: int) -> str:
-        """Return `train.jsonl:12`, or `train.parquet row 11` (counted from 0 in the file) where lines mean nothing."""
+        """Return `train.jsonl:12`, or `train.parquet row 11` (counted from 0) for files without lines."""
         file, place = self._find(row)
         return file.location(place)
 
     def fingerprint(self) -> str:
-        """Hash the content of all files and the rows chosen by `split`; names and folders do not matter."""
+        """Hash the content of all files and the rows chosen by `split`. Names and folders do not matter."""
         digest = xxhash.xxh3_128()
-        # Rows are counted only if the split leaves some out.
+        # Rows are counted only if the split leaves rows out.
         whole = [(name, None) for name in self._files]
         for name, rows in whole if self._split.takes_all else self._chosen:
             takes_all = rows is None or len(rows) == sum(map(len, self._files[name]))
@@ -89,11 +144,10 @@ class HfDataset:
     def check(self) -> None:
         """Raise DataError if there is no row, or if a row is unreadable and not skipped by `on_bad_row: skip`."""
         for file, rows in self._segments:
-            opened = file.rows if isinstance(file, LocalFile) else file
-            if isinstance(opened, (JsonLines, JsonArray)) and self._config.on_bad_row == "error":
-                opened.check(rows)
+            if isinstance(file, LocalFile) and self._config.on_bad_row == "error":
+                file.check(rows)
 
-    def _find(self, row: int) -> tuple[RowFile, int]:
+    def _find(self, row: int) -> tuple[LocalFile | ArrowRows, int]:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {self._path}, which has {len(self)} rows")
         index = bisect_right(self._ends, row)
@@ -101,25 +155,25 @@ class HfDataset:
         return file, rows[row - (self._ends[index] - len(rows))]
 
 
-def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[RowFile]]:
+def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[LocalFile | ArrowRows]]:
     path = config.path
     if not looks_local(path):
         from spurline_text.datasets.arrow_rows import load_hub
 
         return lambda name: [load_hub(path, config.subset, config.revision, name)]
     refuse_hub_settings(config)
-    splits: Mapping[str, Sequence[RowFile]]
+    splits: Mapping[str, Sequence[LocalFile | ArrowRows]]
     if is_saved_dataset(Path(path).expanduser()):
         from spurline_text.datasets.arrow_rows import load_saved
 
         splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
     else:
-        splits = {name: [LocalFile(file, _open_rows) for file in files] for name, files in find_files(path).items()}
+        splits = {name: [LocalFile(file) for file in files] for name, files in find_files(path).items()}
     return lambda name: of_split(splits, name, path)
 
 
 def refuse_hub_settings(config: HfDatasetConfig) -> None:
-    """Raise DataError for settings that a local path does not take."""
+    """Raise DataError for settings that only hub datasets have."""
     for setting in ("subset", "revision"):
         if getattr(config, setting) is not None:
             raise DataError(f"{config.path}: {setting} is for hub datasets, but this path is local. Remove {setting}.")
@@ -133,19 +187,8 @@ def of_split(splits: Mapping[str, Found], name: str, path: str) -> Found:
     return splits[name]
 
 
-def _open_rows(path: Path) -> Rows:
-    suffix = path.suffix.lower()
-    if suffix == ".jsonl":
-        return JsonLines(path)
-    if suffix == ".json":
-        return open_json(path)
-    from spurline_text.datasets.arrow_rows import load_file
-
-    return load_file(path)
-
-
 def default_label(path: str) -> str:
-    """Return the file stem, the folder name, the folder of a glob, or the hub name."""
+    """Return the name of a file without its suffix, of a folder, of the folder of a glob, or the hub name."""
     if not looks_local(path):
         return path
     place = Path(path).expanduser()
@@ -163,12 +206,12 @@ class Split:
     """A parsed split string.
 
     Attributes:
-        names: The plain splits that it takes rows from, each once.
-        takes_all: Whether it takes all rows of each of them.
+        names: The splits that it takes rows from, each once.
+        takes_all: Whether it takes all rows of these splits.
     """
 
     def __init__(self, spec: str, origin: str) -> None:
-        """Raises DataError naming `origin` when the string cannot be read."""
+        """Parse `spec`. Raises DataError naming `origin` if it cannot be read."""
         self._spec = spec.strip()
         if _NAME.fullmatch(self._spec):
             self.names, self.takes_all = (self._spec,), True

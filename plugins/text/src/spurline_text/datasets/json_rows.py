@@ -1,7 +1,7 @@
-"""Rows of files of JSON: one object per line, or a list of objects.
+"""Rows of JSON files: one object per line, or a list of objects.
 
-They are read here because rows whose fields differ in type must stay readable and a malformed line must be named, which
-Hugging Face `datasets` does not do.
+Unlike Hugging Face `datasets`, this module reads rows whose fields differ in type, and names the line of a malformed
+row.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from spurline.errors import DataError
 from spurline_text.rows.rows import describe
 
 _BEGINNING_BYTES = 1 << 16
-"""The first character that is not white space decides how a .json file is read; it must be in so many bytes."""
+"""Bytes of a .json file that are searched for its first character, which decides how the file is read."""
 _AHEAD_BYTES = 1 << 14
-"""Bytes to read at once if rows are asked for in order: opening the file for each row takes most of the time."""
+"""Bytes to read at once if rows are read in order. Opening the file for each row would take most of the time."""
 
 
 class JsonLines:
-    """One JSON object per line; blank lines are passed over. Holds only where lines begin and how long they are."""
+    """One JSON object per line; blank lines are skipped. Memory holds only the positions and sizes of lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._starts, self._sizes, self._lines = array("q"), array("q"), array("q")
         self._expected = 0
-        # Position in the file of the bytes that were read last, and those bytes; they may hold the next rows too.
+        # The bytes that were read last, and their position. They may contain the next rows.
         self._ahead: tuple[int, bytes] = (0, b"")
         offset = 0
         with path.open("rb") as file:
@@ -58,16 +58,9 @@ class JsonLines:
     def location(self, row: int) -> str:
         return f"{self._path}:{self._lines[row]}"
 
-    def check(self, rows: range) -> None:
-        """Raise DataError for the first of these rows that is not a JSON object."""
-        with self._path.open("rb") as file:
-            for row in rows:
-                file.seek(self._starts[row])
-                read_json_line(file.read(self._sizes[row]), self.location(row))
-
 
 class JsonArray:
-    """One JSON list of objects, which is held in memory."""
+    """One JSON list of objects, all in memory."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises DataError if it is not a list."""
@@ -86,23 +79,18 @@ class JsonArray:
     def location(self, row: int) -> str:
         return f"{self._path} row {row}"
 
-    def check(self, rows: range) -> None:
-        """Raise DataError for the first of these rows that is not an object."""
-        for row in rows:
-            self[row]
-
 
 def open_json(path: Path) -> JsonLines | JsonArray:
-    """Return the rows of a .json file: a list of objects, or JSON lines under that name."""
+    """Return the rows of a .json file, which contains a list of objects or JSON lines."""
     with path.open("rb") as file:
         start = file.read(_BEGINNING_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     return JsonArray(path) if start == b"[" else JsonLines(path)
 
 
 def read_json_line(line: bytes, location: str) -> Mapping[str, Any]:
-    """Return the object on one line. Raises DataError with `location` in front."""
+    """Return the object on one line. Raises DataError that begins with `location`."""
     try:
-        # What json.loads does with bytes, without finding out which encoding they have: that takes half as long again.
+        # json.loads would also detect the encoding of the bytes, which takes half as long again.
         text = line.rstrip(b"\r\n").removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogatepass")
         values = _DECODER.decode(text)
     except (ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""Dataset `hf_stream`: rows one after another, for data larger than disk or memory should hold.
+"""Dataset `hf_stream`: read rows one after another, for data that does not fit on disk or in memory.
 
-Place on the way: config -> files, or a hub dataset that stays on the hub -> rows in order -> source `stream`. A reader
-gives its position as JSON, and another one goes on from there. Nothing is copied into a cache.
+Place on the way: config -> files, or a dataset on the hub -> rows in order -> source `stream`. A reader returns its
+position as JSON, and another reader continues there. Nothing is copied into a cache.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spurline_text.datasets.local_files import find_files, looks_local
 from spurline_text.hub import asked_once
 
 _ROWS_AT_ONCE = 128
-"""Rows of a parquet file in memory; by default the library takes row groups, which may be huge or empty."""
+"""Rows of a parquet file in memory at once. By default the library reads row groups, which may be huge or empty."""
 
 
 class HfStream:
@@ -60,14 +60,14 @@ def _files(config: HfStreamConfig) -> list[Path]:
     kinds = {file.suffix.lower() for file in files}
     if kinds not in ({".jsonl"}, {".parquet"}):
         raise DataError(
-            f"{files[0]}: cannot be read as a stream. Give files that all end in .jsonl, or all in .parquet; or read "
-            "them with dataset name: hf."
+            f"{files[0]}: cannot be read as a stream. All files must end in .jsonl, or all in .parquet. Dataset "
+            "name: hf reads other files."
         )
     return files
 
 
 class JsonLinesReader:
-    """Reads the lines of files. Its position is the number of the file, with the byte and the line that come next."""
+    """Reads the lines of files. Its position is the number of the file, and the next byte and line in the file."""
 
     def __init__(self, files: Sequence[Path], position: Mapping[str, Any] | None) -> None:
         self._files = files
@@ -102,14 +102,14 @@ class JsonLinesReader:
 
 
 class TableReader:
-    """Reads an iterable dataset of Hugging Face `datasets`. The library keeps its place."""
+    """Reads an iterable dataset of Hugging Face `datasets`, which knows its own position."""
 
     def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
         self._table, self._name = rows, name
         self._row = int(position["row"]) if position else 0
         self._begun_at = position
         if position:
-            # Kept as text: the state of the library may hold values that a checkpoint cannot.
+            # The state is JSON text, since it may contain values that a checkpoint cannot store.
             self._table.load_state_dict(json.loads(position["state"]))
         self._rows = cast("Iterator[Mapping[str, Any]]", iter(self._table))
 
@@ -123,7 +123,7 @@ class TableReader:
 
     def position(self) -> dict[str, Any]:
         if self._begun_at is not None:
-            # Before the first row, the library gives the beginning as its state, also after loading another one.
+            # Until the first row is read, the library returns its initial state, even after loading another state.
             return dict(self._begun_at)
         return {"row": self._row, "state": json.dumps(self._table.state_dict())}
 

@@ -1,1 +1,1 @@
-"""Formats: a row becomes a conversation, a pair of texts or tokens."""
+"""Read rows as conversations, pairs of texts or tokens."""

@@ -1,7 +1,7 @@
-"""Find out the format of a row and read the row into one of three plain forms.
+"""Detect the format of a row, and read the row into one of three forms.
 
 Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. This module knows column names and
-types, but no templates or tokenizers. The encoder, which knows the vocabulary, checks the token ids of a TokenRow.
+types, but no templates or tokenizers. The encoder checks that the token ids of a TokenRow are in the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 IGNORED_LABEL = -100
-"""Label of a token without loss, as everywhere in the Hugging Face libraries."""
+"""Label of a token without loss, as in the Hugging Face libraries."""
 
 _RULES = ("loss_mask", "labels")
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids and loss mask (0 or 1), one entry per token; `field` is the column of the ids, for messages."""
+    """Token ids and loss mask (0 or 1), one entry per token. `field` is the column of the ids, for messages."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -38,7 +38,7 @@ class TokenRow:
 
 
 def read_token_row(view: RowView) -> TokenRow:
-    """Return the tokens and loss mask of a row; `loss_mask` counts before `labels`. Raises BadRowError."""
+    """Return the tokens and loss mask of a row. `loss_mask` has priority over `labels`. Raises BadRowError."""
     field = view.label("input_ids")
     tokens = _integers(view.require("input_ids"), field)
     if not tokens:
@@ -49,7 +49,7 @@ def read_token_row(view: RowView) -> TokenRow:
     if rule is None:
         raise BadRowError(
             field,
-            f"comes without a column that says where the loss is. Add one of {', '.join(map(view.label, _RULES))}.",
+            f"has no column beside it that says which tokens have loss. Add {' or '.join(map(view.label, _RULES))}.",
         )
     label = view.label(rule)
     values = _integers(view.require(rule), label)
@@ -64,14 +64,14 @@ def read_token_row(view: RowView) -> TokenRow:
         if wanted not in (IGNORED_LABEL, token):
             raise BadRowError(
                 f"{label}[{index}]",
-                f"is {wanted}, but {field}[{index}] is {token}. Labels are not shifted: each is the token at the same "
-                f"place, or {IGNORED_LABEL} for no loss.",
+                f"is {wanted}, but {field}[{index}] is {token}. Labels are not shifted: each label equals the token at "
+                f"the same position, or is {IGNORED_LABEL} for no loss.",
             )
     return TokenRow(tokens, [int(wanted != IGNORED_LABEL) for wanted in values], field)
 
 
 def _integers(value: Any, field: str) -> list[int]:
-    """Return a list of whole numbers; booleans count as 0 and 1."""
+    """Return a list of whole numbers. Booleans count as 0 and 1."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if not isinstance(value, Sequence) or isinstance(value, str):
@@ -91,7 +91,7 @@ NEEDS: dict[FormatName, str] = {
     "alpaca": "instruction, output; optional input, system",
     "text": "text",
 }
-"""Columns that each format needs, in the order in which `auto` looks for it."""
+"""Columns that each format needs. `auto` tries the formats in this order."""
 
 _SIGNATURES: tuple[tuple[FormatName, frozenset[str]], ...] = (
     ("pretokenized", frozenset({"input_ids"})),
@@ -109,7 +109,7 @@ ANSWER_COLUMNS = frozenset({"completion", "output"})
 class Conversation:
     """Messages for the chat template.
 
-    Every assistant turn from message `first_trained` on has loss; None leaves the choice to `train_on`.
+    All assistant turns from message `first_trained` on have loss. If it is None, `train_on` decides.
     """
 
     messages: list[Message]
@@ -119,7 +119,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Plain text, with loss on the completion and, with `ends`, on an end-of-sequence token after it."""
+    """Plain text with loss on the completion. With `ends`, an end-of-sequence token follows that has loss too."""
 
     prompt: str
     completion: str
@@ -127,20 +127,20 @@ class TextPair:
 
 
 def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
-    """Return the format of a dataset by its config, or by the columns of its first row.
+    """Return the format of a dataset, from its config or from the columns of its first row.
 
-    Without `needs_answer` rows may lack the column of the answer. Raises DataError, which does not name the row.
+    Without `needs_answer`, rows may lack the column of the answer. Raises DataError, without the location of the row.
     """
     if config.format != "auto":
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    # A format whose columns the setting names comes before the others.
+    # Formats with a column that the setting names are tried first.
     for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
     if "chosen" in view and "rejected" in view:
-        raise DataError(f"the columns ({listing(names)}) are those of preference pairs. Set `source: preference`.")
+        raise DataError(f"the columns ({listing(names)}) are preference pairs. Set `source: preference`.")
     needs = "; ".join(f"{name}: {columns}" for name, columns in NEEDS.items())
     raise DataError(
         f"the columns ({listing(names)}) fit no format. Each format needs: {needs}. "
@@ -149,7 +149,7 @@ def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer
 
 
 def format_of(source: DatasetToTokenize) -> FormatName:
-    """Return the format of a dataset by its config, or by the first row that can be read."""
+    """Return the format of a dataset, from its config or from the first row that can be read."""
     dataset, config = source.dataset, source.config
     problem = unknown_column_problem(config.columns)
     if problem is not None:
@@ -173,8 +173,8 @@ def format_of(source: DatasetToTokenize) -> FormatName:
 def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, needs_answer: bool = True) -> Any:
     """Read a row of format `name` into a Conversation, a TextPair or a TokenRow.
 
-    Without `needs_answer`, a row without an answer becomes a conversation that ends with a question, or a TextPair with
-    an empty completion. Raises BadRowError naming the field of a malformed row.
+    Without `needs_answer`, a row may lack the answer: it becomes a conversation that ends with a question, or a
+    TextPair with an empty completion. Raises BadRowError naming the field of a malformed row.
     """
     view = RowView(row, config.columns)
     if name == "pretokenized":
@@ -186,7 +186,7 @@ def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *,
             return TextPair("", view.text("text"), config.append_eos)
         raise BadRowError(
             view.label("text"),
-            "is raw text, which asks for no answer. To go on from it, name it as the prompt: "
+            "is raw text, which has no question. To let the model continue it, name it as the prompt: "
             f"`columns: {{prompt: {view.label('text')}}}` and `format: prompt_completion`.",
         )
     if name == "alpaca":

@@ -1,7 +1,7 @@
-"""Read the messages of a chat row into the one form that chat templates understand.
+"""Read the messages of a chat row into the form that chat templates understand.
 
-In: OpenAI messages (role, content, tool_calls) or ShareGPT ones (from, value). Out: dicts with `role` and text
-`content`, parsed tool-call arguments, other keys untouched. Pure Python; renders nothing.
+In: OpenAI messages (role, content, tool_calls) or ShareGPT messages (from, value). Out: dicts with `role` and text
+`content`, and with parsed arguments of tool calls. Other keys are unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline_text.rows.rows import BadRowError, describe
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI messages; they reach the template as they are."""
+"""Roles of OpenAI messages, which templates know."""
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -28,11 +28,11 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""Other names in use, and the role each stands for."""
+"""Other names of roles, with their OpenAI roles."""
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
-    """Return the messages of one field. Raises BadRowError naming the message and key that is malformed."""
+    """Return the messages of one field. Raises BadRowError naming the malformed message and key."""
     items = _parsed(value, field)
     if type(items) is not list and (not isinstance(items, Sequence) or isinstance(items, str)):
         raise BadRowError(field, f'is {describe(items)}, expected a list like [{{"role": "user", "content": "..."}}].')
@@ -42,7 +42,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
 
 
 def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Return the tool schemas of a row, given as a list or as its JSON text; None when there are none."""
+    """Return the tool schemas of a row, given as a list or as JSON text. None if there are none."""
     tools = _parsed(value, field) if value else None
     if not tools:
         return None
@@ -55,7 +55,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
 
 
 def with_system(messages: list[Message], system: Any, field: str) -> list[Message]:
-    """Return the messages with the text of a `system` column in front, when there is one."""
+    """Return the messages, after a system message with the text of the `system` column if there is one."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -71,7 +71,7 @@ def assistant_turns(messages: Sequence[Message], first: int = 0) -> list[int]:
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """Parse JSON text, as CSV and some parquet files hold it; return any other value as it is."""
+    """Parse a list in JSON text, which CSV and some parquet files contain. Return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:
@@ -82,7 +82,7 @@ def _parsed(value: Any, field: str) -> Any:
 
 def _message(item: Any, field: str) -> Message:
     if type(item) is dict and len(item) == 2:
-        # Nearly all messages of most data.
+        # The usual message needs no further checks.
         role, content = item.get("role"), item.get("content")
         if type(role) is str and role in ROLES and type(content) is str:
             return {"role": role, "content": content}
@@ -104,7 +104,7 @@ def _message(item: Any, field: str) -> Message:
     elif not calls:
         raise BadRowError(field, f"has no '{content_key}'. Give its text, or tool_calls for an assistant turn.")
     else:
-        # Templates test `content` for truth or concatenate it; an absent key would break the second kind.
+        # Some templates concatenate `content`, and would fail without this key.
         result["content"] = ""
     if calls:
         if role != "assistant":
@@ -156,7 +156,7 @@ def _tool_call(call: Any, field: str) -> dict[str, Any]:
         raise BadRowError(field, 'is not a tool call such as {"function": {"name": "...", "arguments": {...}}}.')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # OpenAI writes arguments as JSON text, but templates apply `tojson` themselves and would encode it twice.
+        # OpenAI writes arguments as JSON text. Templates apply `tojson`, which would encode the text again.
         try:
             arguments = json.loads(arguments) if arguments.strip() else {}
         except ValueError as error:

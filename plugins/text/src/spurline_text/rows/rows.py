@@ -1,7 +1,7 @@
-"""One row under the column names Spurline expects, and the error of a malformed one.
+"""Read one row under the column names that Spurline expects, and describe a malformed row.
 
-In: a row and the `columns` setting. Out: values by expected name; every error names the column as the file does.
-`BadRowError` does not know where the row is: the encoder adds that, or counts the row when `on_bad_row: skip`.
+In: a row and the `columns` setting. Out: values by expected name. Every error uses the name of the column in the file.
+`BadRowError` does not contain the location of the row. The encoder adds it, or counts the row with `on_bad_row: skip`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spurline.errors import DataError, listing, nearest, suggestion
 
 
 class BadRowError(DataError):
-    """A row that cannot be read: `field` is the path in the row, `problem` the mistake and its fix."""
+    """A row that cannot be read. `field` is the path in the row, `problem` describes the mistake and its fix."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field = field
@@ -22,20 +22,20 @@ class BadRowError(DataError):
         super().__init__(f"{field} {problem}".strip())
 
     def at(self, location: str) -> DataError:
-        """Return the error with the place in front: `train.jsonl:12: messages[2].role is ...`."""
+        """Return an error that begins with the location: `train.jsonl:12: messages[2].role is ...`."""
         return DataError(f"{location}: {self}")
 
 
 def explain_bad_row(location: str, error: DataError) -> DataError:
-    """Return the error with the location of the row before it and the fix after it, unless it has them already."""
+    """Return the error with the location of the row and a fix, unless its text already has them."""
     text = str(error)
     place = "" if location in text else f"{location}: "
-    fix = "" if "on_bad_row" in text else " Mend the row, or leave such rows out with `on_bad_row: skip`."
+    fix = "" if "on_bad_row" in text else " Correct the row, or leave such rows out with `on_bad_row: skip`."
     return DataError(f"{place}{text}{fix}")
 
 
 def describe(value: Any) -> str:
-    """Say what a value is, for `... is a number (42), expected text`."""
+    """Describe a value for messages such as `... is a number (42), expected text`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -52,9 +52,9 @@ def describe(value: Any) -> str:
 
 
 def require_text(text: str, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError when `text`, made of the row, is not Unicode text; names the column that it comes from.
+    """Raise BadRowError if `text`, made from the row, is not valid Unicode. The error names its column.
 
-    JSON's `\\ud83d` without its second half gives such text. No tokenizer takes it and no file can hold it.
+    In JSON, `\\ud83d` without its second half gives such text. No tokenizer accepts it, and no file can store it.
     """
     try:
         text.encode()
@@ -62,8 +62,8 @@ def require_text(text: str, row: Mapping[str, Any]) -> None:
         half = f"\\u{ord(text[error.start]):04x}"
         raise BadRowError(
             next((name for name, value in row.items() if half in repr(value)), "text"),
-            f"has half of a surrogate pair ({half}), which is not Unicode text: a character was cut in two. Mend the "
-            "row, leave it out, or set `on_bad_row: skip`.",
+            f"has half of a surrogate pair ({half}), which is not Unicode text: a character was cut in two. Correct "
+            "the row, leave it out, or set `on_bad_row: skip`.",
         ) from error
 
 
@@ -71,17 +71,17 @@ EXPECTED_COLUMNS = (
     *("messages", "conversations", "system", "tools", "text", "instruction", "input", "output"),
     *("prompt", "completion", "chosen", "rejected", "reference", "input_ids", "loss_mask", "labels"),
 )
-"""Every column name that some format reads."""
+"""All column names that formats read."""
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column, or None. Dots lead into objects, unless a column has the whole name."""
+    """Return the value of a column, or None. See `RowView` for names with dots."""
     holder, inner = _holder(row, name)
     return holder.get(inner)
 
 
 def _holder(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the innermost object on the way to a column, and the name that is looked for in it."""
+    """Return the object that should hold a column, and the name of the column in it."""
     while name not in row and "." in name:
         first, _, rest = name.partition(".")
         inner = row.get(first)
@@ -92,10 +92,10 @@ def _holder(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
 
 
 class RowView:
-    """Read access to one row; `names` is the `columns` setting: expected name -> name in the file.
+    """Reads one row. `names` is the `columns` setting: the name in the file by expected name.
 
-    A name with dots goes into objects: `reward_model.ground_truth` is the field `ground_truth` of the column
-    `reward_model`, unless a column has the whole name.
+    Dots in a name lead into objects: `reward_model.ground_truth` is the field `ground_truth` of the column
+    `reward_model`, unless there is a column with the whole name.
     """
 
     def __init__(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
@@ -110,11 +110,11 @@ class RowView:
         return self._names.get(column, column)
 
     def get(self, column: str) -> Any:
-        """Return the value, or None when the row has no such column."""
+        """Return the value, or None if the row has no such column."""
         return value_at(self._row, self.label(column))
 
     def require(self, column: str) -> Any:
-        """Return the value. Raises BadRowError when it is missing or null."""
+        """Return the value. Raises BadRowError if it is missing or null."""
         label = self.label(column)
         holder, name = _holder(self._row, label)
         if name not in holder:
@@ -130,19 +130,19 @@ class RowView:
         return value
 
     def text(self, column: str) -> str:
-        """Return the value. Raises BadRowError when it is not text."""
+        """Return the value. Raises BadRowError if it is not text."""
         value = self.require(column)
         if not isinstance(value, str):
             raise BadRowError(
                 self.label(column),
-                f"is {describe(value)}, expected text. Mend the row, or name the column that holds text with "
+                f"is {describe(value)}, expected text. Correct the row, or name the column that holds text with "
                 f"`columns: {{{column}: NAME}}`.",
             )
         return value
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the problem with the first name in a `columns` setting that no row has; None if each is in some row."""
+    """Return the problem with the first name in a `columns` setting that no row has, or None."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -162,7 +162,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
 
 
 def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the columns of a row, and with dots the fields of columns that hold objects."""
+    """Yield the columns of a row. Fields of columns that hold objects follow, with dots."""
     for name, value in row.items():
         yield name
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Guess a `columns` setting for rows that fit no format.
 
-Error messages show the guess, and `spurline init` writes it into the config. It never takes effect by itself. A wrong
-guess would train on the wrong text, so only unambiguous names with values of the right type are guessed.
+Error messages show the guess, and `spurline init` writes it into the config. Nothing else uses it. A wrong guess would
+train on the wrong text, so only unambiguous names with values of the right type are guessed.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "text": (("content", "document", "body"), _is_text),
     "reference": (("ground_truth", "reward_model.ground_truth", "target", *_ANSWERS), _is_comparable),
 }
-"""For each expected column, its other names and a test whether a value has the right type."""
+"""For each expected column, its other names and a function that tells whether a value has the right type."""
 
 _FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prompt", "chosen", "rejected"), ()),
     (("messages",), ("system",)),
     (("instruction", "output"), ("input", "system")),
-    # Only for a row with a column `prompt` or `completion`; otherwise the question is a turn of the user.
+    # Only for a row with a column `prompt` or `completion`. Otherwise the question becomes a turn of the user.
     (("prompt", "completion"), ()),
     (("text",), ()),
 )
-"""The required and the optional columns of formats, tried in this order."""
+"""The required and optional columns of each format, in the order in which they are tried."""
 
 
 def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the guessed `columns` setting; empty if no column needs another name, or no format fits."""
+    """Return the guessed `columns` setting. It is empty if no column needs another name, or if no format fits."""
     has_own = "prompt" in row or "completion" in row
     for required, optional in _FORMS:
         if required == ("instruction", "output") and has_own:
             continue
-        # If a row has several texts, such as a title and a document, it is not clear which one to train on.
+        # If a row has several texts, such as a title and a document, nobody knows which one to train on.
         if required == ("text",) and sum(map(_is_text, row.values())) != 1:
             continue
         if all(_found(row, column) for column in required):
@@ -73,7 +73,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
-    """Return advice for a row that fits no format. `needs_answer` is false if answers are generated."""
+    """Return a fix for a row that fits no format. `needs_answer` is false if answers are generated."""
     found = guessed_columns(row)
     if not found and not needs_answer and (question := _found(row, "instruction")):
         found = {"instruction": question}
@@ -82,13 +82,13 @@ def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
 
 
 def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` setting for the reference answer; empty if it has the expected name, or is not found."""
+    """Return the `columns` setting for the reference answer. It is empty if none is needed, or none is found."""
     name = _found(row, "reference")
     return {} if name in (None, "reference") else {"reference": str(name)}
 
 
 def _found(row: Mapping[str, Any], column: str) -> str | None:
-    """Return the name of an expected column in this row: its own or a known other one, in any case. None if absent."""
+    """Return the name of an expected column in this row, in upper or lower case. None if it is absent."""
     others, fits = _KINDS[column]
     if column in row:
         return column if fits(row[column]) else None

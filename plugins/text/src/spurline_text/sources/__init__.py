@@ -1,1 +1,1 @@
-"""Sources: samples become the batch of a step."""
+"""Sources that make the batch of a step from samples."""

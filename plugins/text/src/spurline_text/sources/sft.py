@@ -1,4 +1,4 @@
-"""Source `sft`: tokenized samples, in an order that is known beforehand.
+"""Source `sft`: tokenized samples, in an order that is known before training.
 
 Place on the way: dataset configs -> tokenization -> SampleSet -> order -> collator -> TrainingBatch. Held-out
 evaluation draws its own batches from a SampleSet.
@@ -6,7 +6,8 @@ evaluation draws its own batches from a SampleSet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,24 +17,83 @@ from numpy.typing import NDArray
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.token_store import keys_of_samples, summarize
+from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig, Longest
 from spurline.protocols.order import Order, SampleFacts, epoch_shares
 from spurline.protocols.source import BatchSource, Samples, SourceContext
 from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_text.order_columns import ColumnsOfRows
+from spurline_text.rows.rows import column_paths, describe, value_at
 from spurline_text.tokenization import open_datasets, plain_text_notes, share_read, tokenize
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
-"""At most so many samples are compared with held-out ones; more would hold up the start."""
+"""Most samples that are compared with held-out samples. More would delay the start of a run."""
+
+
+@dataclass(frozen=True)
+class ColumnsOfRows:
+    """`SampleColumns` of datasets, which reads columns of rows for an order.
+
+    `rows` has an int64 array [n] for each dataset: the row of each of its samples.
+    """
+
+    datasets: Sequence[DatasetToTokenize]
+    rows: Sequence[NDArray[np.int64]]
+
+    def values(self, name: str) -> Sequence[Any]:
+        pairs = zip(self.datasets, self.rows, strict=True)
+        return [value for dataset, rows in pairs for value in _values(dataset, rows, name)]
+
+    def numbers(self, name: str) -> NDArray[np.float64]:
+        numbers = np.full(sum(map(len, self.rows)), np.nan)
+        for sample, value in enumerate(self.values(name)):
+            if value is None:
+                continue
+            try:
+                # The values of a CSV file are text.
+                numbers[sample] = float(value)
+            except (TypeError, ValueError, OverflowError):
+                numbers[sample] = np.nan
+            if not np.isfinite(numbers[sample]):
+                raise DataError(
+                    f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
+                    " Give every row a number, or name another column."
+                )
+        return numbers
+
+    def location(self, sample: int) -> str:
+        starts = np.cumsum([0, *map(len, self.rows)])
+        source = int(np.searchsorted(starts, sample, side="right")) - 1
+        return self.datasets[source].dataset.location(int(self.rows[source][sample - starts[source]]))
+
+
+def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:
+    """Yield the value of each row. A row that cannot be read, and is skipped, has the value None."""
+    for row in rows.tolist():
+        try:
+            content = source.dataset[row]
+        except DataError:
+            if source.config.on_bad_row == "error":
+                raise
+            yield None
+            continue
+        value = value_at(content, name)
+        if value is None:
+            names = list(column_paths(content))
+            raise DataError(
+                f"{source.dataset.location(row)}: {name} is missing or null, and data.order needs it."
+                f"{suggestion(name, names)} Give every row a value, or name another column. The row has: "
+                f"{listing(names)}."
+            )
+        yield value
 
 
 class SampleSet:
-    """`Samples` of tokenized datasets; `shares` has for each dataset the share of its rows that was read.
+    """`Samples` of tokenized datasets. `shares` has for each dataset the share of its rows that was read.
 
-    Making one raises DataError for data that cannot be found, read or used.
+    The constructor raises DataError for data that cannot be found, read or used.
     """
 
     answer = "completion"
@@ -82,7 +142,7 @@ class SampleSet:
         return self._sources[int(store.source[index])].dataset.location(int(store.row[index]))
 
     def _whole(self) -> NDArray[np.int64]:
-        """Return for each sample the place in the store that identifies it."""
+        """Return the index in the store that identifies each sample."""
         return np.arange(len(self._tokenized.store), dtype=np.int64)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
@@ -99,12 +159,12 @@ class SampleSet:
         return self._tokenized.store.lengths()
 
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
-        """Return the datasets to tokenize; rows that hold several texts become several datasets."""
+        """Return the datasets to tokenize. If a row holds several texts, each text needs its own dataset."""
         return opened
 
 
 def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """Return a note that counts held-out samples among the training samples; empty if there are none, or unknown."""
+    """Return a note that counts held-out samples among the training samples. It may be empty."""
     trained = source.sample_keys()
     return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
 
@@ -112,13 +172,19 @@ def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:
-    """Return a note that counts held-out rows with the hash of a training row; `location` names a held-out row."""
+    """Return a note that counts held-out rows with the hash of a training row.
+
+    Args:
+        held_out: Hashes of the held-out rows.
+        trained: Hashes of the training rows.
+        location: Returns the location of a held-out row.
+    """
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):
         return []
     return [
         f"{len(shared):,} of {len(held_out):,} held-out rows are also training rows, so their scores do not show "
-        f"how well the model does on new rows (first: {location(int(shared[0]))})"
+        f"how good the model is on new rows (first: {location(int(shared[0]))})"
     ]
 
 
@@ -129,12 +195,12 @@ def longest_sample(samples: Samples) -> Longest:
 
 
 class SftSource(BatchSource):
-    """Makes the batch of a step from config and step alone, so nothing is carried from step to step."""
+    """Makes the batch of a step from only the config and the step. It keeps no state between steps."""
 
     pure = True
 
     def __init__(self, config: ComponentConfig, context: SourceContext, samples: SampleSet | None = None) -> None:
-        """Train on `samples`; None makes one sample per row."""
+        """Train on `samples`. If it is None, each row of `data.train` is a sample."""
         run = context.config
         self._batch_size = run.batch_size
         self._samples = SampleSet(run.data.train, context) if samples is None else samples
@@ -142,7 +208,7 @@ class SftSource(BatchSource):
         facts = self._samples.facts(weights, self._batch_size)
         self._order: Order = context.host.registry.create("order", run.data.order, samples=facts, seed=run.seed)
         shares = self._samples.shares
-        # Rows that were not read are assumed to be as usable as those that were.
+        # Assume that the same share of the rows that were not read is usable.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
         per_epoch = epoch_shares(sizes, weights)
         self._samples_per_epoch = sum(per_epoch)
@@ -182,6 +248,6 @@ class SftSource(BatchSource):
         refuse_other_data(
             state,
             self._samples.fingerprint(),
-            "The training data is not what the checkpoint was trained on: tokens or loss masks differ (a changed file, "
-            "tokenizer or chat template). Restore them, or start again with another run_dir.",
+            "The training data differs from the data of the checkpoint in tokens or loss masks: a file, the tokenizer "
+            "or the chat template has changed. Restore it, or start again with another run_dir.",
         )

@@ -1,8 +1,8 @@
-"""Source `stream`: samples of data that is read as it is needed, and never held as a whole.
+"""Source `stream`: samples of data that is read when it is needed, and is never in memory as a whole.
 
-Place on the way: streams -> a block of rows -> tokens -> samples in an order of their own -> collator -> TrainingBatch.
-Memory holds one block. Steps are built in order. The state says where the block began and how much of it was used; a
-resume reads the block again and goes on.
+Place on the way: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. Memory holds
+one block. Steps are built in order. The state contains the position where the block began, and the number of samples
+that were used. A resume reads the block again and continues.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class _Window:
-    """The rows of one stream that are in the block, as a dataset. It reads the stream pass after pass."""
+    """The rows of one stream in the current block, as a dataset. It reads the stream again after each pass."""
 
     def __init__(self, stream: StreamedDataset) -> None:
         self.label = stream.label
@@ -38,7 +38,7 @@ class _Window:
         self._reader: RowReader = stream.open()
         self._rows: list[StreamedRow] = []
         self.numbers: list[int] = []
-        """The number in its pass of each row in the block."""
+        """For each row in the block, its number within the pass."""
         self.passes = self._next = 0
 
     def __len__(self) -> int:
@@ -54,12 +54,12 @@ class _Window:
         return self._rows[row].location
 
     def fingerprint(self) -> str:
-        raise AssertionError("the rows in a window come and go")
+        raise AssertionError("the rows in a window change")
 
     def fill(self, limit: int, *, within_pass: bool) -> None:
-        """Replace the rows by the next `limit` ones, or with `within_pass` by fewer where a pass ends.
+        """Replace the rows by the next `limit` rows. With `within_pass`, stop at the end of a pass.
 
-        Raises DataError when there is no row at all.
+        Raises DataError if the stream has no rows.
         """
         self._rows, self.numbers = [], []
         while len(self) < limit:
@@ -93,12 +93,13 @@ class _Block:
     """Samples that are in memory together.
 
     Attributes:
-        number: Blocks before this one.
-        begin: Positions of the streams before it.
+        number: Number of blocks before this one.
+        begin: Positions of the streams at its beginning.
         tokenized: The samples.
-        order: The order in which they are trained on.
-        passes: Passes of the first stream that are complete when the block is used up.
-        left_out, left_out_before: Rows without a sample up to its end, and before it.
+        order: The training order of the samples.
+        passes: Complete passes of the first stream at its end.
+        left_out: Rows without a sample from the first block to the end of this one.
+        left_out_before: Rows without a sample in the blocks before.
     """
 
     number: int
@@ -127,7 +128,7 @@ class _Blocks:
         self._run, self._tokenizer = run, context.tokenizer
 
     def read(self, number: int, left_out: int) -> _Block:
-        """Return the next block that has a sample. Raises DataError when two passes over a stream give none."""
+        """Return the next block with a sample. Raises DataError if two passes over the first stream give none."""
         limit = self.windows[0].passes + 2
         while True:
             block = self._read(number, left_out)
@@ -140,9 +141,9 @@ class _Blocks:
     def _read(self, number: int, left_out: int) -> _Block:
         begin = [window.state() for window in self.windows]
         for window, share in zip(self.windows, self._weights, strict=True):
-            # Rounded so that all blocks together keep the weights.
+            # Rounding in this way keeps the weights over all blocks together.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
-            # One stream alone has no share to keep, and its passes stay apart.
+            # With one stream there are no weights to keep, so a block ends with its pass.
             window.fill(rows, within_pass=len(self.windows) == 1)
         tokenized = self._tokenize()
         store = tokenized.store
@@ -170,7 +171,7 @@ class _Blocks:
 
 
 class StreamSource(BatchSource):
-    """Builds steps in order; a resume goes on with the very next sample."""
+    """Builds steps in order. A resume continues with the next sample."""
 
     reads_only_data = True
 
@@ -183,7 +184,7 @@ class StreamSource(BatchSource):
         self._collator: Collator = context.host.registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
-        # Mistakes in the first rows are found before any weight is loaded.
+        # Read the first block now, to find mistakes in it before the weights are loaded.
         self._block = self._blocks.read(0, 0)
         self._max_length = run.data.max_length
         self._taken = self._step = 0
@@ -195,7 +196,7 @@ class StreamSource(BatchSource):
         return self._facts
 
     def longest(self) -> Longest:
-        # Samples still to come may have the most tokens that are allowed.
+        # Later samples may have up to `max_length` tokens.
         return Longest(self._max_length, "samples of the stream", "data.max_length")
 
     def build(self, step: int) -> TrainingBatch:
@@ -212,7 +213,7 @@ class StreamSource(BatchSource):
         return replace(batch, info={**batch.info, "stream/left_out": float(self._block.left_out)})
 
     def epoch(self, step: int) -> float:
-        """Return the whole passes over the first dataset: the length of a stream is not known."""
+        """Return the complete passes over the first dataset, because the length of a stream is not known."""
         return float(self._block.passes)
 
     def state_dict(self) -> dict[str, object]:
@@ -232,8 +233,8 @@ class StreamSource(BatchSource):
         refuse_other_data(
             state,
             self._block.tokenized.store.fingerprint,
-            "The data where the stream is to go on is not what the checkpoint was trained on: tokens or loss masks "
-            "differ (a changed file, tokenizer or chat template). Restore them, or start again with another run_dir.",
+            "The next data of the stream differs from the data of the checkpoint in tokens or loss masks: a file, the "
+            "tokenizer or the chat template has changed. Restore it, or start again with another run_dir.",
         )
         self._taken, self._step = cast("int", state["taken"]), cast("int", state["step"])
 
@@ -242,7 +243,7 @@ class StreamSource(BatchSource):
             window.close()
 
     def _next_index(self) -> int:
-        """Return the place of the next sample in the store of the current block, which may be a new one."""
+        """Return the index of the next sample in the store of the current block. Read the next block if needed."""
         if self._taken == len(self._block.order):
             self._block = self._blocks.read(self._block.number + 1, self._block.left_out)
             self._taken = 0

@@ -1,4 +1,4 @@
-"""The contract kit for datasets and tokenizations; see `spurline.testing` for how to use a suite."""
+"""The contract kit for datasets and tokenizations. `spurline.testing` explains how to use a suite."""
 
 from __future__ import annotations
 

@@ -16,17 +16,17 @@ from spurline.protocols.dataset import CheckableDataset, Dataset
 class DatasetContract:
     """A suite of tests for datasets. Write a subclass with `make_dataset(folder, rows)`.
 
-    Implement `make_damaged` too if your data can have an unreadable row, such as a line that is not JSON.
+    If your data can have an unreadable row, such as a line that is not JSON, implement `make_damaged` too.
     """
 
     rows: Sequence[Mapping[str, Any]] = [{"prompt": f"question {i}", "completion": "answer " * i} for i in range(1, 12)]
 
     def make_dataset(self, folder: Path, rows: Sequence[Mapping[str, Any]]) -> Dataset:
-        """Write the rows to the empty folder, and return your dataset over them."""
+        """Write the rows to the empty folder, and return your dataset of these rows."""
         raise NotImplementedError("subclass DatasetContract with make_dataset(self, folder, rows)")
 
     def make_damaged(self, folder: Path) -> Dataset | None:
-        """Return a dataset of three rows whose second cannot be read; None when single rows cannot be damaged."""
+        """Return a dataset of three rows whose second row cannot be read, or None if that is impossible."""
         return None
 
     @pytest.fixture
@@ -79,7 +79,7 @@ class DatasetContract:
         try:
             copy: Dataset = pickle.loads(pickle.dumps(dataset))  # noqa: S301 - made here
         except (pickle.PicklingError, TypeError, AttributeError):
-            pytest.skip("it cannot be pickled, so one process tokenizes it")
+            pytest.skip("the dataset cannot be pickled, so one process tokenizes it")
         assert [dict(copy[row]) for row in range(len(copy))] == [dict(row) for row in self.rows]
         assert copy.fingerprint() == dataset.fingerprint()
 
@@ -88,7 +88,7 @@ class DatasetContract:
         folder.mkdir()
         damaged = self.make_damaged(folder)
         if damaged is None:
-            pytest.skip("make_damaged gives no dataset")
+            pytest.skip("make_damaged returns no dataset")
         assert len(damaged) == 3
         assert damaged[0]
         assert damaged[2]

@@ -11,7 +11,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer: one token per byte, plus pad, <|im_start|> and <|im_end|>."""
+    """Return a byte-level tokenizer: one token per byte, plus <|pad|>, <|im_start|> and <|im_end|>."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -39,7 +39,10 @@ class ListDataset:
 
 
 class TokenizationContract:
-    """Subclass with `make_tokenization(tokenizer, data)`; most tests tokenize the chat rows `rows`."""
+    """A suite of tests for tokenizations. Write a subclass with `make_tokenization(tokenizer, data)`.
+
+    Most tests tokenize the chat rows `rows`.
+    """
 
     def make_tokenization(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Tokenization:
         """Return your tokenization."""
