@@ -22,8 +22,8 @@ from timing import Gate, Timing, gates_as_json, print_gates, print_timings, roun
 from spurline_insight.view.app import make_app
 from spurline_insight.view.runs import open_runs
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
-from spurline_rl.kept_rollouts.files import packed
-from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table
+from spurline_rl.kept_rollouts.keeper import write_step
+from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 from spurline_rl.viewing import answers
 
@@ -61,12 +61,11 @@ def write_rollouts(folder: Path, attempts: int) -> None:
         groups = [make_group(rng, tokens, draw, step) for draw in draws]
         num_attempts = len(groups) * SAMPLES
         scores = {
-            "old_logprobs": rng.normal(0, 0.02, num_attempts * RESPONSE).astype(np.float32) - 0.5,
-            "advantages": np.repeat(rng.normal(0, 1, num_attempts), RESPONSE).astype(np.float32),
+            "old_logprobs": [rng.normal(0, 0.02, num_attempts * RESPONSE).astype(np.float32) - 0.5],
+            "advantages": [np.repeat(rng.normal(0, 1, num_attempts), RESPONSE).astype(np.float32)],
         }
-        texts = TokenTexts(Words(), groups)
-        content = packed([attempts_table(step, "trained", groups, scores, texts, 1000, 1)], SCHEMA, texts.as_metadata())
-        (folder / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet").write_bytes(content)
+        kept = KeptStep(step, groups, [], [], 1000, scores.__getitem__)
+        write_step(folder / ROLLOUTS_FOLDER, step, step_table(kept, Words()))
 
 
 def make_group(rng: np.random.Generator, tokens: np.ndarray, draw: int, step: int) -> Group:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from reward_functions import in_process
 from run_helpers import Config, Trained, train
 
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
-from spurline_rl.kept_rollouts.files import RolloutFolder
+from spurline_rl.kept_rollouts import keeper
 
 
 def facts(run: Trained) -> list[Any]:
@@ -45,15 +46,15 @@ def test_synchronous_and_asynchronous_runs_keep_the_same(rl_config: Config) -> N
 def test_a_resume_trains_and_keeps_each_step_once(rl_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     rl_config |= {"steps": 4, "checkpoint": {"every_steps": 2}, "report": {"enabled": False}}
     through = train(rl_config, name="through")
-    add, seen = RolloutFolder.add, []
+    write_step, seen = keeper.write_step, []
 
-    def dies(self: RolloutFolder, step: int, content: Any) -> None:
-        add(self, step, content)
-        seen.append(step)
+    def dies(folder: Path, step: int, table: Any) -> int:
+        seen.append(write_step(folder, step, table))
         if len(seen) == 3:
             raise KeyboardInterrupt
+        return seen[-1]
 
-    monkeypatch.setattr(RolloutFolder, "add", dies)
+    monkeypatch.setattr(keeper, "write_step", dies)
     with pytest.raises(KeyboardInterrupt):
         train(rl_config)
     # The rollouts of step 3 are there, and no checkpoint covers them.
@@ -64,13 +65,13 @@ def test_a_resume_trains_and_keeps_each_step_once(rl_config: Config, monkeypatch
 
 
 def test_a_checkpoint_waits_for_the_rollouts_it_covers(rl_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = RolloutFolder.add
+    write_step = keeper.write_step
 
-    def slow(self: RolloutFolder, step: int, content: Any) -> None:
+    def slow(folder: Path, step: int, table: Any) -> int:
         time.sleep(0.5)
-        add(self, step, content)
+        return write_step(folder, step, table)
 
-    monkeypatch.setattr(RolloutFolder, "add", slow)
+    monkeypatch.setattr(keeper, "write_step", slow)
     found: list[int] = []
     train(rl_config, steps=1, on_checkpoint_saved=lambda: found.extend(KeptRollouts(rl_config["run_dir"]).steps))
     assert found == [1]

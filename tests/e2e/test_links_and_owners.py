@@ -20,7 +20,6 @@ from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline_insight.report.record import read_record
 from spurline_models.export import _write_beside  # pyright: ignore[reportPrivateUsage]
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
-from spurline_rl.kept_rollouts.files import RolloutFolder
 from spurline_text.datasets import arrow_rows
 
 FACTS = {"config": {"seed": 0}, "versions": {"spurline": "0"}}
@@ -233,11 +232,3 @@ def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(
     os.mkfifo(tmp_path / name)
     with pytest.raises(RunDirectoryError, match="it is no regular file"):
         read(tmp_path)
-
-
-def test_a_folder_of_rollouts_that_is_a_link_is_not_written_to(tmp_path: Path, precious: Path) -> None:
-    (precious / "step-000001.parquet").write_text("years of work")
-    (tmp_path / ROLLOUTS_FOLDER).symlink_to(precious)
-    with pytest.raises(RunFailedError, match="is a link, which is not followed"):
-        RolloutFolder(tmp_path, 1000).start(0)
-    assert (precious / "step-000001.parquet").read_text() == "years of work"

@@ -11,8 +11,8 @@ import numpy as np
 
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
-from spurline_rl.kept_rollouts.files import packed
-from spurline_rl.kept_rollouts.table import SCHEMA, TokenTexts, attempts_table, given_up_table
+from spurline_rl.kept_rollouts.keeper import step_file, write_step
+from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 END = 256
@@ -83,14 +83,13 @@ def write_rollouts(
         gaps.append(np.zeros(sum(len(turn.response_ids) for attempt in made for turn in attempt.turns), np.float32))
     gap = np.concatenate(gaps)
     gap[0] = 2.0
-    scores = {"old_logprobs": gap - 0.5, "advantages": np.full(len(gap), 0.3, np.float32)}
-    texts = TokenTexts(BytePieces(), groups)
+    scores = {"old_logprobs": [gap - 0.5], "advantages": [np.full(len(gap), 0.3, np.float32)]}
     given_up = [GivenUpPrompt(uid, step, reason) for uid, reason in (lost or {}).items()]
-    tables = [attempts_table(step, "trained", groups, scores, texts, 100, 1), given_up_table(step, given_up)]
-    path = run_dir / ROLLOUTS_FOLDER / f"step-{step:06d}.parquet"
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(packed(tables, SCHEMA, texts.as_metadata()))
-    return path
+    folder = run_dir / ROLLOUTS_FOLDER
+    folder.mkdir(exist_ok=True)
+    pieces: Any = BytePieces()
+    write_step(folder, step, step_table(KeptStep(step, groups, [], given_up, 100, scores.__getitem__), pieces))
+    return step_file(folder, step)
 
 
 def write_run(folder: Path, steps: int = 3, *, loss: float = 1.0, summary: Mapping[str, Any] | None = None) -> Path:

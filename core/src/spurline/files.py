@@ -21,7 +21,7 @@ from typing import Any
 from spurline.errors import RunFailedError, UserError
 
 _TEMPORARY = re.compile(r"\..+\.\d{1,9}\.tmp", re.DOTALL)
-"""Name of a temporary file that `write_text` has not finished."""
+"""Name of a temporary file that a process has not finished."""
 
 
 def sync_file(path: Path) -> None:
@@ -59,11 +59,16 @@ def regular_file(path: str, flags: int) -> int:
 
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically and durably, encoded as UTF-8."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes | memoryview) -> None:
+    """Replace a file atomically and durably."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
         with temporary.open("xb") as file:
-            file.write(text.encode("utf-8"))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

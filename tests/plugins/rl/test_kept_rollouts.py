@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from threading import Event
-from threading import enumerate as enumerate_threads
 from typing import Any
 
 import numpy as np
@@ -20,8 +18,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
-from spurline_rl.kept_rollouts.files import RolloutFolder
-from spurline_rl.kept_rollouts.keeper import KeptStep, RolloutKeeper
+from spurline_rl.kept_rollouts.keeper import RolloutKeeper, write_step
+from spurline_rl.kept_rollouts.table import KeptStep
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 MB = 1_000_000
@@ -132,7 +130,7 @@ def test_attempts_come_back_as_they_were_trained(
             assert kept.status == ("trained" if trained else "filtered")
             assert (kept.rewards, kept.retries) == (attempt.rewards, attempt.retries)
             assert kept.reward == group.returns[attempt.sample]
-            assert (kept.columns, kept.tags, kept.one_in) == ({"level": 2.0}, {"answer": "4"}, 1)
+            assert (kept.columns, kept.tags) == ({"level": 2.0}, {"answer": "4"})
             assert kept.info["response"] == "\ud800 <b>"
             assert kept.advantage == (None if per_token or not trained else pytest.approx(0.3))
             for kept_turn, turn in zip(kept.turns, attempt.turns, strict=True):
@@ -211,9 +209,8 @@ def test_a_kill_while_a_step_is_written_leaves_the_steps_before_it_alone(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", killed)
-    folder = RolloutFolder(tmp_path, MB)
     with pytest.raises(KeyboardInterrupt):
-        folder.add(2, pa.py_buffer(b"half a file"))
+        write_step(tmp_path / ROLLOUTS_FOLDER, 2, pa.table({"step": [2]}))
     assert list(KeptRollouts(tmp_path).steps) == [1]
     assert len(list(KeptRollouts(tmp_path).attempts())) == 6
 
@@ -247,7 +244,6 @@ def test_a_reader_sees_what_a_run_adds(tmp_path: Path, tokenizer: PreTrainedToke
     rollouts = KeptRollouts(tmp_path)
     assert list(rollouts.attempts()) == []
     write(tmp_path, tokenizer, [make_step(1)])
-    rollouts.refresh()
     assert list(rollouts.steps) == [1]
 
 
@@ -261,40 +257,12 @@ def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrained
     assert len(rollouts.steps) > 8
     assert list(rollouts.steps) == list(range(41 - len(rollouts.steps), 41)), "the oldest steps go"
     assert len(list(rollouts.attempts())) == 6 * len(rollouts.steps)
+    write(tmp_path, tokenizer, [make_step(41, prompts=30)], most=one)
+    assert list(rollouts.steps) == [41], "the newest step stays, even if it is larger than the limit"
 
 
 def _size(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in (run_dir / ROLLOUTS_FOLDER).iterdir())
-
-
-def test_some_prompts_of_a_step_that_is_too_large_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    step = make_step(1, prompts=40)
-    tokens = sum(len(group.flat.tokens) for group in step.groups)
-    write(tmp_path, tokenizer, [step], most=14 * tokens)
-    attempts = list(KeptRollouts(tmp_path).attempts())
-    assert {attempt.one_in for attempt in attempts} == {3}
-    assert sorted({attempt.draw for attempt in attempts}) == list(range(0, 40, 3))
-    assert attempts[2].turns[0].response_ids.tolist() == turns_of(step.groups)[6].response_ids.tolist()
-
-
-def test_a_disk_that_does_not_answer_holds_up_no_end_of_the_process(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answers = Event()
-    monkeypatch.setattr(RolloutFolder, "add", lambda *_: answers.wait(60))
-    monkeypatch.setattr("spurline_rl.kept_rollouts.keeper._PATIENCE_S", 0.05)
-    kept = RolloutKeeper(tmp_path, tokenizer, MB)
-    kept.start(0)
-    kept.keep(make_step(1))
-    [writer] = [thread for thread in enumerate_threads() if thread.name == "spurline-kept-rollouts"]
-    with pytest.raises(RunFailedError, match="Does the disk still answer"):
-        kept.keep(make_step(2))
-    kept.close()
-    # Neither `close` has waited for the writer, nor does the interpreter, which waits for all others.
-    assert writer.is_alive()
-    assert writer.daemon
-    answers.set()
-    writer.join(30)
 
 
 def test_what_fails_beside_the_training_ends_it(
@@ -303,7 +271,7 @@ def test_what_fails_beside_the_training_ends_it(
     def full(*_: Any) -> None:
         raise RunFailedError("the disk is full")
 
-    monkeypatch.setattr(RolloutFolder, "add", full)
+    monkeypatch.setattr("spurline_rl.kept_rollouts.keeper.write_step", full)
     for ask in ("keep", "flush", "close"):
         keeper = RolloutKeeper(tmp_path, tokenizer, MB)
         keeper.start(0)
@@ -327,6 +295,16 @@ def test_a_removed_folder_is_no_place_to_write(tmp_path: Path, tokenizer: PreTra
     with pytest.raises(RunFailedError, match="cannot be written"):
         keeper.flush()
     keeper.close()
+
+
+def test_a_folder_that_is_a_link_is_not_written_to(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    precious = tmp_path / "elsewhere" / "step-000001.parquet"
+    precious.parent.mkdir()
+    precious.write_text("years of work")
+    (tmp_path / ROLLOUTS_FOLDER).symlink_to(precious.parent)
+    with pytest.raises(RunFailedError, match="is a link"):
+        RolloutKeeper(tmp_path, tokenizer, MB).start(0)
+    assert precious.read_text() == "years of work"
 
 
 def test_short_values_of_a_row_are_its_tags() -> None:

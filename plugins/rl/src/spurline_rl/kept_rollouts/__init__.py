@@ -1,6 +1,5 @@
 """The rollouts that a run keeps for people to look at: a Parquet file per step in `rollouts/`."""
 
-from spurline_rl.kept_rollouts.files import ROLLOUTS_FOLDER
-from spurline_rl.kept_rollouts.reader import KeptAttempt, KeptRollouts, KeptTurn, LostPrompt
+from spurline_rl.kept_rollouts.reader import ROLLOUTS_FOLDER, KeptAttempt, KeptRollouts, KeptTurn, LostPrompt
 
 __all__ = ["ROLLOUTS_FOLDER", "KeptAttempt", "KeptRollouts", "KeptTurn", "LostPrompt"]

@@ -1,16 +1,19 @@
-"""Read the rollouts that a finished or running run has kept.
+"""Read the rollouts that a finished or running run has kept: one Parquet file per step.
 
     rollouts = KeptRollouts(run_dir)
     for attempt in rollouts.attempts(steps=[40]):
         print(attempt.uid, attempt.reward, attempt.turns[-1].response_text)
 
-The file of a step is read when its attempts are requested. Reading needs no tokenizer, no config and no torch.
+The folder is looked at with each request. Reading needs no tokenizer, no config and no torch.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,12 +21,52 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from spurline.errors import RunDirectoryError
-from spurline_rl.kept_rollouts.files import read_step, step_files
+from spurline.files import regular_file
 from spurline_rl.kept_rollouts.table import DETAILS, SCHEMA
 from spurline_text.token_pieces import shown, text_of
+
+ROLLOUTS_FOLDER = "rollouts"
+"""Name of the folder inside the run directory."""
+_NAME = re.compile(r"step-(\d+)\.parquet")
+
+
+def step_files(run_dir: Path) -> dict[int, Path]:
+    """Return the file of each step, in order of steps. A run without the folder has none.
+
+    Raises:
+        RunDirectoryError: If the folder cannot be read.
+    """
+    folder = run_dir / ROLLOUTS_FOLDER
+    try:
+        named = [(_NAME.fullmatch(name), folder / name) for name in os.listdir(folder)]
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise RunDirectoryError(f"{folder}: cannot be read: {error.strerror or error}.") from error
+    return dict(sorted((int(name[1]), path) for name, path in named if name is not None))
+
+
+def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Return the attempts of a step and the prompts that were given up in it, or only these columns.
+
+    Raises:
+        FileNotFoundError: If there is no such file. A run may remove it at any time.
+        RunDirectoryError: If the file cannot be read or is damaged.
+    """
+    try:
+        with open(path, "rb", opener=regular_file) as source, pq.ParquetFile(source) as file:
+            return file.read(None if columns is None else list(columns))
+    except FileNotFoundError:
+        raise
+    except (OSError, pa.ArrowException) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise RunDirectoryError(
+            f"{path}: cannot be read: {why}. If it is damaged, remove it: the run goes on without."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -106,7 +149,6 @@ class KeptAttempt:
         advantage: The advantage if all tokens have the same one, else None.
         retries: Number of failed tries before this attempt.
         info: The environment's `info` of the attempt.
-        one_in: Out of this many prompts of the step, one was kept.
         finish_reason: Finish reason of the last turn.
     """
 
@@ -123,7 +165,6 @@ class KeptAttempt:
     advantage: float | None
     retries: int
     info: Mapping[str, Any]
-    one_in: int
     num_response_tokens: int
     finish_reason: str
     _table: pa.Table
@@ -170,7 +211,7 @@ class KeptAttempt:
 
 
 class KeptRollouts:
-    """The kept rollouts of a run. If the run goes on, its new steps appear after `refresh`.
+    """The kept rollouts of a run, which may be going on.
 
     Raises:
         RunDirectoryError: If the folder does not exist, or later if a file cannot be read.
@@ -180,43 +221,38 @@ class KeptRollouts:
         self._run_dir = Path(run_dir)
         if not self._run_dir.is_dir():
             raise RunDirectoryError(f"There is no folder {run_dir} to read rollouts from. Give a run's run_dir.")
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Look for new files."""
-        self._files = step_files(self._run_dir)
 
     @property
     def steps(self) -> Sequence[int]:
         """Return the steps with kept rollouts, ascending. Old steps are missing if they were deleted to save space."""
-        return list(self._files)
+        return list(step_files(self._run_dir))
 
     def attempts(self, steps: Iterable[int] | None = None) -> Iterator[KeptAttempt]:
         """Yield attempts step by step, first those that were trained on, then those that were filtered.
 
         A step without a file has no attempts. If `steps` is None, all steps are read.
         """
-        for table, texts in self._tables(steps, None):
-            yield from _attempts(table, _StoredPieces(texts))
+        for table in self._tables(steps, None):
+            yield from _attempts(table)
 
     def given_up(self, steps: Iterable[int] | None = None) -> Iterator[LostPrompt]:
         """Yield the prompts that were given up in these steps."""
-        for table, _ in self._tables(steps, ["status", "step", "uid", "draw", "reason"]):
+        for table in self._tables(steps, ["status", "step", "uid", "draw", "reason"]):
             for row in table.to_pylist():
                 if row.pop("status") == "given_up":
                     yield LostPrompt(**row)
 
-    def _tables(
-        self, steps: Iterable[int] | None, columns: Sequence[str] | None
-    ) -> Iterator[tuple[pa.Table, Mapping[bytes, bytes]]]:
-        for step in self.steps if steps is None else steps:
-            if step in self._files and (found := read_step(self._files[step], columns)) is not None:
-                yield found
+    def _tables(self, steps: Iterable[int] | None, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        files = step_files(self._run_dir)
+        for step in files if steps is None else steps:
+            if step in files:
+                with suppress(FileNotFoundError):
+                    yield read_step(files[step], columns)
 
 
-def _attempts(table: pa.Table, pieces: _StoredPieces) -> Iterator[KeptAttempt]:
+def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
     facts = [*(name for name in SCHEMA.names if name in KeptAttempt.__annotations__), "tokens", "finish"]
-    table = table.combine_chunks()
+    table, pieces = table.combine_chunks(), _StoredPieces(table.schema.metadata)
     for number, row in enumerate(table.select(facts).to_pylist()):
         if row["status"] == "given_up":
             continue

@@ -7,9 +7,10 @@ whole arrays, so that the training thread is held up as little as possible.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +18,7 @@ from numpy.typing import NDArray
 
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.trajectory import FlatTurns, Group, Trajectory, trajectories_of
-
-Status = Literal["trained", "filtered", "given_up"]
-"""The fate of a prompt. Attempts are filtered if all got the same reward and other prompts took their place
-(`zero_variance: refill`); a prompt is given up if its attempts failed."""
+from spurline_text.token_pieces import TokenPieces
 
 _HALF, _FLOAT, _INT, _BYTE = (pa.list_(kind) for kind in (pa.float16(), pa.float32(), pa.int32(), pa.uint8()))
 SEARCHED: Mapping[str, pa.DataType] = {
@@ -48,7 +46,6 @@ DETAILS: Mapping[str, pa.DataType] = {
     "rewards": pa.string(),
     "retries": pa.int32(),
     "info": pa.string(),
-    "one_in": pa.int32(),
     "turn_shared": _INT,
     "turn_prompt": _INT,
     "turn_response": _INT,
@@ -65,18 +62,32 @@ DETAILS: Mapping[str, pa.DataType] = {
 SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 
 
-class Pieces(Protocol):
-    """The bytes of tokens: `spurline_text.token_pieces.TokenPieces`."""
+@dataclass(frozen=True, eq=False)
+class KeptStep:
+    """The part of a step that is kept.
 
-    def of_all(self, token_ids: list[int]) -> list[bytes]: ...
+    Attributes:
+        groups: Groups that were trained on.
+        filtered: Groups that were not trained on: all their attempts got the same reward, and other prompts took their
+            place (`zero_variance: refill`).
+        lost: Prompts that were given up because their attempts failed.
+        prompts_per_epoch: Number of prompts in a pass over the data.
+        column: Returns the values of a token column of the batch for each turn of `groups`. It is called on the thread
+            that writes.
+    """
 
-    def is_special(self, token_id: int) -> bool: ...
+    step: int
+    groups: Sequence[Group]
+    filtered: Sequence[Group]
+    lost: Sequence[GivenUpPrompt]
+    prompts_per_epoch: int
+    column: Callable[[str], Sequence[NDArray[Any]]]
 
 
 class TokenTexts:
     """The texts of the tokens that some groups hold."""
 
-    def __init__(self, pieces: Pieces, groups: Sequence[Group]) -> None:
+    def __init__(self, pieces: TokenPieces, groups: Sequence[Group]) -> None:
         last = max((int(group.flat.tokens.max()) for group in groups), default=-1)
         is_used = np.zeros(last + 1, np.bool_)
         for group in groups:
@@ -111,27 +122,26 @@ def _text_or_bytes(piece: bytes) -> str | list[int]:
         return list(piece)
 
 
-def attempts_table(
-    step: int,
-    status: Status,
-    groups: Sequence[Group],
-    scores: Mapping[str, NDArray[np.float32]],
-    texts: TokenTexts,
-    prompts_per_epoch: int,
-    one_in: int,
-) -> pa.Table:
-    """Return the attempts of these groups, one row for each.
+def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
+    """Return one row for each attempt, then one for each prompt that was given up.
 
-    Args:
-        step: Step that used the groups.
-        status: What became of the groups.
-        groups: At least one group.
-        scores: `old_logprobs`, the trained model's before the update, and `advantages`: a value for each response token
-            of all groups. Filtered groups have none.
-        texts: The texts of the groups' tokens.
-        prompts_per_epoch: Number of prompts in a pass over the data.
-        one_in: Out of this many groups of the step, one is kept.
+    The metadata of the table is `TokenTexts.as_metadata`.
     """
+    texts = TokenTexts(pieces, [*kept.groups, *kept.filtered])
+    tables = [_given_up_table(kept)]
+    if kept.filtered:
+        tables.insert(0, _attempts_table(kept, "filtered", kept.filtered, {}, texts))
+    if kept.groups:
+        scores = {name: np.concatenate(kept.column(name)) for name in ("old_logprobs", "advantages")}
+        tables.insert(0, _attempts_table(kept, "trained", kept.groups, scores, texts))
+    return pa.concat_tables(tables).replace_schema_metadata(texts.as_metadata())
+
+
+def _attempts_table(
+    kept: KeptStep, status: str, groups: Sequence[Group], scores: Mapping[str, NDArray[np.float32]], texts: TokenTexts
+) -> pa.Table:
+    """Return the attempts of these groups. `scores` has a value for each response token of all of them."""
+    step = kept.step
     flat = FlatTurns.join([group.flat for group in groups])
     attempts = trajectories_of(groups)
     group_of = [group for group in groups for _ in group.trajectories]
@@ -145,7 +155,7 @@ def attempts_table(
         "status": [status] * len(attempts),
         "uid": [_utf8(group.uid) for group in group_of],
         "draw": [group.draw for group in group_of],
-        "epoch": [group.draw // prompts_per_epoch for group in group_of],
+        "epoch": [group.draw // kept.prompts_per_epoch for group in group_of],
         "tags": [text for group in groups for text in [_json(group.tags)] * len(group.trajectories)],
         "columns": [text for group in groups for text in [_json(group.columns)] * len(group.trajectories)],
         "sample": [attempt.sample for attempt in attempts],
@@ -158,7 +168,6 @@ def attempts_table(
         "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
         "retries": [attempt.retries for attempt in attempts],
         "info": [_json(attempt.info) for attempt in attempts],
-        "one_in": [one_in] * len(attempts),
         "turn_shared": _lists(np.array(shared), turn_ends, _INT),
         "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
         "turn_response": _lists(flat.num_response, turn_ends, _INT),
@@ -197,10 +206,9 @@ def _token_columns(flat: FlatTurns, scores: Mapping[str, NDArray[np.float32]]) -
     return found
 
 
-def given_up_table(step: int, lost: Sequence[GivenUpPrompt]) -> pa.Table:
-    """Return the prompts that were given up, one row for each."""
-    known = {"step": step, "status": "given_up"}
-    rows = [{**known, "uid": _utf8(prompt.uid), "draw": prompt.draw, "reason": _utf8(prompt.reason)} for prompt in lost]
+def _given_up_table(kept: KeptStep) -> pa.Table:
+    known = {"step": kept.step, "status": "given_up"}
+    rows = [known | {"uid": _utf8(lost.uid), "draw": lost.draw, "reason": _utf8(lost.reason)} for lost in kept.lost]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 

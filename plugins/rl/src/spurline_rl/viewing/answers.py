@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial, reduce
-from itertools import takewhile
 from operator import and_
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,14 +23,12 @@ from pydantic import BaseModel, Field
 
 from spurline.errors import RunDirectoryError
 from spurline_rl.kept_rollouts import KeptAttempt, KeptRollouts, KeptTurn
-from spurline_rl.kept_rollouts.files import read_step, step_files
+from spurline_rl.kept_rollouts.reader import read_step, step_files
 from spurline_rl.kept_rollouts.table import SCHEMA, SEARCHED
 
 pc: Any = pyarrow.compute
 """A type checker cannot see its functions, which are made at import."""
 
-MOST_COMPARED = 4_000
-"""Longest responses, in tokens, whose difference is looked for. Longer ones are shown as a whole."""
 _PREVIEW = 200
 """Characters of a prompt and of a response that a list shows."""
 _MOST_GIVEN_UP = 200
@@ -154,10 +151,7 @@ def _listed(path: Path, *mark: int) -> pa.Table:
 
 
 def _read(path: Path) -> pa.Table:
-    found = read_step(path, list(SEARCHED))
-    if found is None:
-        raise FileNotFoundError(path)
-    return _with_place(found[0])
+    return _with_place(read_step(path, list(SEARCHED)))
 
 
 def _with_place(table: pa.Table) -> pa.Table:
@@ -262,30 +256,18 @@ def _turn_facts(turn: KeptTurn) -> dict[str, Any]:
 
 
 def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
-    """Return the runs of tokens that two attempts share, or that one has alone, over the responses of all turns.
+    """Return stretches of tokens that the responses of two attempts share, or that only one of them has.
 
     `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
     """
     (left_ids, left_pieces), (right_ids, right_pieces) = _responses(left), _responses(right)
-    ids, pieces = (left_ids, right_ids), (left_pieces, right_pieces)
-    start = _num_shared(left_ids, right_ids)
-    end = _num_shared(left_ids[start:][::-1], right_ids[start:][::-1])
-    middle = [each[start : len(each) - end] for each in ids]
-    blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
-    if max(map(len, middle)) <= MOST_COMPARED:
-        blocks = list(SequenceMatcher(None, middle[0], middle[1], autojunk=False).get_opcodes())
-    found = [("same", pieces[0][:start])]
-    for kind, left_from, left_to, right_from, right_to in blocks:
-        of_left = pieces[0][start + left_from : start + left_to]
-        of_right = pieces[1][start + right_from : start + right_to]
-        found += [("same", of_left)] if kind == "equal" else [("left", of_left), ("right", of_right)]
-    found.append(("same", pieces[0][len(ids[0]) - end :]))
-    return [{"kind": kind, "pieces": tokens} for kind, tokens in found if tokens]
-
-
-def _num_shared(left: list[int], right: list[int]) -> int:
-    """Return how many tokens both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+    found: list[tuple[str, list[str]]] = []
+    for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left_ids, right_ids).get_opcodes():
+        if kind == "equal":
+            found.append(("same", left_pieces[left_from:left_to]))
+        else:
+            found += [("left", left_pieces[left_from:left_to]), ("right", right_pieces[right_from:right_to])]
+    return [{"kind": kind, "pieces": pieces} for kind, pieces in found if pieces]
 
 
 def _responses(attempt: KeptAttempt) -> tuple[list[int], list[str]]:
