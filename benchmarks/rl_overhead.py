@@ -132,7 +132,7 @@ def measure(model: Path, steps: int, folder: Path) -> Steps:
         # What shares the process with another thread is measured by its own thread's time, all else by the process's.
         patch(Decoder, "advance", parts.call("advance", of_thread=True))
         patch(SingleTurn, "run", parts.busy("environment"))
-        patch(ExactMatch, "score_async", parts.busy("reward"))
+        patch(ExactMatch, "score", parts.busy("reward"))
         patch(PromptDraws, "take", parts.call("draw", of_thread=True))
         patch(source, "collect_groups", parts.until_done("collect"))
         patch(source.RolloutSource, "build", parts.call("build"))

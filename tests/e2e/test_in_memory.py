@@ -128,7 +128,7 @@ def test_a_closure_is_a_reward_and_is_called_in_this_process(load: Load, spell: 
     loaded = load(rewards=spell(longest))
     [(term, config)] = rewards_of(loaded).items()
     assert (term, config.in_process) == ("longest", True)
-    assert asyncio.run(FunctionReward(config).score_async(answer())) == 3
+    assert asyncio.run(FunctionReward(config).score(answer())) == 3
     assert seen == ["abc"]
     written = loaded.resolved()["source"]["environment"]["rewards"]["longest"]
     assert written["path"] == "in-memory:longest"
@@ -136,7 +136,7 @@ def test_a_closure_is_a_reward_and_is_called_in_this_process(load: Load, spell: 
 
 def test_configs_keep_their_own_function_when_its_cell_runs_again(load: Load) -> None:
     loaded = [load(rewards={"it": lambda answer, number=number: number}) for number in (1.0, 2.0)]
-    scores = [FunctionReward(rewards_of(each)["it"]).score(answer()) for each in loaded]
+    scores = [asyncio.run(FunctionReward(rewards_of(each)["it"]).score(answer())) for each in loaded]
     assert scores == [1.0, 2.0]
     assert loaded[0].resolved() == loaded[1].resolved()
 

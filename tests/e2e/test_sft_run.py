@@ -160,7 +160,7 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 3, "generate": {"rewards": {"exact": "exact_match"}, "max_samples": 2}}
     with monkeypatch.context() as patch:
-        patch.setattr(ExactMatch, "score_async", broken)
+        patch.setattr(ExactMatch, "score", broken)
         with pytest.raises(RunFailedError, match=r"Reward 'exact' failed on the response.*KeyError") as raised:
             train(base_config)
     assert "Step 3 itself was trained and saved; the same command evaluates again" in raised.value.__notes__[0]

@@ -43,9 +43,9 @@ def test_answers_are_compared_as_mathematics(math_reward):
 @pytest.mark.slow
 def test_a_reference_without_mathematics_is_the_datas_fault(math_reward):
     with pytest.raises(DataError, match="finds no mathematics in the reference ''"):
-        math_reward.score(Answer("", "42", "", {}))
+        run(math_reward.score(Answer("", "42", "", {})))
     with pytest.raises(DataError, match="needs a reference"):
-        math_reward.score(Answer("", "42", None, {}))
+        run(math_reward.score(Answer("", "42", None, {})))
 
 
 @pytest.mark.processes
@@ -54,6 +54,6 @@ def test_an_answer_that_cannot_be_checked_in_time_is_wrong(monkeypatch):
     reward = MathVerify(MathVerifyConfig())
     reward._pool = KillablePool("reward_functions:compares_for_ever", 0.2, workers=1)
     try:
-        assert reward.score(Answer("", "10^10^10", "1", {})) == 0.0
+        assert run(reward.score(Answer("", "10^10^10", "1", {}))) == 0.0
     finally:
         reward.close()

@@ -283,13 +283,13 @@ def test_nothing_is_left_when_the_reward_is_closed_in_the_middle_of_a_call(tmp_p
 def test_nothing_is_left_when_the_run_is_killed_in_the_middle_of_a_call(tmp_path):
     report = tmp_path / "pids"
     code = (
-        "import os, pathlib, sys, threading, time\n"
+        "import asyncio, os, pathlib, sys, threading, time\n"
         "from spurline_rl.protocols.reward import Answer\n"
         "from spurline_rl.rewards.configs import FunctionRewardConfig\n"
         "from spurline_rl.rewards.function import FunctionReward\n"
         "reward = FunctionReward(FunctionRewardConfig(path='runaway_rewards:behaves'))\n"
         "asked = Answer('', 'leave programs running', None, {'report': sys.argv[1]})\n"
-        "threading.Thread(target=reward.score, args=[asked], daemon=True).start()\n"
+        "threading.Thread(target=lambda: asyncio.run(reward.score(asked)), daemon=True).start()\n"
         "report = pathlib.Path(sys.argv[1])\n"
         "while not report.exists() or not report.read_text(): time.sleep(0.01)\n"
         "os.kill(os.getpid(), 9)\n"

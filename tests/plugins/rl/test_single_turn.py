@@ -88,9 +88,9 @@ def test_a_reward_that_needs_a_reference_it_does_not_get_is_the_datas_fault():
     from spurline_rl.protocols.reward import Answer
 
     with pytest.raises(DataError, match="needs a reference answer"):
-        reward.score(Answer("p", "r", None, {}))
+        run(reward.score(Answer("p", "r", None, {})))
     with pytest.raises(DataError, match=r"`columns: \{reference: solution\}`"):
-        reward.score(Answer("p", "r", None, {"prompt": "p", "solution": "4"}))
+        run(reward.score(Answer("p", "r", None, {"prompt": "p", "solution": "4"})))
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from spurline.errors import ConfigError, PluginError, Problem, RunFailedError, SpurlineError
 from spurline.plugins.registry import Registry
-from spurline_rl.concurrency import all_or_none, in_thread, located
+from spurline_rl.concurrency import all_or_none, in_thread, is_async, located
 from spurline_rl.configs import unknown_term
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.protocols.reward import Answer, Reward, RewardConfig, ScoresOnLoop
+from spurline_rl.protocols.reward import Answer, Reward, RewardConfig
 from spurline_rl.trajectory import Trajectory, Turn, with_fields
 
 _SHOWN_CHARACTERS = 200
@@ -96,11 +96,8 @@ def close_all(components: Mapping[str, Any]) -> None:
 
 async def _call(name: str, reward: Reward, answer: Answer) -> float:
     try:
-        # isinstance with a Protocol takes longer than most rewards.
-        if hasattr(reward, "score_async"):
-            value = await cast(ScoresOnLoop, reward).score_async(answer)
-        else:
-            value = await in_thread(reward.score, answer)
+        score: Any = reward.score
+        value = await score(answer) if is_async(score) else await in_thread(score, answer)
     except AttemptFailedError as error:
         raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
     except RunFailedError as error:

@@ -13,7 +13,7 @@ A Python program may give functions in place of their names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol, cast
 
@@ -58,16 +58,12 @@ class Reward(Protocol):
     Factory: `Class(config)`. A reward that holds processes or files also has `close()`.
     """
 
-    def score(self, answer: Answer) -> float:
-        """Return a finite number; larger is better. Several threads call it at the same time."""
-        ...
+    def score(self, answer: Answer) -> float | Awaitable[float]:
+        """Return a finite number; larger is better.
 
-
-class ScoresOnLoop(Protocol):
-    """A reward that does not block. Rollouts await it on the event loop, and do not call `score`."""
-
-    async def score_async(self, answer: Answer) -> float:
-        """Return the same number as `score`."""
+        A plain method is called on several threads at the same time. An `async def` is awaited on the event loop of the
+        rollouts, and must not block it.
+        """
         ...
 
 
@@ -79,7 +75,7 @@ def _expand(value: Any) -> Any:
     if not isinstance(one, Mapping):
         return value
     rewards = cast("Mapping[str, Any]", one)
-    # If `name` is not a text, it is a term of that name.
+    # If `name` is not a text, it is the name of a term.
     if isinstance(rewards.get("name"), str):
         reward = _expand_function(value)
         return {_term(reward): reward}
@@ -97,7 +93,7 @@ def _expand_function(reward: Any) -> Any:
 
 
 def _term(reward: Any) -> str:
-    """Return the name of a single reward: that of its function or its component."""
+    """Return the name of the function or of the component of a single reward."""
     settings = expand_shorthand(reward, "name")
     path = settings.get("path")
     if callable(path):
@@ -106,7 +102,7 @@ def _term(reward: Any) -> str:
 
 
 class _SchemaOfRewards:
-    """Adds the short forms to the JSON schema: a text for all rewards or for one, or one reward alone."""
+    """Adds the short forms to the JSON schema: a text in place of the table or of one reward, or a single reward."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         table = handler(core_schema)

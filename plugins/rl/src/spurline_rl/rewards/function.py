@@ -6,7 +6,6 @@ def short_and_right(answer: Answer) -> float:
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import pickle
 from collections.abc import Callable
@@ -56,11 +55,7 @@ class FunctionReward:
             self._pool.close()
             raise
 
-    def score(self, answer: Answer) -> float:
-        """Score as `score_async` does, for callers without an event loop."""
-        return asyncio.run(self.score_async(answer))
-
-    async def score_async(self, answer: Answer) -> float:
+    async def score(self, answer: Answer) -> float:
         """Return the function's result.
 
         Raises:

@@ -12,20 +12,16 @@ from spurline_text.rows.usual_columns import guessed_reference
 
 
 class ExactMatch:
-    """1.0 for equal texts, else 0.0; white space at both ends does not count."""
+    """A reward of 1.0 for equal texts, else 0.0. White space at both ends does not count."""
 
     def __init__(self, config: ExactMatchConfig) -> None:
         self._ignore_case = config.ignore_case
 
-    def score(self, answer: Answer) -> float:
+    async def score(self, answer: Answer) -> float:
         response, reference = answer.response.strip(), required_reference(answer, "exact_match").strip()
         if self._ignore_case:
             response, reference = response.casefold(), reference.casefold()
         return float(response == reference)
-
-    async def score_async(self, answer: Answer) -> float:
-        """Return the same as `score`, which takes less time than to start a thread."""
-        return self.score(answer)
 
 
 def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
@@ -38,7 +34,7 @@ def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, 
 
 
 def required_reference(answer: Answer, name: str) -> str:
-    """Return the reference. Raises DataError, which names the reward, if the row has none."""
+    """Return the reference. If the row has none, raise DataError with the name of the reward."""
     if answer.reference is not None:
         return answer.reference
     raise _without_reference(name, answer.row)
@@ -53,11 +49,11 @@ def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
 
 
 def missing_reference(answer: Answer) -> str:
-    """Return a hint for the failure of a function if the row may have a reference under another name, else nothing."""
+    """Return a hint for a failed function if the reference may be in a column of another name, else an empty text."""
     column = guessed_reference(answer.row).get("reference")
     if answer.reference is not None or column is None:
         return ""
     return (
-        f"answer.reference is None, as this row has no column `reference`; if `{column}` is meant, set "
+        f"answer.reference is None, because this row has no column `reference`. If `{column}` is meant, set "
         f"`columns: {{reference: {column}}}` of the dataset."
     )

@@ -5,7 +5,6 @@ The comparison runs in a worker process: simplifying a model's answer can take f
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -27,11 +26,7 @@ class MathVerify:
             raise ConfigError.at("reward 'math_verify'", missing)
         self._pool = KillablePool(f"{__name__}:comparer", config.timeout_s, config.workers, argument="math_verify")
 
-    def score(self, answer: Answer) -> float:
-        """Score as `score_async` does, for callers without an event loop."""
-        return asyncio.run(self.score_async(answer))
-
-    async def score_async(self, answer: Answer) -> float:
+    async def score(self, answer: Answer) -> float:
         reference = required_reference(answer, "math_verify")
         try:
             verdict = await self._pool.call_async(reference, answer.response)
@@ -47,14 +42,14 @@ class MathVerify:
 
 
 def comparer(_: str) -> Callable[[str, str], bool | None]:
-    """Import the library with its sympy, which takes seconds, and return the comparison for worker processes."""
+    """Import the library, which takes seconds, and return the comparison that worker processes make."""
     import math_verify  # pyright: ignore[reportMissingImports]
 
     # The library's own time limit uses signals and is turned off. This process is killed if it takes too long.
     parse: Any = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def equal(reference: str, response: str) -> bool | None:
-        """Return whether the response ends in the reference; None if the reference cannot be parsed."""
+        """Return whether the response ends with the reference, or None if the reference cannot be parsed."""
         gold = parse(reference) or parse(f"${reference}$")
         return bool(math_verify.verify(gold, parse(response), timeout_seconds=None)) if gold else None
 

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +14,17 @@ import pytest
 
 from spurline.errors import DataError
 from spurline_rl.protocols.reward import Answer, Reward
-from spurline_rl.scoring import checked_score, reward_terms
+from spurline_rl.scoring import reward_terms, terms_of_all
 
 _ROW = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "level": 1}
 _RESPONSES = ("4", "", "  4\n", "four", "The answer is 4.", "5", "-4.0", "\\boxed{4}", "4 4 4", "é 四 🙂", "x" * 20_000)
-_CALLERS = 8
 
 
 class RewardContract:
     """Subclass with `make_reward()`, and `answers()` when it needs rows or references of its own.
 
     Attributes:
-        is_deterministic: Whether equal answers have equal scores; set it to False for one that asks a judge.
+        is_deterministic: Whether equal answers have equal scores. Set it to False for a reward that asks a judge.
     """
 
     is_deterministic = True
@@ -48,43 +47,35 @@ class RewardContract:
                 made.close()  # type: ignore[attr-defined]
 
     def test_every_answer_gets_a_finite_number(self, reward: Reward) -> None:
-        for answer in self.answers():
-            assert math.isfinite(checked_score("mine", reward.score(answer), answer))
+        assert all(map(math.isfinite, scores(reward, self.answers())))
 
     def test_equal_answers_have_equal_scores(self, reward: Reward) -> None:
         if self.is_deterministic:
             answers = self.answers()
-            again = [reward.score(copy.deepcopy(answer)) for answer in answers[::-1]][::-1]
-            assert [reward.score(answer) for answer in answers] == again
+            assert scores(reward, answers) == scores(reward, copy.deepcopy(answers)[::-1])[::-1]
 
     def test_it_changes_nothing_of_an_answer_or_its_row(self, reward: Reward) -> None:
-        for answer in self.answers():
-            untouched = copy.deepcopy(answer)
-            reward.score(answer)
-            assert answer == untouched, "the row belongs to all attempts at it"
+        answers = self.answers()
+        untouched = copy.deepcopy(answers)
+        scores(reward, answers)
+        assert answers == untouched, "the row belongs to all attempts at it"
 
-    def test_many_callers_at_the_same_time_get_their_own_scores(self, reward: Reward) -> None:
-        answers = list(self.answers())
-        with ThreadPoolExecutor(_CALLERS) as callers:
-            together = list(callers.map(reward.score, answers * 3, timeout=300))
-        assert len(together) == 3 * len(answers)
+    def test_answers_that_are_scored_at_the_same_time_get_their_own_scores(self, reward: Reward) -> None:
+        answers = [*self.answers()] * 3
+        together = asyncio.run(asyncio.wait_for(terms_of_all({"mine": reward}, answers), 300))
+        assert len(together) == len(answers)
         if self.is_deterministic:
-            assert together == [reward.score(answer) for answer in answers] * 3
-
-    def test_rollouts_get_the_same_scores_as_direct_callers(self, reward: Reward) -> None:
-        async def score() -> list[float]:
-            return [(await reward_terms({"mine": reward}, answer))["mine"] for answer in self.answers()]
-
-        scores = asyncio.run(asyncio.wait_for(score(), 300))
-        if self.is_deterministic:
-            assert scores == [float(reward.score(answer)) for answer in self.answers()]
+            assert [terms["mine"] for terms in together] == scores(reward, self.answers()) * 3
 
     def test_an_answer_without_reference_is_scored_or_is_an_error_of_the_data(self, reward: Reward) -> None:
-        answer = replace(self.answers()[0], reference=None)
-        try:
-            value = reward.score(answer)
-        except DataError:
-            return
-        except Exception as error:
-            raise AssertionError(f"raise DataError for a row without reference, not {error!r}") from error
-        checked_score("mine", value, answer)
+        with suppress(DataError):
+            scores(reward, [replace(self.answers()[0], reference=None)])
+
+
+def scores(reward: Reward, answers: Sequence[Answer]) -> list[float]:
+    """Score the answers one after the other, as rollouts do."""
+
+    async def score() -> list[float]:
+        return [(await reward_terms({"mine": reward}, answer))["mine"] for answer in answers]
+
+    return asyncio.run(score())
