@@ -19,7 +19,7 @@ from timing import Gate, gates_as_json, print_gates, print_timings, round_robin,
 from spurline.data.batch import TrainingBatch
 from spurline.plugins.host import PluginHost
 from spurline_rl.losses.corrections import correct_batch
-from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.metrics import advantage_metrics, mismatch_metrics
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis": {"name": "tis"},

@@ -12,8 +12,7 @@ from async_runs import asynchronous
 from reward_functions import in_process
 from run_helpers import Config, Trained, train
 
-from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts
-from spurline_rl.kept_rollouts import keeper
+from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, keeper
 
 
 def facts(run: Trained) -> list[Any]:

@@ -259,11 +259,10 @@ def test_an_attempt_is_told_token_by_token(run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "right"), [("1 2 3", "3 2 1"), ("aaa", "aa"), ("", "x"), ("", ""), ("same", "same"), ("ab" * 900, "ba" * 900)]
+    ("left", "right"),
+    [("1 2 3", "3 2 1"), ("aaa", "aa"), ("", "x"), ("", ""), ("same", "same"), ("ab" * 900, "ba" * 900)],
 )
-def test_the_difference_of_two_attempts_puts_both_together_again(
-    tmp_path: Path, left: str, right: str
-) -> None:
+def test_the_difference_of_two_attempts_puts_both_together_again(tmp_path: Path, left: str, right: str) -> None:
     run = write_run(tmp_path / "run", steps=0)
     write_rollouts(run, 1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]})
     parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=1&other_place=1").json()

@@ -220,7 +220,7 @@ def test_maxrl_refuses_negative_returns() -> None:
     last = group.trajectories[0].turns[-1]
     worse = replace(last, rewards=np.full(len(last.response_ids), -9.0, np.float32))
     changed = replace(group.trajectories[0], turns=(worse,))
-    with pytest.raises(DataError, match=r"prompt 'prompt-0' has return -\d+, but maxrl takes the mean return"):
+    with pytest.raises(DataError, match=r"prompt 'prompt-0' has return -\d+, but for maxrl the mean return"):
         MaxRl(MaxRlConfig()).advantages([replace(group, trajectories=(changed, *group.trajectories[1:]))])
 
 

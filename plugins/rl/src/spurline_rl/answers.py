@@ -1,4 +1,4 @@
-"""Evaluation `answers`: greedy answers to held-out prompts, scored by reward components."""
+"""Evaluation `answers`: generate greedy answers to held-out prompts, and score them with rewards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class AnswersEvaluation(HeldOutEvaluation):
     Args:
         config: The settings.
         context: The run and its source.
-        datasets: Rows with a prompt and its answer; None opens those of the config.
+        datasets: Rows with a prompt and its answer. If None, the data of the config is opened.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         if datasets is None:
-            # Read the rows as the source reads them.
+            # The source may read held-out rows in its own way.
             own = context.source.held_out(config.data)
             registry = context.run.host.registry
             datasets = (
@@ -66,7 +66,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
-        # Rewards must be closed, so no error may follow.
+        # Rewards must be closed, so they are made last: no later line can fail.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:
@@ -82,7 +82,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         }
 
     def _notes_of_shared(self) -> list[str]:
-        # If the source does not generate, its keys are hashes of whole samples, not of prompts.
+        # The keys of a source that does not generate are hashes of whole samples, not of prompts.
         trained = self._source.sample_keys() if self._generates else None
         if trained is None:
             return []
@@ -137,7 +137,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         async def terms() -> list[dict[str, float]]:
             return await terms_of_all(self._rewards, answers, retries=self._config.retries)
 
-        # Run on another thread, since a notebook has an event loop on this one.
+        # A notebook already runs an event loop on this thread.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
                 return scoring.submit(asyncio.run, terms()).result()

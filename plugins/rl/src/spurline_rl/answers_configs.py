@@ -18,16 +18,16 @@ class AnswerSettings(Section):
     """How answers are generated and scored."""
 
     rewards: RewardTable = Field(min_length=1)
-    """Named scores, each a reward component, `module:function` or `file.py:function`: `{right: exact_match}` logs
+    """Rewards by name. Each is a reward component, `module:function` or `file.py:function`. `{right: exact_match}` logs
     `eval/right`."""
     max_new_tokens: int = Field(default=128, gt=0)
     """Longest answer in tokens."""
     max_samples: int | None = Field(default=200, gt=0)
-    """Use the first N prompts of the evaluation data; null uses all."""
+    """Number of prompts, from the beginning of the evaluation data. null takes all."""
     batch_size: int = Field(default=64, gt=0)
     """Prompts generated together."""
     retries: int = Field(default=2, ge=0)
-    """Times that an answer is scored again after a reward failed. After that the run ends with the error."""
+    """How often an answer is scored again if a reward fails. Then the run ends with the error."""
 
 
 class GenerationEvalConfig(EvaluationPart, AnswerSettings):
@@ -40,7 +40,7 @@ class GenerationEvalConfig(EvaluationPart, AnswerSettings):
         if not run.backend.facts.generates:
             yield Problem(
                 "",
-                f"needs answers, and backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
+                f"needs answers, but backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
                 "set backend.name: local.",
             )
 

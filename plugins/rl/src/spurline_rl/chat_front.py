@@ -2,8 +2,8 @@
 
 The chat template makes text of the messages, the tokenizer encodes it, and the policy answers. The prompt of each turn
 consists of the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has
-added since. Some templates change earlier text when messages follow. Inference would then never see such a prompt, so
-this is a PrefixError that shows the change.
+added since. Some templates change earlier text when messages follow. A prompt made in this way would then differ from
+the prompts at inference, so this is a PrefixError, which shows the change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrefixError(DataError):
 
     Args:
         message: The text of the error.
-        turn: Number of the model's turn that is rewritten; None for other messages.
+        turn: Number of the model's turn that is rewritten, or None if it is another message.
     """
 
     def __init__(self, message: str, turn: int | None) -> None:
@@ -42,7 +42,7 @@ class PrefixError(DataError):
 
 @dataclass(frozen=True)
 class Reply:
-    """The model's turn. `text` has all special tokens but the end token."""
+    """The model's turn. `text` includes special tokens, but not the end token."""
 
     text: str
     result: GenerationResult
@@ -50,7 +50,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A part of the conversation: text, tokens, and its number if it is a turn of the model."""
+    """A part of the conversation. `turn` is the number of the model's turn, or None for other text."""
 
     text: str
     ids: Sequence[int]
@@ -83,9 +83,9 @@ class ChatFront:
         tokenizer: Its tokenizer.
         messages: The first messages of the conversation.
         tools: Schemas for the template.
-        history: `exact` keeps tokens as the module's docstring says. `retokenize` encodes the template's whole text
-            again for each turn, so a prompt may differ from the turns before it.
-        where: Names the row in errors.
+        history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
+            the whole text again for each turn, so a prompt may differ from the earlier turns.
+        where: The name of the row for errors.
     """
 
     def __init__(
@@ -125,14 +125,14 @@ class ChatFront:
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         """Append messages of the user, of tools or of the system."""
-        assert self._opened is None, "the prompt of the next turn stands already"
+        assert self._opened is None, "the prompt of the next turn is already encoded"
         self._messages += [dict(message) for message in messages]
 
     def open_turn(self) -> Sequence[int]:
         """Encode the prompt of the model's next turn before `reply`, and return its token ids.
 
-        This is slow for long conversations. It may be called on any thread. Later forks have the prompt too. Raises the
-        errors of `reply`.
+        This is slow for long conversations, and may be done on any thread. Forks made later have the prompt too. Raises
+        the errors of `reply`.
         """
         if self._opened is None:
             self._opened = self._extend_prompt()
@@ -158,7 +158,7 @@ class ChatFront:
         return list(chain.from_iterable(stretch.ids for stretch in self._stretches))
 
     def _append(self, text: str) -> None:
-        """Append the part of `text` after the stretches. Raises PrefixError if `text` does not begin with them."""
+        """Append what `text` adds to the known text. Raises PrefixError if it does not begin with the known text."""
         known = "".join(stretch.text for stretch in self._stretches)
         if not text.startswith(known):
             raise self._prefix_error(known, text)
@@ -169,8 +169,8 @@ class ChatFront:
             return
         ending, end_token = self._ending
         self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
-        # The model wrote the end token already. Encode the text with it, since some tokenizers treat the beginning of a
-        # text differently.
+        # The model has already written the end token. It is encoded again and then removed, because some tokenizers
+        # encode the beginning of a text in another way.
         ids = self._encode(added)
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))

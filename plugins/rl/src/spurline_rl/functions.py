@@ -1,7 +1,10 @@
 """Import functions that a config names: rewards, tools and agents that need no plugin.
 
-A setting has one of three forms: `module:function`, with a module that is installed or in the working directory;
-`path/to/file.py:function`; `FOLDER/module:function`, with a module in that folder.
+A setting has one of three forms:
+
+module:function             a module that is installed or in the working directory
+path/to/file.py:function    a file
+FOLDER/module:function      a module in this folder
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
     Args:
         path: The setting.
-        what: Its description in messages, such as `reward function`.
+        what: What the setting names, such as `reward function`, for messages.
 
     Raises:
-        PluginError: If module or file cannot be imported or has no such name, or if the function was given as an object
-            in another process.
+        PluginError: If the module or the file cannot be imported or has no such name. Also if the setting stands for a
+            function that was given as an object in another process.
     """
     if is_reference(path):
         given = function_of(path)
@@ -62,7 +65,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
-    # Python does not search the working directory for a console script, but functions are usually there.
+    # A console script does not search the working directory, but functions are usually there.
     _make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
@@ -83,7 +86,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
             f"{file.parent}: {listing(near)}. An installed module is written `module:function`."
         )
     content = file.read_bytes()
-    # The content is part of the name, so that a file changed under a notebook is imported again.
+    # The content is part of the name, so that a notebook imports a changed file again.
     name = f"{file.stem}-{xxhash.xxh3_64_hexdigest(os.fsencode(file) + content)}"
     if name in sys.modules:
         return sys.modules[name]
@@ -91,7 +94,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
     assert spec is not None, file
     assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    # So that it can import files beside it, as a script can.
+    # The file can import the files beside it, as a script can.
     _make_importable(file.parent)
     sys.modules[name] = module
     try:
@@ -103,7 +106,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    # Last on the path, so that no file there hides an installed module.
+    # The folder is the last one on the path, so that none of its files hides an installed module.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

@@ -1,6 +1,6 @@
-"""Evaluate by rollouts on held-out prompts: mean reward, and pass@1 and pass@k by the reward that decides success.
+"""Evaluate with attempts at held-out prompts: mean reward, pass@1 and pass@k. One reward decides what has passed.
 
-Seeds depend only on the prompt and the attempt, so that all evaluations use the same seeds.
+Seeds depend only on the prompt and the attempt, so all evaluations use the same seeds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from spurline.protocols.source import SourceContext
 from spurline_rl.configs import HeldOutConfig, RolloutsEvaluationConfig, SuccessConfig, success_problems
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import Outcome
-from spurline_rl.health import all_returns, mean_terms
+from spurline_rl.metrics import all_returns, mean_terms
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
 
 HELD_OUT = "held-out "
-"""Prefix of the uids of held-out prompts, so that their seeds differ from those of training prompts."""
+"""Prefix of the uids of held-out prompts. It gives them other seeds than training prompts have."""
 OF_SOURCE = "source.held_out."
 
 
 class MakesAttempts(Protocol):
-    """A source that can make attempts at any prompts. Its facts must have `makes_attempts`."""
+    """A source that can make attempts at any prompts. Its facts set `makes_attempts`."""
 
     generates_with_copies: bool
 
@@ -46,7 +46,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
 
     Args:
         where: The place of the settings in the config, for messages.
-        terms: Names of the reward terms of every attempt; None if they are not known beforehand.
+        terms: Names of the reward terms of every attempt, or None if they are not known beforehand.
     """
 
     def __init__(
@@ -80,10 +80,11 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self._terms)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return `reward`, `rewards/TERM`, `pass@1`, with several attempts `pass@k`, and samples for the report.
+        """Return the metrics, and samples for the report.
 
-        A given-up prompt has not passed, counts in `failed`, and has no part in rewards. Rows that `on_bad_row: skip`
-        leaves out count in `skipped_rows`.
+        The metrics are `reward`, `rewards/TERM`, `pass@1`, and `pass@k` if there are several attempts. A prompt that is
+        given up has not passed. It counts in `failed`, but not in the mean rewards. `skipped_rows` counts the rows that
+        `on_bad_row: skip` leaves out.
         """
         wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
         taken = self._prompts.take(0, wanted)
@@ -110,7 +111,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return rates
 
     def _sample(self, group: Group) -> dict[str, Any]:
-        """Return the first attempt for the report, with the fields that the environment put into `info`."""
+        """Return the first attempt for the report. The environment writes its texts into `info`."""
         trajectory = group.trajectories[0]
         info = trajectory.info
         return {
@@ -143,17 +144,17 @@ class RolloutsEvaluation(AttemptsEvaluation):
 
 
 def has_passed(trajectory: Trajectory, success: SuccessConfig, where: str = OF_SOURCE) -> bool:
-    """Return whether the deciding reward of a scored trajectory is high enough. Raises as `deciding_term` does."""
+    """Return whether the deciding reward of a scored trajectory is high enough. Raises the error of `deciding_term`."""
     name = deciding_term(trajectory.rewards, success, where)
     value = trajectory_return(trajectory) if name is None else trajectory.rewards[name]
     return value >= success.at_least
 
 
 def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = OF_SOURCE) -> str | None:
-    """Return the reward term that decides success; None if an attempt has only rewards of turns.
+    """Return the reward term that decides success, or None if attempts have only rewards of turns.
 
     Raises:
-        ConfigError: If the named term is not a term of the attempt, or if there are several terms and none is named.
+        ConfigError: If the config names no term of the attempt, or none at all although there are several.
     """
     problems = list(success_problems(success, terms, where))
     if problems:

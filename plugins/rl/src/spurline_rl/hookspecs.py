@@ -1,4 +1,4 @@
-"""The hooks of reinforcement learning, beside those of every run."""
+"""Hooks that only runs with reinforcement learning call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
     """Called when the groups of an RL step have rewards, before advantages are computed.
 
-    step: the step that trains on them. groups: read-only, in training order.
+    step: the step that trains on the groups. groups: read-only, in training order.
     Errors: any exception ends the run; the last checkpoint stands.
     """
 
@@ -24,6 +24,6 @@ def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
 def on_weights_synced(step: int, report: SyncReport) -> None:
     """Called after new weights reached every rollout engine.
 
-    step: the step whose update made them. report: version, bytes sent, seconds of transfer and pause.
+    step: the step whose update made the weights. report: version, bytes sent, seconds of transfer and pause.
     Errors: any exception ends the run; the last checkpoint stands.
     """

@@ -30,13 +30,12 @@ _CLIPPED = "policy/clip_fraction_"
 _KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference model"}
 _CRITIC = {"value/predicted": "predicted", "value/return": "return"}
 _CORRECTED = "correction/"
-_RATIO_TICKS = [1e-8, 1e-6, 1e-4, 0.01, 0.1, 0.2, 0.5, 1, 2, 5, 10, 100, 1e4, 1e6, 1e8]
 _SAME = 1e-4
 """Ratios this close together differ by rounding alone."""
 
 
 class RewardPanel(Panel):
-    """Mean reward with its spread, held-out rewards beside it, and each term where there are several."""
+    """Mean reward with its spread, held-out rewards, and the reward terms if there are several."""
 
     title = "Reward"
     order = 100
@@ -54,7 +53,7 @@ class RewardPanel(Panel):
 
 
 class GroupsPanel(Panel):
-    """How many groups taught nothing, were filtered, or were given up."""
+    """Share of groups with equal rewards and of groups left out, and what became of all prompts."""
 
     title = "Groups"
     order = 200
@@ -78,7 +77,7 @@ class GroupsPanel(Panel):
 
 
 class ResponsesPanel(Panel):
-    """Response lengths, and how responses ended."""
+    """Lengths of responses, and shares of the reasons why they ended."""
 
     title = "Responses"
     order = 210
@@ -124,7 +123,7 @@ def _mean_reward(record: RunRecord) -> list[Trace]:
 
 
 def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
-    """Draw terms before weights; those of held-out prompts are dashed."""
+    """Draw reward terms before weights. Terms of held-out prompts are dashed."""
     traces: list[Trace] = []
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)
@@ -139,12 +138,12 @@ def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
 
 
 def _of(prefix: str) -> str:
-    """Return the name of an evaluation in a legend."""
+    """Return the name of an evaluation as a legend shows it."""
     return prefix.removeprefix("eval/").rstrip("/") or "held-out"
 
 
 def _fates(record: RunRecord) -> str:
-    """Describe the fate of all prompts that were drawn."""
+    """Count what became of all prompts that were drawn."""
     totals = {
         name: sum(record.series(f"groups/{name}")[1])
         for name in ("drawn", "filtered", "quarantined", "retries", "refill_missing")
@@ -167,7 +166,7 @@ def _fates(record: RunRecord) -> str:
 
 
 def _reasons(record: RunRecord) -> str:
-    """List the prompts that were given up, with the reasons, once the run has ended."""
+    """List why prompts were given up. The list exists only after the end of the run."""
     reasons = record.summary.get("given_up") or []
     if not reasons:
         return ""
@@ -191,7 +190,7 @@ def _length_plot(record: RunRecord, reasons: Sequence[str]) -> str:
 
 
 def _ending_plot(record: RunRecord, reasons: Sequence[str]) -> str:
-    """Draw shares of turns. A step without such turns recorded no share, which is 0."""
+    """Draw the share of turns for each reason. A step that recorded no share had none."""
     lines = [metrics for metrics in record.metrics if "response/length" in metrics]
     steps = [int(metrics["step"]) for metrics in lines]
     traces: list[Trace] = []
@@ -213,7 +212,7 @@ def _ending_color(reason: str) -> str:
 
 
 class PolicyPanel(Panel):
-    """Entropy, clipping, distances to earlier policies, and the spread of advantages."""
+    """Entropy, clipping, KL and ratios to other policies, and the spread of advantages."""
 
     title = "Policy"
     order = 220
@@ -238,7 +237,7 @@ class PolicyPanel(Panel):
 
 
 class MismatchPanel(Panel):
-    """Logprobs of the trainer against those that tokens were sampled with, before any update."""
+    """Differences between the trainer's logprobs before an update and the logprobs of the engine that sampled."""
 
     title = "Mismatch of rollout and trainer"
     order = 230
@@ -257,8 +256,8 @@ class MismatchPanel(Panel):
         if of_older:
             where = f"in the {len(of_older):,} other steps, with" if of_fresh else "with"
             heads.append(
-                f"{_mean_and_largest(of_older)} {where} tokens of older weights, which includes what the policy itself "
-                "has changed since (drift)"
+                f"{_mean_and_largest(of_older)} {where} tokens of older weights, which includes the change of the "
+                "policy itself (drift)"
             )
         head = "; ".join(heads)
         _, factors = record.series("correction/factor")
@@ -269,7 +268,7 @@ class MismatchPanel(Panel):
 
 
 def _fresh_steps(record: RunRecord) -> list[int]:
-    """Return the steps whose tokens all come from the weights before the update, so only the engine differs."""
+    """Return the steps whose tokens were all sampled with the weights that the step then updated."""
     ages = dict(zip(*record.series("staleness/mean"), strict=True))
     return [step for step in record.series("mismatch/logprob_diff")[0] if ages.get(step, 0.0) <= 0]
 
@@ -287,7 +286,7 @@ def _entropy(record: RunRecord) -> str:
 
 
 def _clipping(record: RunRecord, notes: list[str]) -> str:
-    """Draw shares of clipped tokens by side, or note that no token was ever clipped."""
+    """Draw shares of clipped tokens, or add to `notes` that no token was clipped."""
     names = recorded_names(record, _CLIPPED)
     if not names:
         return ""
@@ -299,7 +298,7 @@ def _clipping(record: RunRecord, notes: list[str]) -> str:
 
 
 def _ratio(record: RunRecord, name: str, y_title: str, notes: list[str]) -> str:
-    """Draw mean and extremes, or note that the trained policy is always the one before the update."""
+    """Draw the mean, the smallest and the largest ratio, or add to `notes` that the ratio is always 1."""
     (steps, means), (_, low), (_, high) = (record.series(name + suffix) for suffix in ("", "/min", "/max"))
     if not steps or not len(steps) == len(low) == len(high):
         return ""
@@ -325,7 +324,7 @@ def _advantages(record: RunRecord) -> str:
 
 
 def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Draw the series that are not always 0."""
+    """Draw these series, without those that are always 0."""
     traces: list[Trace] = []
     for index, (name, label) in enumerate(labels.items()):
         steps, values = record.series(name)
@@ -335,7 +334,7 @@ def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis:
 
 
 def _differences(record: RunRecord) -> str:
-    """Draw on a logarithmic axis, since the largest difference is many times the mean."""
+    """Draw differences on a logarithmic axis, because the largest is many times the mean."""
     traces: list[Trace] = []
     for name, label, color in (
         ("mismatch/logprob_diff/max", "largest |difference|", "--series-8"),
@@ -344,7 +343,7 @@ def _differences(record: RunRecord) -> str:
     ):
         traces += one_of_several(label, *record.series(name), color)
     for trace in traces:
-        # A logarithmic axis has no place for 0, nor for values below it by rounding.
+        # A logarithmic axis cannot show 0. Rounding makes some values negative.
         trace["y"] = [value if value > 0 else math.nan for value in trace["y"]]
     if fresh := _fresh_steps(record):
         traces.append(level(f"warning above {LARGEST_MISMATCH:g} on average", fresh, LARGEST_MISMATCH, "--series-6"))
@@ -375,7 +374,7 @@ def _token_shares(record: RunRecord, labels: Mapping[str, str], label: str) -> s
 
 
 def _log_if(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """Return a logarithmic axis if ratios lie far apart."""
+    """Return the settings of a logarithmic axis if the ratios differ by a factor of more than 10."""
     if min(low) <= 0 or max(high) <= 10 * min(low):
         return {}
-    return {"type": "log", "tickmode": "array", "tickvals": _RATIO_TICKS}
+    return {"type": "log"}

@@ -1,4 +1,4 @@
-"""Register the parts of `rl`. This module imports neither torch nor transformers."""
+"""Register the components of `rl`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 

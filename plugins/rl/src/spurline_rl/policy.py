@@ -1,7 +1,7 @@
-"""Give each attempt of an environment a handle that asks the engine and remembers every turn.
+"""Give each attempt of an environment a policy, which asks the engine and remembers every turn.
 
 Place on the way: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
-Seeds depend only on run, prompt, sample, turn and retry, so that a resumed run samples the same tokens.
+Seeds depend only on run, prompt, sample, turn and retry. So a resumed run samples the same tokens.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
 
     Args:
         run_seed: The seed of the run.
-        uid: Names the draw of the prompt, which differs between epochs.
+        uid: Name of the draw of the prompt. A prompt has another name in each epoch.
         sample: Number of the attempt in its group.
         turn: Number of the turn.
-        attempt: Number of earlier failures, so that a retry has other seeds.
+        attempt: Number of earlier failures. It gives a retry other seeds.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
 
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
-"""Fields of a sampling that change the distribution of tokens."""
+"""Fields of `Sampling` that change the distribution of tokens."""
 
 
 @dataclass(eq=False)
 class EnginePolicy:
-    """A PolicyHandle on a rollout engine.
+    """A PolicyHandle that generates with a rollout engine.
 
     Attributes:
         sampling: The sampling of turns, unless the environment gives another.
         attempt: Number of earlier failures of this task.
-        any_distribution: Accept turns with another temperature, top_p or top_k than `sampling`. Training refuses such
-            turns, since the trainer computes all logprobs with the settings of the run.
+        any_distribution: Whether turns may have another temperature, top_p or top_k than `sampling`. If so, training on
+            them is biased, because the trainer computes all logprobs with the settings of the run.
     """
 
     engine: RolloutEngine
@@ -66,7 +66,7 @@ class EnginePolicy:
         """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and errors of the engine."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
-        # Counted before waiting, so that the numbers of concurrent turns do not depend on which ends first.
+        # Turns are numbered before they wait, so the numbers do not depend on which turn ends first.
         number = self._num_asked
         self._num_asked += 1
         task = self.task

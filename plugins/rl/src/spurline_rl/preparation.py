@@ -23,12 +23,11 @@ from spurline.protocols.collator import RolloutCollator
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
-from spurline_rl.health import kl_reward_metrics
 from spurline_rl.losses.corrections import correct_batch
 from spurline_rl.losses.policy_loss import kl_estimate
+from spurline_rl.metrics import advantage_metrics, kl_reward_metrics, mismatch_metrics
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.correction import Correction
-from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
 from spurline_rl.trajectory import FlatTurns, Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
 from spurline_text.tokenizer import pad_token_id
 

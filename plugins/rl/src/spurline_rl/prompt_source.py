@@ -27,11 +27,11 @@ from spurline_rl.attempts import Attempts
 from spurline_rl.configs import HeldOutConfig, PromptSourceConfig
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, Outcome, carried, reasons_of, tags_of
-from spurline_rl.health import length_metrics, reward_metrics
 from spurline_rl.held_out import OF_SOURCE, AttemptsEvaluation, open_held_out
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
+from spurline_rl.metrics import length_metrics, reward_metrics
 from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.trajectory import Group, has_equal_returns

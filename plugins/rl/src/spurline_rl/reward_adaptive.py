@@ -1,8 +1,8 @@
-"""Order `reward_adaptive`: draw prompts more often that only some attempts solve.
+"""Order `reward_adaptive`: draw those prompts more often that some attempts solve and others do not.
 
-Sampling for learnability (Foster et al. 2025, arXiv:2502.12272): weights grow with p (1 - p), where p is the mean
-reward of a prompt's last group. The prompts of a step are drawn together, without replacement. Draws are kept, so that
-a position always has the same sample.
+This is sampling for learnability (Foster et al. 2025, arXiv:2502.12272). The weight of a prompt grows with p (1 - p),
+where p is the mean reward of its last group. The prompts of a step are drawn together, without replacement. The order
+remembers all draws, so a position always has the same sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from spurline_rl.configs import unknown_term
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 _DRAWS = 2**33
-"""Stream of random numbers; other orders use lower ones."""
+"""Number of this order's stream of random numbers. Other orders use smaller numbers."""
 
 
 class RewardAdaptiveOrder:
-    """Keeps all draws, four bytes each, and the success of each prompt, NaN if it was not drawn."""
+    """Keeps all draws, four bytes each, and the success of each prompt, which is NaN before its first draw."""
 
     def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         self._config = config
@@ -35,7 +35,7 @@ class RewardAdaptiveOrder:
         self._blocks: list[NDArray[np.int32]] = []
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop). Later blocks are drawn when they are first asked for."""
+        """Return the samples at positions [start, stop). Blocks are drawn when they are first needed."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -45,7 +45,7 @@ class RewardAdaptiveOrder:
         return np.concatenate(self._blocks[first : last + 1])[start - offset : stop - offset].astype(np.int64)
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Update the success of these prompts. Raises ConfigError if there is no reward of the configured name."""
+        """Update the success of these prompts. Raises ConfigError if they have no reward of the configured name."""
         name, failed, solved = self._config.reward, self._config.failed, self._config.solved
         for draw in draws:
             if name is not None and not draw.terms.get(name):
@@ -64,15 +64,18 @@ class RewardAdaptiveOrder:
         self._success = np.array(state["success"], np.float64)
 
     def _draw(self, number: int) -> NDArray[np.int32]:
-        """Draw different samples: the smallest exponential keys, weights as rates (Efraimidis and Spirakis 2006)."""
+        """Draw different samples (Efraimidis and Spirakis 2006).
+
+        Each sample gets an exponential random number with its weight as the rate. The smallest numbers win.
+        """
         floor = self._config.floor
         learnable = np.where(np.isnan(self._success), 1.0, 4 * self._success * (1 - self._success))
         weights = self._mixture * (floor + (1 - floor) * learnable)
         words = random_words(len(weights), self._seed, number, _DRAWS)
-        # The upper 53 bits, from above 0 to 1 inclusive.
+        # The upper 53 bits give numbers above 0 and up to 1.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
-        # A prompt counts as never solved until its rewards are known. They may never be: its row may be unusable, or it
-        # may be given up.
+        # A drawn prompt counts as never solved until its rewards are known. If its row is unusable, or if the prompt is
+        # given up, that is for ever.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)

@@ -1,6 +1,6 @@
-"""Collator `rollouts`: one turn of a trajectory per row. The readable reference.
+"""Collator `rollouts`: put one turn of a trajectory into each row. It is the readable reference for faster collators.
 
-It lays out tokenized samples as `padded` does, so that a run may evaluate on plain text between RL steps.
+It lays out tokenized samples as `padded` does, because a run may evaluate on plain text between RL steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RolloutsCollator(PaddedCollator):
-    """Lays out prompt + response per row, with loss on the response tokens whose mask is 1."""
+    """Puts a prompt and its response into each row. The loss is on the response tokens whose mask is 1."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         # Mini-batches are cut between prompts, so rows keep their order. Padding rows come last.

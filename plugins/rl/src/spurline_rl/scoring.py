@@ -1,4 +1,4 @@
-"""Score attempts: reward components on an answer, and their weighted sum on the tokens of a trajectory.
+"""Score answers with rewards, and write the weighted sum of their scores to the tokens of a trajectory.
 
 Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
 have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
@@ -26,19 +26,19 @@ _NUMBERS = (int, float, np.number, np.bool_)
 
 
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
-    """Return the score of each reward. Raises AttemptFailedError naming the reward and the response it failed on."""
+    """Return the score of each reward. Raises AttemptFailedError, which names the reward and the response."""
     return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
 
 
 async def terms_of_all(
     rewards: Mapping[str, Reward], answers: Sequence[Answer], *, retries: int = 0
 ) -> list[dict[str, float]]:
-    """Return the `reward_terms` of each answer, in order. Answers are scored side by side.
+    """Return the `reward_terms` of each answer, in order. All answers are scored at the same time.
 
     Args:
         rewards: Rewards by name.
         answers: Answers to score.
-        retries: Times that an answer is scored again if a reward fails.
+        retries: How often an answer is scored again if a reward fails.
 
     Raises:
         AttemptFailedError: The first failure, after all other calls have ended.
@@ -54,7 +54,7 @@ async def terms_of_all(
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """Return a finite number, or an array or tensor of one, as a float. Raises AttemptFailedError for anything else."""
+    """Return the value as a float. Raises AttemptFailedError unless it is a finite number or an array of one."""
     number = value
     if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
         number = value.item()
@@ -66,7 +66,7 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
     try:
         found = float(number)
     except OverflowError:
-        # An integer beyond the range of floats.
+        # The integer is too large for a float.
         found = math.inf
     if not math.isfinite(found):
         raise AttemptFailedError(f"Reward '{name}' returned {found} for {_place(answer)}; it must be finite.")
@@ -123,9 +123,9 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 
         0                                   for |y| <= L - B
         ((L - B) - |y|) / B                 for L - B < |y| <= L
-        -1                                  beyond
+        -1                                  for L < |y|
 
-    |y|: `num_tokens`, L: `longest`, B: `buffer`. Needs 0 < buffer <= longest.
+    |y| is `num_tokens`, L is `longest` and B is `buffer`, with 0 < B <= L.
     """
     assert 0 < buffer <= longest, (buffer, longest)
     return -min(1.0, max(0.0, (num_tokens - (longest - buffer)) / buffer))
@@ -134,15 +134,15 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     """Return the trajectory with rewards on every turn.
 
-    The rewards that the environment set stay. The last token that the model wrote gets the weighted sum of terms too.
+    Rewards that the environment has set stay. The weighted sum of the terms is added to the last response token.
 
     Args:
         trajectory: An attempt with reward terms.
-        weights: Weights of reward terms; 1 for terms that are not in it.
+        weights: Weights of reward terms. A term without a weight has weight 1.
 
     Raises:
-        ConfigError: For the weight of a term that the environment does not give.
-        AttemptFailedError: For a reward that is not finite, and for an attempt without a response token.
+        ConfigError: If a weight is given for a term that the attempt does not have.
+        AttemptFailedError: If a reward is not finite, or if the attempt has no response token.
     """
     terms = trajectory.rewards
     unknown = sorted(weights.keys() - terms.keys())

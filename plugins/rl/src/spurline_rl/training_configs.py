@@ -1,4 +1,4 @@
-"""Settings of how rollouts are trained on: mini-batches of whole prompts, and the order by reward. Imports no torch."""
+"""Settings of mini-batches of whole prompts, of the order by reward, and of the critic. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ByPromptConfig(MiniBatchesConfig):
 
     name: str = "by_prompt"
     prompts_per_minibatch: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
-    """Prompts in one optimizer step; null takes all of the step's."""
+    """Prompts in one optimizer step. null takes all prompts of the batch."""
     update_epochs: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Passes over the batch."""
 
@@ -46,24 +46,24 @@ class ByPromptConfig(MiniBatchesConfig):
 
 
 class RewardAdaptiveOrderConfig(OrderConfig):
-    """Draw prompts that only some attempts solve more often than others.
+    """Draw those prompts more often that some attempts solve and others do not.
 
-    A prompt of mean reward p is drawn with a weight that grows with p (1 - p), the variance of its success (sampling
-    for learnability, Foster et al. 2025, arXiv:2502.12272). Untried prompts have the largest weight. All prompts of a
-    step differ. An epoch is as many draws as the mixture has prompts.
+    The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
+    learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried have the largest weight. No prompt
+    is twice in a step. An epoch has as many draws as there are prompts.
     """
 
     adaptive = True
 
     name: str = "reward_adaptive"
     reward: str | None = None
-    """Reward term by which an attempt succeeds; null takes the weighted sum of all."""
+    """Reward term that decides success. null takes the weighted sum of all terms."""
     failed: float = Field(default=0.0, allow_inf_nan=False)
     """Mean reward of a prompt whose attempts all fail."""
     solved: float = Field(default=1.0, allow_inf_nan=False)
     """Mean reward of a prompt whose attempts all succeed."""
     floor: float = Field(default=0.1, gt=0, le=1)
-    """Weight of a prompt that always succeeds or never does. A prompt that succeeds half of the time has 1."""
+    """Weight of a prompt whose attempts all succeed or all fail. The weight is 1 if half of the attempts succeed."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -99,11 +99,11 @@ class RolloutCriticConfig(CriticConfig):
         return completed
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Error of the critic's values, reduced to the mean over tokens; default is `value`."""
+    """Error of the critic's values, as the mean over tokens. The default is `value`."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
-    """How a batch is cut into the critic's optimizer steps; default is `by_prompt`."""
+    """How a batch is cut into the critic's optimizer steps. The default is `by_prompt`."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
-    """How gradients become new weights; default is a peak learning rate of 1e-5."""
+    """The critic's optimizer. The default has a peak learning rate of 1e-5."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         idle = run.source.facts.without_critic

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses import configs, corrections, log_ratios
 from spurline_rl.losses.corrections import correct_batch
-from spurline_rl.token_metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.metrics import advantage_metrics, mismatch_metrics
 
 CASES: list[tuple[str, Any, Any]] = [
     *(

@@ -1,1 +1,1 @@
-"""Advantages, one file per algorithm: scored groups in, the same groups with advantages out. Numpy only."""
+"""Advantages: scored groups in, the same groups with advantages out. Numpy only."""

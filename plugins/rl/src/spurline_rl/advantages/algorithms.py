@@ -1,18 +1,19 @@
-"""The advantages. The first four compare the samples of a prompt: one number per sample, the same for its tokens.
+"""The advantage algorithms. The first four compare the samples of a prompt, so all tokens of a sample have the same.
 
     GRPO        A_i = (R_i - mean(R)) / (std(R) + eps)      Shao et al. 2024, arXiv:2402.03300
     Dr. GRPO    A_i = R_i - mean(R)                         Liu et al. 2025, arXiv:2503.20783
     RLOO        A_i = n / (n - 1) * (R_i - mean(R))         Ahmadian et al. 2024, arXiv:2402.14740; Kool et al. 2019
     MaxRL       A_i = (R_i - mean(R)) / (mean(R) + eps)     Tajwar et al. 2026, arXiv:2602.02710
 
-over the returns R of the n samples of a prompt; exactly 0 in groups whose returns are all equal.
+R are the returns of the n samples of a prompt. If they are all equal, the advantages are exactly 0.
 
-GRPO: std has n - 1 in the denominator, as in other trainers; the paper leaves it open. Dr. GRPO (GRPO done right):
-without the division, prompts that nearly all or nearly no samples solve do not weigh more than others. The paper's
-divisor, which does not depend on the answer's length, is `reduction: fixed_norm`. RLOO (REINFORCE leave-one-out): this
-is R_i less the mean of the other returns; a baseline without the sample's own return keeps the policy gradient
-unbiased. MaxRL (maximum likelihood reinforcement learning): for rewards of 0 and 1 the mean estimates the probability p
-of success. As the gradient of log p is the gradient of p over p, rarely solved prompts weigh more.
+GRPO: std has n - 1 in the denominator, as in other trainers. The paper does not say.
+Dr. GRPO (GRPO done right): there is no division by std, so prompts that nearly all or nearly no samples solve do not
+weigh more than others. The paper also divides by a constant instead of the answer's length: `reduction: fixed_norm`.
+RLOO (REINFORCE leave-one-out): the formula equals R_i minus the mean of the other returns. This baseline does not
+contain the sample's own return, so the policy gradient stays unbiased.
+MaxRL (maximum likelihood reinforcement learning): for rewards of 0 and 1, mean(R) estimates the probability p of
+success. The gradient of log p is the gradient of p divided by p, so rarely solved prompts weigh more.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class _GroupRelative(ABC, Generic[Config]):
 
     @abstractmethod
     def _compare(self, returns: Returns, uid: str) -> Returns:
-        """Return the advantages of samples with these returns, which differ, of the prompt `uid`."""
+        """Return the advantages for these returns, which are not all equal. `uid` names the prompt in errors."""
 
     def describe(self) -> str:
         return self.formula
@@ -96,7 +97,7 @@ class DrGrpo(_GroupRelative[DrGrpoConfig]):
 
 
 class Rloo(_GroupRelative[RlooConfig]):
-    """The return relative to the mean of the others."""
+    """The return relative to the mean of the group's other samples."""
 
     name = "rloo"
     formula = "RLOO: each sample's return minus the mean of its prompt's other samples."
@@ -106,7 +107,7 @@ class Rloo(_GroupRelative[RlooConfig]):
 
 
 class MaxRl(_GroupRelative[MaxRlConfig]):
-    """The return relative to the group's mean, in units of that mean."""
+    """The return relative to the group's mean, divided by the mean."""
 
     name = "maxrl"
     formula = "MaxRL: each sample's return minus the mean of its prompt's samples, over that mean."
@@ -114,7 +115,7 @@ class MaxRl(_GroupRelative[MaxRlConfig]):
     def _compare(self, returns: Returns, uid: str) -> Returns:
         if returns.min() < 0:
             raise DataError(
-                f"A sample of prompt '{uid}' has return {returns.min():g}, but maxrl takes the mean return for a "
+                f"A sample of prompt '{uid}' has return {returns.min():g}, but for maxrl the mean return is a "
                 "probability of success. Use rewards between 0 and 1, or choose advantage: grpo."
             )
         return center(returns) / (returns.mean() + self.config.eps)
@@ -127,14 +128,15 @@ class ReinforcePlusPlus:
 
         B_i = R_i - mean(R of the prompt),  A_i = B_i / (std(B) + eps)
 
-    with std over all samples passed in; their mean is 0 already. Samples count the same whatever their length: if they
-    were weighed by tokens, groups with equal returns would get an advantage.
+    std is computed over all samples passed in. Their mean is 0 already. Every sample counts once, whatever its length.
+    If longer ones counted more, groups with equal returns would get an advantage.
 
     `baseline: batch`, for any number of samples per prompt:
 
         G_t = r_t + gamma * G_{t+1},  A_t = (G_t - mean(G)) / (std(G) + eps)
 
-    along the tokens of a trajectory, with mean and std over all trained tokens passed in. Both std divide by the count.
+    along the tokens of a trajectory. mean and std are computed over all trained tokens passed in. In both variants std
+    divides by the count.
     """
 
     needs: frozenset[str] = frozenset()
@@ -169,9 +171,9 @@ class Gae:
         delta_t = r_t + gamma * V_{t+1} - V_t
         A_t = delta_t + gamma * lam * A_{t+1}        returns: A_t + V_t
 
-    along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t, and 0
-    after the last token, also if the answer was cut off. The critic is trained on the returns. The advantages are then
-    normalised over all trained tokens passed in; std divides by the count.
+    along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t. It is 0
+    after the last token, even if the answer was cut off. The critic is trained on the returns. The advantages are then
+    normalised over all trained tokens passed in. Their std divides by the count.
     """
 
     needs: frozenset[str] = frozenset({"values"})

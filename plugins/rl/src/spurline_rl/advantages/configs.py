@@ -1,4 +1,4 @@
-"""Settings of the advantages, and what each of them needs of a run. Light: imports no torch."""
+"""Settings of the advantages. Light: imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupAdvantageConfig(AdvantageConfig):
 
 
 class GrpoConfig(GroupAdvantageConfig):
-    """Return minus the group's mean, over the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
+    """Return minus the group's mean, divided by the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
 
     name: str = "grpo"
     normalize_std: Annotated[bool, OnResume.BY_NAME] = True
@@ -49,7 +49,7 @@ class RlooConfig(GroupAdvantageConfig):
 
 
 class MaxRlConfig(GroupAdvantageConfig):
-    """Return minus the group's mean, over that mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
+    """Return minus the group's mean, divided by the mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
 
     name: str = "maxrl"
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
@@ -61,11 +61,11 @@ class MaxRlConfig(GroupAdvantageConfig):
 
 
 class ReinforcePlusPlusConfig(AdvantageConfig):
-    """Baseline first, then normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    """Return minus a baseline, normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
 
     name: str = "reinforce_pp"
     baseline: Annotated[Literal["group", "batch"], OnResume.BY_NAME] = "group"
-    """Subtract the mean of the prompt's samples, or the mean over all tokens of their discounted returns."""
+    """`group` subtracts the mean return of the prompt's samples, `batch` the mean discounted return of all tokens."""
     gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
     """Discount per token; used with `baseline: batch`."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
@@ -86,7 +86,7 @@ class GaeConfig(AdvantageConfig):
     gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
     lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
-    """Decay of later temporal differences: 0 trusts the critic alone, 1 the rewards alone."""
+    """Decay of later temporal differences. 0 relies on the critic alone, 1 on the rewards alone."""
     normalize: Annotated[bool, OnResume.BY_NAME] = True
     """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)

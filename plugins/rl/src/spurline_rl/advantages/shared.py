@@ -8,8 +8,8 @@ An algorithm that compares samples has one number per trajectory, the same for a
         def advantages(self, groups):
             return [spread_over_tokens(group, relative_to_group(group, "centred", center)) for group in groups]
 
-An algorithm whose advantages differ from token to token reads a trajectory's turns as one sequence of decisions, with
-`read_tokens` and `write_tokens`. Every response token is a decision, trained or not; prompts between the turns are not.
+If advantages differ from token to token, an algorithm uses `read_tokens` and `write_tokens`. They join the response
+tokens of a trajectory's turns into one sequence, whether the tokens are trained on or not.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def spread_over_groups(groups: Sequence[Group], advantages: Sequence[Returns]) -
 
 
 def read_tokens(groups: Sequence[Group], name: Literal["rewards", "values", "loss_mask"]) -> Sequences:
-    """Return a field of each trajectory of all groups, with its turns joined, float64."""
+    """Return a field of the response tokens, float64: one sequence per trajectory of all groups."""
     return [_join_turns(trajectory, name) for trajectory in trajectories_of(groups)]
 
 
@@ -91,7 +91,7 @@ def write_tokens(groups: Sequence[Group], **fields: Sequences) -> list[Group]:
 def discounted_sums(sequences: Sequences, factor: float) -> Sequences:
     """Return y[t] = x[t] + factor * y[t + 1] for each sequence x, with 0 after its end."""
     longest = max((len(sequence) for sequence in sequences), default=0)
-    # One column per sequence, so that all take a step back in time together.
+    # One column per sequence, so that each step of the loop computes a token of all sequences.
     sums = np.zeros((longest, len(sequences)))
     for column, sequence in enumerate(sequences):
         sums[: len(sequence), column] = sequence

@@ -4,7 +4,8 @@
     for attempt in rollouts.attempts(steps=[40]):
         print(attempt.uid, attempt.reward, attempt.turns[-1].response_text)
 
-The folder is looked at with each request. Reading needs no tokenizer, no config and no torch.
+Each call looks at the folder again, so it finds what a running run has added. Reading needs no tokenizer, no config and
+no torch.
 """
 
 from __future__ import annotations
@@ -81,21 +82,20 @@ class LostPrompt:
 
 @dataclass(frozen=True, eq=False)
 class KeptTurn:
-    """One call of the model. Arrays are read-only; those of the response have one value per response token.
+    """One call of the model. Arrays are read-only. P is the number of prompt tokens, A of response tokens.
 
     Attributes:
-        prompt_ids: int32 [P], the whole context.
+        prompt_ids: int32 [P], all tokens before the response, earlier turns included.
         response_ids: int32 [A].
         finish_reason: See `spurline_rl.trajectory.Turn`.
-        reward: The reward of its tokens.
-        logprobs: float16 [A], logprobs of the engine when it sampled.
-        gap: float16 [A], the trained model's logprob before the update minus the engine's; None for filtered attempts.
-            The relative precision is the same for small and large gaps.
-        old_logprobs: float32 [A], logprobs of the trained model before the update; None for filtered attempts.
-        advantages: float32 [A]; None for attempts that were not trained on.
-        versions: int32 [A], step of the weights that generated each token.
-        ages: int32 [A], number of updates since those weights when the token was trained on; 0 in synchronous runs.
-        loss_mask: uint8 [A], 0 where a token was not trained on.
+        reward: The sum of the rewards of its tokens.
+        logprobs: float16 [A], the engine's logprobs when it sampled.
+        gap: float16 [A], the trained model's logprobs before the update minus `logprobs`. None for filtered attempts.
+        advantages: float32 [A]. None for filtered attempts.
+        versions: int32 [A], the step whose update made the weights that generated the token.
+        ages: int32 [A], the number of updates between these weights and the training on the token. It is 0 in
+            synchronous runs.
+        loss_mask: uint8 [A], 0 for tokens that were not trained on.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -104,7 +104,6 @@ class KeptTurn:
     reward: float | None
     logprobs: NDArray[np.float16] | None
     gap: NDArray[np.float16] | None
-    old_logprobs: NDArray[np.float32] | None
     advantages: NDArray[np.float32] | None
     versions: NDArray[np.int32] | None
     ages: NDArray[np.int32] | None
@@ -137,16 +136,17 @@ class KeptTurn:
 
 @dataclass(frozen=True, eq=False)
 class KeptAttempt:
-    """One attempt at a prompt, as a step trained on it or filtered it.
+    """One attempt at a prompt.
 
     Attributes:
-        uid, draw, epoch: uid, draw and epoch of the prompt.
+        status: `filtered` if the step did not train on the attempt.
+        uid, draw, epoch: The prompt, the number of its draw, and the pass over the data.
         columns: Numbers of the row that `source.carry` names.
-        tags: Short values of the row.
+        tags: Short texts and numbers of the row.
         sample: Number of the attempt in its group.
-        reward: The weighted sum of terms, rewards of turns included.
+        reward: The weighted sum of the reward terms, plus the rewards of turns.
         rewards: Reward terms by name, before weights.
-        advantage: The advantage if all tokens have the same one, else None.
+        advantage: The advantage of all tokens, or None if tokens have different ones.
         retries: Number of failed tries before this attempt.
         info: The environment's `info` of the attempt.
         finish_reason: Finish reason of the last turn.
@@ -176,8 +176,7 @@ class KeptAttempt:
         """Return the calls of the model, in order."""
         stored = {name: self._values(name) for name in DETAILS if pa.types.is_list(DETAILS[name])}
         finish, *sizes = (stored.pop(f"turn_{name}") for name in ("finish", "shared", "prompt", "response"))
-        rewards, ids, gap = stored.pop("turn_reward"), stored.pop("ids"), stored["gap"]
-        stored["old_logprobs"] = None if gap is None else stored["logprobs"].astype(np.float32) + gap
+        rewards, ids = stored.pop("turn_reward"), stored.pop("ids")
         stored["ages"] = None if stored["versions"] is None else self.step - 1 - stored["versions"]
         if stored["advantages"] is not None:
             stored["advantages"] = stored["advantages"].astype(np.float32)

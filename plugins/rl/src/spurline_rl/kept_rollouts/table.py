@@ -1,7 +1,7 @@
-"""Make tables of attempts: one row per attempt, with its numbers, its texts and its tokens.
+"""Make a table of the attempts of a step: one row per attempt, with its numbers, its texts and its tokens.
 
-docs/inspecting.md describes each column. The tables are made on a thread beside training. They use few operations over
-whole arrays, so that the training thread is held up as little as possible.
+docs/inspecting.md describes each column. The table is made on a thread beside training. The code here uses few
+operations over whole arrays, which hold up the training thread less than a loop in Python does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SEARCHED: Mapping[str, pa.DataType] = {
     "response": pa.string(),
     "reason": pa.string(),
 }
-"""Columns that rollouts are searched by and listed with."""
+"""Columns by which `spurline view` finds attempts, or which its lists show."""
 DETAILS: Mapping[str, pa.DataType] = {
     "rewards": pa.string(),
     "retries": pa.int32(),
@@ -58,7 +58,7 @@ DETAILS: Mapping[str, pa.DataType] = {
     "versions": _INT,
     "loss_mask": _BYTE,
 }
-"""Further columns, which are read when one attempt is shown."""
+"""Columns that are read only when one attempt is shown."""
 SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 
 
@@ -85,7 +85,7 @@ class KeptStep:
 
 
 class TokenTexts:
-    """The texts of the tokens that some groups hold."""
+    """The texts of all tokens in some groups."""
 
     def __init__(self, pieces: TokenPieces, groups: Sequence[Group]) -> None:
         last = max((int(group.flat.tokens.max()) for group in groups), default=-1)
@@ -101,7 +101,7 @@ class TokenTexts:
     def of(self, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
         """Return the text of each sequence. Bytes that are not UTF-8 are written as escapes such as `\\xff`."""
         tokens = np.concatenate([np.empty(0, np.int32), *sequences])
-        # The bytes of all tokens end to end, without a Python object for each.
+        # Arrow joins the bytes of all tokens without making a Python object of each.
         _, offsets, data = self._array.take(pa.array(self._places[tokens])).buffers()
         if data is None or not len(tokens):
             return [""] * len(sequences)
@@ -110,7 +110,7 @@ class TokenTexts:
         return [str(text[start:end], "utf-8", "backslashreplace") for start, end in pairwise(places)]
 
     def as_metadata(self) -> dict[str, str]:
-        """Return two JSON texts: `pieces` has text or bytes of each token id, `special` has the special ids."""
+        """Return two JSON texts: `pieces` has the text or bytes of each token, `special` the ids of special tokens."""
         pieces = {token_id: _text_or_bytes(piece) for token_id, piece in zip(self._ids, self._bytes, strict=True)}
         return {"pieces": json.dumps(pieces), "special": json.dumps(self._special)}
 
@@ -201,7 +201,7 @@ def _token_columns(flat: FlatTurns, scores: Mapping[str, NDArray[np.float32]]) -
     if "advantages" in scores:
         found["advantages"] = scores["advantages"]
     if "old_logprobs" in scores and "logprobs" in found:
-        # The difference itself is stored. Computed later from two rounded numbers, it would be rounding error only.
+        # The difference of two numbers rounded to float16 would be nothing but rounding error, so it is stored itself.
         found["gap"] = scores["old_logprobs"] - found["logprobs"]
     return found
 
@@ -213,7 +213,10 @@ def _given_up_table(kept: KeptStep) -> pa.Table:
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
-    """Return for each turn how many prompt tokens repeat earlier turns, and for each attempt all tokens but these."""
+    """Return two lists, so that no token that a prompt repeats from the turn before is stored twice.
+
+    The first list has the number of repeated tokens of each turn, the second one all other tokens of each attempt.
+    """
     shared: list[int] = []
     own: list[list[NDArray[np.int32]]] = []
     for attempt in attempts:
@@ -229,14 +232,14 @@ def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDAr
 
 
 def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str]:
-    """Return the text of each attempt's first prompt. Most attempts of a group share it."""
+    """Return the text of each attempt's first prompt. Each different prompt is decoded once."""
     prompts = {attempt.turns[0].prompt_ids.tobytes(): attempt.turns[0].prompt_ids for attempt in attempts}
     found = dict(zip(prompts, texts.of([*prompts.values()]), strict=True))
     return [found[attempt.turns[0].prompt_ids.tobytes()] for attempt in attempts]
 
 
 def _same(values: NDArray[np.float32], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[float | None]:
-    """Return for each attempt the value that all its tokens have, or None if they differ."""
+    """Return one value for each attempt, or None if the values of its tokens differ."""
     first = values[starts]
     differs = np.add.reduceat(values != np.repeat(first, counts), starts)
     return [None if several else value for value, several in zip(first.tolist(), differs.tolist(), strict=True)]
@@ -250,14 +253,14 @@ def _lists(values: Any, ends: NDArray[np.int64], kind: Any) -> pa.Array:
 
 
 def _ends(counts: Any) -> NDArray[np.int64]:
-    """Return 0 and the running sums."""
+    """Return 0 followed by the running sums."""
     return np.append(0, np.cumsum(counts, dtype=np.int64))
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    """Return values as JSON, or all as text if JSON has no form for one."""
+    """Return the values as a JSON object. If JSON cannot hold one of them, all are written as texts."""
     try:
-        # JSON has no infinity and no NaN, though Python writes them.
+        # Python would write infinity and NaN, which are not JSON.
         return json.dumps(dict(values), default=str, allow_nan=False)
     except (TypeError, ValueError):
         return json.dumps({str(name): str(value) for name, value in values.items()})

@@ -1,4 +1,4 @@
-"""Kind `advantage`: rewards of a group become per-token advantages."""
+"""Kind `advantage`: compute per-token advantages from the rewards of a group."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Advantage(Protocol):
     Factory: `Class(config)`. Pure; numpy only.
 
     Attributes:
-        needs: Fields of a turn that must be set besides `rewards`: `values` for algorithms with a critic, else
-            `frozenset()`.
+        needs: Fields of a turn that the algorithm reads besides `rewards`, such as `values` of a critic.
     """
 
     needs: frozenset[str]
@@ -29,8 +28,8 @@ class Advantage(Protocol):
     def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
         """Return copies of the groups, in order, with `advantages` float32 per response token.
 
-        Algorithms with a critic also set `returns`, the critic's target. Statistics over several groups use the given
-        groups, which are the whole batch or one mini-batch.
+        Algorithms with a critic also set `returns`, the critic's target. The groups are the whole batch or one
+        mini-batch. Statistics over several groups use these groups.
 
         Raises:
             DataError: If a group is too small or its rewards cannot be used; names the prompt.
@@ -47,13 +46,14 @@ class ComparesSamples(Advantage, Protocol):
     """An advantage that may be one number per attempt, the same for all its response tokens.
 
     Sources then write it to the batch without an array for every turn. If a subclass overrides only `advantages`,
-    sources call that.
+    sources call its `advantages`.
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
-        """Return the advantages of each group's attempts, float64 [n] per group; the same numbers as `advantages`.
+        """Return the advantages of each group's attempts, float64 [n] per group.
 
-        Return None if tokens of an attempt differ with these settings. Raises the same errors as `advantages`.
+        They are the same numbers as those of `advantages`, and errors are the same. Return None if, with these
+        settings, tokens of an attempt have different advantages.
         """
         ...
 

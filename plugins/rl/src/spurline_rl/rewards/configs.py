@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExactMatchConfig(RewardConfig):
-    """1 when the response equals the reference text, white space at both ends ignored; else 0."""
+    """1 if the response equals the reference text, else 0. White space at both ends does not count."""
 
     needs_reference = True
 
@@ -29,24 +29,24 @@ class ExactMatchConfig(RewardConfig):
 
 
 class FunctionRewardConfig(RewardConfig):
-    """A Python function called with one argument, the `spurline_rl.protocols.reward.Answer`; may be async."""
+    """A Python function, plain or async. Its one argument is a `spurline_rl.protocols.reward.Answer`."""
 
     name: str = "function"
     path: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
-    """`module:function`, installed, beside the config file or in the working directory; or `file.py:function`. A Python
-    program may give the function itself, which is called in the run's own process."""
+    """`file.py:function`, or `module:function`. The module may be installed, beside the config file or in the working
+    directory. A Python program may give the function itself, which is called in the run's own process."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
-    """Call it in the run's own process, which cannot kill it and limits only its time. By default it is called in
-    worker processes, which are killed at the limits."""
+    """Call the function in the run's own process. This limits its time, but cannot end it. By default it is called in
+    worker processes, which are killed if they exceed a limit."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
-    """Largest number of worker processes that make one call at a time; `auto` is one per processor, from 4 to 16. The
-    calls of an async function wait side by side in one process."""
+    """Largest number of worker processes. Each makes one call at a time. `auto` is one per processor, and from 4 to 16.
+    All calls of an async function share one process, where they wait at the same time."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
-    """GiB of private memory of one worker process, its module included."""
+    """GiB of private memory that one worker process may take, the imported modules included."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
-    """Seconds that importing its module may take at the start."""
+    """Seconds that the import of the function's module may take."""
 
     @model_validator(mode="before")
     @classmethod
@@ -60,7 +60,7 @@ class FunctionRewardConfig(RewardConfig):
             yield Problem(
                 "in_process",
                 "is false, but the function is an object of this process, which worker processes do not have. Remove "
-                "it; or write the function in a file, and name that: `my_rewards.py:is_right`.",
+                "in_process; or write the function in a file and name the file: `my_rewards.py:is_right`.",
             )
         for name in ("workers", "memory_gb", "import_timeout_s") if self.in_process else ():
             if name in self.model_fields_set:
@@ -68,7 +68,7 @@ class FunctionRewardConfig(RewardConfig):
 
 
 class MathVerifyConfig(RewardConfig):
-    """1 when the response and the reference are the same mathematically; needs `pip install spurline-rl[math]`."""
+    """1 if the response and the reference are mathematically equal, else 0. Needs `pip install spurline-rl[math]`."""
 
     needs_reference = True
 

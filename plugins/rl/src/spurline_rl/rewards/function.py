@@ -1,4 +1,4 @@
-"""Reward `function`: a Python function named in the config, with limits of time and memory.
+"""Reward `function`: a Python function that the config names, with limits of time and memory.
 
 def short_and_right(answer: Answer) -> float:
     return float(answer.reference in answer.response) - 0.001 * len(answer.response)
@@ -23,10 +23,10 @@ from spurline_rl.rewards.matching import missing_reference
 
 
 class FunctionReward:
-    """Call `path` with the Answer, in worker processes that are killed at its limits.
+    """Calls the function `path` in worker processes, which are killed if they exceed a limit.
 
-    With `in_process` the call is made in this process: a plain function runs on a thread, which is abandoned when it
-    takes too long; an async one runs on the event loop of the run.
+    With `in_process` the call is made in this process. A plain function runs on a thread, which is abandoned if it
+    takes too long. An async one runs on the event loop of the run.
     """
 
     def __init__(self, config: FunctionRewardConfig) -> None:
@@ -38,8 +38,8 @@ class FunctionReward:
         if config.path.startswith("__main__:"):
             raise ConfigError.at(
                 f"reward function {config.path}",
-                "is in the script or notebook that runs, which worker processes do not import. Write it in a file, and "
-                "name that: `my_rewards.py:...`; or set `in_process: true`.",
+                "is in the script or notebook that runs, which worker processes do not import. Write it in a file and "
+                "name the file: `my_rewards.py:...`; or set `in_process: true`.",
             )
         self._pool = KillablePool(
             f"{__name__}:load",
@@ -66,7 +66,7 @@ class FunctionReward:
         what, limit_s = f"The function {self._config.path}", self._config.timeout_s
         if self._pool is None:
             return await within(limit_s, what, self._function, answer)
-        # Rows and messages may be views of a dataset, which stays here.
+        # Rows and messages may be views of a dataset, which is not sent.
         messages = tuple(dict(message) for message in answer.messages)
         try:
             return await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
@@ -108,7 +108,7 @@ def load(path: str) -> Callable[..., Any]:
         signature = inspect.signature(function)
         signature.bind(None)
     except ValueError:
-        # Some functions written in C have no signature. The first call will tell.
+        # Some functions written in C have no signature. The first call fails if the arguments are wrong.
         pass
     except TypeError:
         problem = (

@@ -1,8 +1,8 @@
 """Call a function in processes that are killed when it takes too long or too much memory.
 
-A child process has imported the function once, and forks itself into workers (`worker_processes`), so a killed worker
-is replaced at once. Arguments are pickled; results are JSON, as a process that has run what a model wrote must not make
-this one run code.
+A child process imports the function once, and forks itself into workers (`worker_processes`). So a killed worker is
+replaced at once. Arguments are pickled. Results are JSON: a worker may have run code that a model wrote, and unpickling
+its results would let it run code here.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from typing import Any
 
 from spurline.child import ChildProcess
 from spurline.errors import ConfigError, PluginError, Problem, RunFailedError
+from spurline_models.machine import num_cores
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.rewards.worker_processes import OUR_ERRORS, Outcome, WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 MEMORY_LIMIT_BYTES = 8 << 30
-"""Memory of a worker: a result with billions of digits must not take the machine down."""
+"""Default for the memory of a worker. A result with billions of digits must not take the machine down."""
 _GRACE_S = 5.0
-"""Seconds beyond the time limit after which a worker is killed because it has not answered an async call; at most as
-long as the limit. A call then blocks the event loop, or does not let itself be cancelled."""
+"""Seconds that a worker has to answer an async call after its time limit, at most as long as the limit itself. It is
+then killed, because a call blocks its event loop or ignores that it was cancelled."""
 _LONGEST_S = 1e6
-"""The longest time limit: timers refuse very large numbers."""
+"""The longest time limit. Timers refuse very large numbers."""
 _LONGEST_ANSWER = 1 << 30
 _CLOSE_PATIENCE_S = 2.0
-"""Seconds the child has to end by itself when the pool is closed; it may be importing something large."""
+"""Seconds that the child has to end by itself when the pool is closed. It may be importing something large."""
 _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-"""Processes compute side by side already, and a fork would lose a library's threads."""
+"""The workers compute in parallel already, and a fork loses the threads of a library."""
 
 
-class TookTooLong(Exception):  # noqa: N818 - the caller decides whether it is an error
+class TookTooLong(Exception):  # noqa: N818 - not an error for every caller
     """The call exceeded its limit of time or memory."""
 
 
@@ -49,7 +50,6 @@ class OutOfMemory(TookTooLong):
     """The call exceeded its limit of memory."""
 
 
-_LOST = ("killed", "died")
 _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
     "late": (TookTooLong, "{function} took too long"),
     "killed": (TookTooLong, "{function} took too long"),
@@ -64,7 +64,7 @@ _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker as the pool sees it. `calls` has the answers that it owes, by number."""
+    """A connection to a worker. `calls` has the answers that the worker has not given yet, by number."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -73,19 +73,20 @@ class _Worker:
 
 
 class KillablePool:
-    """Processes for one function, for calls from any thread and event loop.
+    """Processes that call one function. Any thread and event loop may use the pool.
 
-    They start with `start` or with the first call, and again after a death. A plain function makes one call at a time
-    in each. The calls of an async function wait side by side in one. If that one is lost, the calls that may be to
-    blame are made again in a process of their own, and the others side by side.
+    The processes start with `start` or with the first call, and again if they die. Each makes one call of a plain
+    function at a time. All calls of an async function share one process. If it is lost, the calls that may have caused
+    this are made again, each in its own process. The other calls share a new process.
 
     Args:
-        function: `module:function` with a result in JSON, or, with an argument, one that returns such a function.
-        timeout_s: Seconds of one call.
-        workers: The largest number of processes that make one call at a time. If 0, it follows the processors.
-        argument: The argument of `function`, if it returns the function to call.
-        import_timeout_s: Seconds of the import.
-        memory_bytes: Memory of one worker.
+        function: `module:function`, whose result JSON can hold. If there is an `argument`, the function is called with
+            it once, and returns the function to call.
+        timeout_s: Seconds that one call may take.
+        workers: The largest number of processes, each with one call at a time. If 0, it follows the processors.
+        argument: The argument of `function`.
+        import_timeout_s: Seconds that the import may take.
+        memory_bytes: Memory that one worker may take.
     """
 
     def __init__(
@@ -109,15 +110,15 @@ class KillablePool:
         self._name = argument or function
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
-        """Runs all that follows."""
+        """Only this loop uses the attributes below."""
         self._child: ChildProcess | None = None
         self._ready: asyncio.Future[Outcome] | None = None
         self._requests = socket.socket()
         self._numbers = count()
         self._workers: dict[_Worker, asyncio.Task[None]] = {}
-        """Each worker with the task that listens to it."""
+        """Each worker with the task that reads its answers."""
         self._idle: list[_Worker] = []
-        self._places = asyncio.Semaphore(workers or max(4, min(16, _num_processors())))
+        self._places = asyncio.Semaphore(workers or max(4, min(16, num_cores())))
         self._shared: _Worker | None = None
         self._sharing = asyncio.Lock()
         self._thread = threading.Thread(target=self._loop.run_forever, name="spurline-killable-pool", daemon=True)
@@ -133,13 +134,13 @@ class KillablePool:
         asyncio.run_coroutine_threadsafe(self._started(), self._loop).result()
 
     async def call_async(self, *arguments: Any) -> Any:
-        """Return the function's result. If the caller is cancelled, a call that waits for a worker is taken back.
+        """Return the function's result. If the caller is cancelled while the call waits for a worker, it is not made.
 
         Raises:
-            TookTooLong: If it exceeds its limit of time or memory.
-            AttemptFailedError: If it raises, or its process dies.
-            SpurlineError: If it raises one of our errors.
-            PluginError: If it cannot be imported.
+            TookTooLong: If the call exceeds its limit of time or memory.
+            AttemptFailedError: If the function raises, or its process dies.
+            SpurlineError: If the function raises one of our errors.
+            PluginError: If the function cannot be imported.
             RunFailedError: If the pool is closed.
         """
         packed = base64.b64encode(pickle.dumps(arguments))
@@ -148,7 +149,7 @@ class KillablePool:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(packed), self._loop))
 
     def close(self) -> None:
-        """End every process. Calls under way fail, and those that wait for a worker too."""
+        """End every process. Calls that have not returned fail."""
         if not self._is_closed:
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
@@ -157,7 +158,7 @@ class KillablePool:
 
     async def _end(self) -> None:
         self._is_closed = True
-        # The child ends by itself when nobody can ask it for workers.
+        # This makes the child end by itself.
         self._requests.close()
         for worker in list(self._workers):
             self._kill(worker)
@@ -170,7 +171,7 @@ class KillablePool:
         if self._is_closed:
             raise self._error("closed", None)
         if self._ready is None:
-            # If it cannot be started, the next call tries again.
+            # `_ready` stays None if this fails, so the next call tries again.
             self._ready = self._start_child()
         kind, value = await asyncio.shield(self._ready)
         if kind != "value":
@@ -182,7 +183,7 @@ class KillablePool:
         self._requests.close()
         self._requests, theirs = socket.socketpair()
         began, files = time.monotonic(), [theirs.fileno()]
-        # There may be no standard error for the output of calls.
+        # The output of calls goes to the standard error, if there is one.
         with suppress(OSError):
             files.append(os.dup(2))
         settings = replace(self._settings, files=tuple(files))
@@ -220,11 +221,11 @@ class KillablePool:
             began = time.monotonic()
             outcome = await self._make(worker, packed, min(_GRACE_S, self._settings.timeout_s))
             if outcome[0] == "killed" and time.monotonic() - began < self._settings.timeout_s:
-                # Another call was late.
+                # The worker was killed because another call was late.
                 outcome = None
-        if outcome is None or outcome[0] in _LOST:
+        if outcome is None or outcome[0] in ("killed", "died"):
             await self._places.acquire()
-            # A call under way goes on without its caller.
+            # If the caller is cancelled, the call goes on, so that the worker can be used again.
             outcome = await asyncio.shield(self._make_alone(packed))
         kind, value = outcome
         if kind == "value":
@@ -232,12 +233,12 @@ class KillablePool:
         raise self._error("closed" if self._is_closed else kind, value)
 
     async def _make_alone(self, packed: bytes) -> Outcome:
-        """Make a call in a worker that makes no other one meanwhile. Give the place back."""
+        """Make a call in a worker that makes no other call at the same time."""
         try:
             grace_s = min(_GRACE_S, self._settings.timeout_s) if await self._started() else 0.0
             worker = self._idle.pop() if self._idle else await self._fork()
             outcome = await self._make(worker, packed, grace_s)
-            # It may have died after its answer.
+            # A worker may die after its answer.
             if worker in self._workers:
                 self._idle.append(worker)
             return outcome
@@ -260,7 +261,7 @@ class KillablePool:
 
     async def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
-        # If the child has just died, the channel is closed at once.
+        # If the child has just died, nobody holds the other end, so the worker counts as lost.
         with theirs, suppress(OSError):
             socket.send_fds(self._requests, [b"w"], [theirs.fileno()])
         worker = _Worker(*await asyncio.open_connection(sock=ours, limit=_LONGEST_ANSWER))
@@ -268,14 +269,14 @@ class KillablePool:
         return worker
 
     async def _listen(self, worker: _Worker) -> None:
-        """Take the worker's answers until its end, which is the outcome of the calls that it has not answered."""
+        """Take the worker's answers until it ends. The calls that it has not answered then fail."""
         how = "the process that watches it has ended"
         with suppress(OSError):
             async for line in worker.reader:
                 try:
                     message = json.loads(line)
                 except ValueError:
-                    # A line that the worker could not finish, or the empty one after it.
+                    # The worker died while it wrote this line, or the line is the empty one that follows.
                     continue
                 if "ended" in message:
                     how = message["ended"]
@@ -304,11 +305,6 @@ class KillablePool:
             return error(text.format(function=self._name, detail=detail))
         name, message, problems = detail
         return ConfigError([Problem(*each) for each in problems]) if problems else OUR_ERRORS[name](message)
-
-
-def _num_processors() -> int:
-    """Return the processors that this process may use, which may be fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _settle(answer: asyncio.Future[Outcome] | None, outcome: Outcome) -> None:

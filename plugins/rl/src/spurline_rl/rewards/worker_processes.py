@@ -1,7 +1,8 @@
-"""The child of a `KillablePool`: imports a function once, and forks itself into workers that call it.
+"""The child of a `KillablePool`, which imports a function once and forks itself into workers that call it.
 
-The child has one thread and runs no code of the user but the import, so it can always kill, and is safe to fork. It
-kills a worker, and all processes that the worker has started, when the pool closes the worker's channel.
+The child has one thread. Of the user's code it runs only the import. So it is safe to fork, and nothing keeps it from
+killing workers. When the pool closes a worker's channel, the child kills the worker and all processes that the worker
+has started.
 """
 
 from __future__ import annotations
@@ -34,32 +35,27 @@ from spurline_rl.concurrency import is_async, located
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Outcome = tuple[str, Any]
-"""`value` and the value, or the kind of a failure and its details."""
+"""Either `value` and the function's result, or the kind of a failure and its details."""
 Function = Callable[..., Any]
 
 OUR_ERRORS: dict[str, type[SpurlineError]] = {
     kind.__name__: kind
     for kind in (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
 }
-"""Errors that a worker raises and the pool raises again, by name; others become one that they are."""
+"""Errors that the pool raises again if a worker raises them, by name. A subclass becomes its base class."""
 _END_S = 5.0
-"""Seconds that all processes may take to be gone at the end."""
+"""Seconds to wait at the end until all processes are gone."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings that a pool hands its child.
+    """Settings that a pool gives its child. `KillablePool` describes those that are not listed here.
 
     Attributes:
-        function: `module:function` that is called, or that returns the function if there is an argument.
-        argument: The argument of `function`, or None.
-        timeout_s: Seconds of one call.
-        import_timeout_s: Seconds of the import.
-        memory_bytes: Private memory of one process.
         python_path: PYTHONPATH of the run's process.
-        files: File descriptors: a socket whose messages each ask for a worker and bring its channel; and the standard
-            error of the run's process, for the output of calls, if there is one.
+        files: One or two file descriptors. The first is a socket. Each of its messages asks for a worker, and has the
+            channel of the worker. The second is the run's standard error, which gets the output of calls.
     """
 
     function: str
@@ -74,15 +70,15 @@ class WorkerSettings:
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
     settings = WorkerSettings(**json.loads(parent.arguments[0]))
-    # Programs that a call starts must not look for modules where this process has to.
+    # This process has a PYTHONPATH of its own. Programs that a call starts must have the run's.
     os.environ.pop("PYTHONPATH", None)
     if settings.python_path is not None:
         os.environ["PYTHONPATH"] = settings.python_path
-    # This limits private memory, not addresses that are only reserved, as CUDA does.
+    # This limit counts private memory only. CUDA reserves far more addresses than it uses.
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = settings.memory_bytes if hard == resource.RLIM_INFINITY else min(settings.memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    # Tells where the import hangs, and ends the process.
+    # If the import hangs, this prints where, and ends the process.
     faulthandler.dump_traceback_later(settings.import_timeout_s, exit=True)
     try:
         found: Function = resolve_name(settings.function)
@@ -95,16 +91,16 @@ def main(parent: Parent) -> None:
         return
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
-        # The pool's death closes the socket of requests, which leaves time to kill what calls have started. Processes
-        # that lose their parent become children of this process.
+        # This process does not die with the pool's. It sees that the socket of requests is closed, and first kills what
+        # calls have started. Processes that lose their parent become children of this process.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # Forks share the imported objects as long as no collection touches them.
+    # A garbage collection would write to the imported objects, and so copy the memory that forks share.
     gc.freeze()
-    # Output must not stay in the buffer of every fork.
+    # Otherwise every fork would print the output that is still in the buffer.
     sys.stdout.flush()
     supervisor = _Supervisor(parent, settings, function)
-    # The pool has died when it cannot be written to.
+    # Writing fails if the pool's process has died.
     with suppress(BrokenPipeError):
         parent.send({"ready": ("value", is_async(function))})
         supervisor.run()
@@ -117,10 +113,10 @@ class _Supervisor:
     def __init__(self, parent: Parent, settings: WorkerSettings, function: Function) -> None:
         self._parent, self._settings, self._function = parent, settings, function
         self._workers: dict[int, socket.socket] = {}
-        """This process's copy of each worker's channel, by process id."""
+        """The channel of each worker, by process id."""
         self._killed: set[int] = set()
         """Processes that were killed, but have not ended yet."""
-        # Calls may rely on children of the import.
+        # Processes that the import has started are not killed before the end, because calls may need them.
         self._kept = _children()
         requests, *self._output = settings.files
         self._requests = socket.socket(fileno=requests)
@@ -135,11 +131,11 @@ class _Supervisor:
         self._poll.register(self._wake, select.POLLIN)
 
     def run(self) -> None:
-        """Serve until the pool closes the socket. A worker makes its calls in here, and ends with SystemExit."""
+        """Fork and kill until the pool closes the socket. A fork makes its calls in here and ends with SystemExit."""
         while True:
             ready = {file for file, _ in self._poll.poll()}
             for pid, channel in self._workers.items():
-                # The pool has closed the other end.
+                # An event means that the pool has closed the other end.
                 if channel.fileno() in ready:
                     self._poll.unregister(channel)
                     kill_group(pid)
@@ -176,20 +172,20 @@ class _Supervisor:
                 _serve(channel, self._function, self._settings.timeout_s)
             sys.exit()
         self._workers[pid] = channel
-        # Without events, only the end of the connection is reported.
+        # 0 asks for no event but the end of the connection, which is always reported.
         self._poll.register(channel, 0)
 
     def _leave(self, supervisor: int) -> None:
         """Close the supervisor's files in a fork, and make the fork end with the supervisor."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.close(signal.set_wakeup_fd(-1))
-        # The fork has a process group of its own, so that the processes it starts are killed with it.
+        # The processes that the fork starts belong to its group, and are killed with the group.
         os.setpgid(0, 0)
         end_with(supervisor)
         for each in (self._requests, self._wake, *self._workers.values()):
             each.close()
         self._parent.close()
-        # A call that reads the standard input must not take the messages.
+        # The standard input is the channel of the parent's messages, which a call must not read.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -197,14 +193,14 @@ class _Supervisor:
             os.dup2(output, 1)
             os.dup2(output, 2)
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # A process that may be killed at any time leaves nothing in a buffer.
+            # The process may be killed at any time, and output in its buffer would be lost.
             sys.stdout.reconfigure(line_buffering=True)
-        # Where memory runs out, Linux ends this process before the run's. Other systems have no such file.
+        # If memory runs out, Linux ends this process before the run's. Other systems have no such file.
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
 
     def _reap(self) -> None:
-        """Wait for all processes that have ended, and kill the processes that workers and killed processes leave."""
+        """Wait for all processes that have ended, and kill the processes that they have left behind."""
         leaves_orphans = False
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -215,7 +211,7 @@ class _Supervisor:
                 if channel is not None:
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
-                    # It is not registered any more if the pool has closed its end.
+                    # If the pool has closed its end, the channel is not registered any more.
                     with suppress(KeyError):
                         self._poll.unregister(channel)
                     _send_end(channel, f"exit code {os.waitstatus_to_exitcode(status)}")
@@ -226,13 +222,13 @@ class _Supervisor:
 
 
 def _send_end(channel: socket.socket, how: str) -> None:
-    """Tell the pool how a worker has ended. The line before may be unfinished."""
+    """Tell the pool how a worker has ended. The first newline ends a line that the worker has not finished."""
     with channel, suppress(OSError):
         channel.sendall(b"\n" + json.dumps({"ended": how}).encode() + b"\n")
 
 
 def _children() -> set[int]:
-    """Return the children of this process, which has one thread; empty where the system does not tell."""
+    """Return the children of this process, or no children if the system has no such list."""
     with suppress(OSError):
         return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
     return set()
@@ -242,7 +238,7 @@ def _children() -> set[int]:
 
 
 def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None:
-    """Make calls until the pool closes its end: async ones side by side, others one after the other."""
+    """Make calls until the pool closes its end. Async calls run at the same time, others one after the other."""
     if is_async(function):
         asyncio.run(_serve_side_by_side(channel, function, timeout_s))
         return
@@ -258,7 +254,7 @@ def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None
 
 async def _serve_side_by_side(channel: socket.socket, function: Function, timeout_s: float) -> None:
     channel.setblocking(False)
-    # Lines may have any length: they are the pool's own.
+    # The pool is trusted, so its lines may have any length.
     calls, answers = await asyncio.open_connection(sock=channel, limit=1 << 40)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -266,7 +262,7 @@ async def _serve_side_by_side(channel: socket.socket, function: Function, timeou
         limit = asyncio.timeout(timeout_s)
         try:
             async with limit:
-                # If the call does not let itself be cancelled, it is not answered, and the pool kills this process.
+                # If the call ignores that it is cancelled, it gets no answer, and the pool kills this process.
                 answer = _line(number, ("value", await function(*_arguments(packed))))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - told to the caller
             answer = _line(number, _failure(error))
@@ -291,7 +287,7 @@ def _failure(error: BaseException) -> Outcome:
 
 
 def _told(error: SpurlineError) -> Outcome:
-    """Return one of our errors, so that the pool can raise it again."""
+    """Describe one of our errors, so that the pool can raise it again."""
     known = next((name for name, kind in OUR_ERRORS.items() if isinstance(error, kind)), RunFailedError.__name__)
     problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
     return "raised", [known, str(error), problems]
@@ -302,7 +298,7 @@ def _line(number: bytes, outcome: Outcome) -> bytes:
 
 
 def _number(value: Any) -> Any:
-    """Return a number of numpy or torch as one of Python."""
+    """Return a numpy or torch number as a Python number."""
     if getattr(value, "shape", None) != ():
         raise TypeError(f"its result is of type {type(value).__name__}, which JSON cannot hold")
     return value.item()

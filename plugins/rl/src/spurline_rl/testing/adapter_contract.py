@@ -1,9 +1,9 @@
-"""Check that PEFT, with the backend's adapter on the run's first model, computes the same as the backend."""
+"""Check that PEFT, with the backend's adapter on the base model, computes the same as the backend."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from spurline.protocols.backend import Backend, TrainsAdapters
 from spurline.protocols.collator import ParallelLayout
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
-from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, own_logprobs, weights_of
+from spurline_rl.testing.backend_cases import assert_weights_equal, copied, minibatch, own_logprobs, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
 
 
@@ -26,7 +26,7 @@ class AdapterContract:
     Write a subclass with `backend_settings`, the config's `backend:` section, and the `plugins` to enable.
 
     Attributes:
-        tolerance: Largest difference of a logprob from PEFT's, in nats; the default suits a backend in fp32.
+        tolerance: Largest difference of a logprob from PEFT's, in nats. The default is for a backend in fp32.
         merge_tolerance: Largest difference of a merged weight.
     """
 
@@ -38,13 +38,13 @@ class AdapterContract:
     @pytest.fixture(scope="class")
     @classmethod
     def adapted_model(cls, spurline_tiny_model: Path) -> Path:
-        """Return the folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model. Override this for another architecture."""
         return spurline_tiny_model
 
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, adapted_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Return one backend for all tests of the class. After its two updates, no adapter matrix is 0."""
+        """Return one backend for all tests of the class, after two updates that make all adapter matrices non-zero."""
         with opened(backend_run(adapted_model, cls.backend_settings, cls.plugins)) as (backend, layout):
             for step in range(2):
                 backend.update(*minibatch("packed", layout, step))
@@ -76,7 +76,7 @@ class AdapterContract:
         backend, layout = trained
         loaded = self.load(backend, adapted_model, tmp_path)
         got = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
-        assert_weights_equal(got, _copy(_adapter_of(backend)))
+        assert_weights_equal(got, copied(_adapter_of(backend)))
         batch, _ = minibatch("padded", layout)
         changed = 0.0
         with torch.no_grad():
@@ -101,9 +101,9 @@ class AdapterContract:
 
     def test_the_next_update_changes_the_adapter(self, trained: tuple[Backend, ParallelLayout]) -> None:
         backend, layout = trained
-        before, settings = _copy(_adapter_of(backend)), _settings_of(backend)
+        before, settings = copied(_adapter_of(backend)), _settings_of(backend)
         backend.update(*minibatch("packed", layout, 3))
-        after = _copy(_adapter_of(backend))
+        after = copied(_adapter_of(backend))
         assert after.keys() == before.keys()
         assert all(not torch.equal(after[name], before[name]) for name in before)
         assert _settings_of(backend) == settings
@@ -131,8 +131,3 @@ def _settings_of(backend: Backend) -> Mapping[str, Any]:
 def _adapter_of(backend: Backend) -> Iterator[tuple[str, Tensor]]:
     assert isinstance(backend, TrainsAdapters)
     return backend.named_adapter_weights()
-
-
-def _copy(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Copy the tensors, since the backend may change them later."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in weights}

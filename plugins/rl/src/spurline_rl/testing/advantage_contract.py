@@ -16,12 +16,12 @@ _WRITTEN = ("advantages", "returns")
 
 
 class AdvantageContract:
-    """Subclass with `make_advantage()`; rewards and values are random numbers between 0 and 1.
+    """Subclass with `make_advantage()`. Rewards and values are random numbers between 0 and 1.
 
     Attributes:
         compares_samples: Whether a group with equal rewards has advantage 0. Set it to False for algorithms whose
-            baseline is not the group's.
-        carry: Columns that your advantage reads in `Group.columns`; they are numbers between 0.5 and 1.5.
+            baseline does not come from the group.
+        carry: Columns that your advantage reads in `Group.columns`. They hold numbers between 0.5 and 1.5.
     """
 
     compares_samples = True
@@ -107,7 +107,7 @@ class AdvantageContract:
 
 
 def _trajectory(random: np.random.Generator, uid: str, sample: int) -> Trajectory:
-    # The last turn is never empty: its last token holds the reward of the whole trajectory.
+    # The last turn is never empty, because its last token gets the reward of the whole trajectory.
     lengths = [*random.integers(0, 6, int(random.integers(0, 3))).tolist(), int(random.integers(1, 6))]
     return Trajectory(uid, sample, tuple(_turn(random, length) for length in lengths))
 
@@ -123,7 +123,7 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:
-    """Return two groups of samples with one token each and ascending rewards; values are 0, carried columns 1."""
+    """Return two groups of samples with one token each and ascending rewards. Values are 0, carried columns 1."""
 
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)

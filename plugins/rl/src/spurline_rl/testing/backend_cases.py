@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from spurline_rl.losses.algorithms import ValueLoss
 from spurline_rl.losses.configs import ValueLossConfig
 
 GRADIENT_ROUNDINGS = 8
-"""Rounding errors of its largest terms that may remain in a gradient whose terms cancel."""
+"""A gradient whose terms cancel may differ by this many rounding errors of the largest gradient."""
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 TEMPERATURE = 0.7
@@ -38,16 +38,16 @@ TEMPERATURE = 0.7
 def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_below: float = 0.0) -> None:
     """Assert for each parameter that the difference is small relative to the norm of the expected gradient.
 
-    A gradient is a sum of terms up to the size of the model's largest gradient. If they cancel (queries and keys of a
-    token that attends to one token have no gradient), only their rounding errors are left, and these bound the
-    difference instead.
+    A gradient is a sum of terms, which may be as large as the model's largest gradient. In some gradients the terms
+    cancel: queries and keys of a token that attends to one token have no gradient. Then only rounding errors are left,
+    and the difference may be as large as these.
 
     Args:
         got: (name, tensor) pairs, or a mapping.
         wanted: The expected gradients, likewise.
         tolerance: Largest norm of a difference, relative to the norm of the expected gradient.
-        cancels_below: Terms count as cancelling if the gradient is below this share of the largest one, for random
-            batches in which they may nearly cancel.
+        cancels_below: The terms of a gradient count as cancelling if it is below this share of the largest gradient.
+            In random batches they may nearly cancel.
     """
     left, right = dict(got), dict(wanted)
     assert left.keys() == right.keys()
@@ -70,7 +70,11 @@ def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 def weights_of(backend: Backend) -> dict[str, Tensor]:
     """Return a copy of the policy's weights."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in backend.named_weights()}
+    return copied(backend.named_weights())
+
+
+def copied(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in weights}
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -83,12 +87,12 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that are equal in two equal runs: all but times."""
+    """Return the metrics without times, which differ between two equal runs."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """Return a copy of the model that drops attention weights in training, or the model itself if dropout is 0."""
+    """Return a copy of the model with this dropout of attention weights, or the model itself if `dropout` is 0."""
     if not dropout:
         return model
     shutil.copytree(model, folder)
@@ -106,11 +110,11 @@ UNEVEN = (
     "loss in one row",
     "no loss",
 )
-"""Names of batches that leave some ranks with little to do, or whose rows must be sorted."""
+"""Names of batches in which some ranks have little to do, or in which rows must be sorted."""
 
 
 def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
-    """Return one of the batches `UNEVEN`, with an objective: its mean cross-entropy."""
+    """Return one of the batches `UNEVEN`, and its mean cross-entropy as the objective."""
     # Few rows fit into one micro-batch of 40 tokens; many need several.
     few = {"one row": (17,), "a long and a short row": (58, 3), "few rows of alternate units": (5, 9, 3, 12)}
     lengths = few.get(name, LENGTHS)
@@ -132,7 +136,7 @@ def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Obje
 def minibatch(
     layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[TrainingBatch, Objective]:
-    """Return random samples of these lengths, `packed` or `padded`, with an objective: their mean cross-entropy."""
+    """Return random samples of these lengths, `packed` or `padded`, and their mean cross-entropy as the objective."""
     samples = make_view(lengths, seed)
     collator = (
         PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
@@ -145,13 +149,13 @@ def minibatch(
 
 
 def own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's logprobs of all tokens but the first, and their loss weights, for each row but padding rows."""
+    """Yield the model's logprobs of all tokens but the first, and their loss weights, for each row of samples."""
     real = batch.without_padding_rows()
     for row in range(real.num_rows):
         count = int(real.segments["length"][row][0])
         tokens = real.tokens["input_ids"][row : row + 1, :count]
         logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
-        # log softmax by its definition.
+        # This is the definition of log softmax, not the code of the library.
         logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
         yield logprobs.gather(-1, tokens[0, 1:, None])[:, 0], real.tokens["loss_weights"][row, 1:count]
 
@@ -165,7 +169,7 @@ def with_noisy_columns(batch: TrainingBatch) -> TrainingBatch:
 
 
 def values_batch(layout: ParallelLayout, seed: int = 0) -> tuple[TrainingBatch, Objective]:
-    """Return a batch with random returns, with an objective: the value loss of a critic."""
+    """Return a batch with random returns, and the value loss of a critic as the objective."""
     batch, objective = minibatch("packed", layout, seed)
     generator = torch.Generator().manual_seed(seed)
     shape = (batch.num_rows, batch.length)

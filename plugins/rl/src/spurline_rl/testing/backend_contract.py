@@ -1,7 +1,7 @@
 """Check that a backend computes the same as the local backend.
 
-The first tests are of the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use uneven
-batches. The last ones are of reinforcement learning: temperatures, and models in other roles.
+The first tests check the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use uneven
+batches. The last ones check what reinforcement learning needs: temperatures, and models in other roles.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class BackendContract:
 
     Attributes:
         gradient_tolerance: Largest relative difference of a parameter's gradient from the local backend's.
-        step_tolerance: The same for the loss and the gradient norm of a step.
-        metric_tolerance: The same for the loss's own metrics.
-        dropout: Dropout of the attention; 0 for a backend without dropout.
+        step_tolerance: Largest relative difference of the loss and of the gradient norm of a step.
+        metric_tolerance: Largest relative difference of the other metrics of a loss.
+        dropout: Dropout of the attention. It is 0 for a backend without dropout.
         has_critic: Whether the backend trains a critic.
-        keeps_open: Whether the tests of the class share one backend, which is put back to its start between them. Set
+        keeps_open: Whether the tests of the class share one backend, which each test finds as it was at the start. Set
             it for a backend that takes seconds to start.
     """
 
@@ -88,7 +88,7 @@ class BackendContract:
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Open the backend under test on this model, as if it had just started, with a critic or without."""
+        """Open the backend under test on this model, or put the shared backend back to its start."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
         with opened(run) if self._kept is None else self._kept.lend(run) as lent:
             yield lent
@@ -108,7 +108,7 @@ class BackendContract:
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
-        """Return the folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model. Override this for another architecture."""
         return spurline_tiny_model
 
     def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
@@ -268,7 +268,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("name", UNEVEN)
     def test_uneven_work_gives_what_the_local_backend_gives(self, tiny_model: Path, name: str) -> None:
-        # If ranks made different collectives, they would wait for each other until a limit ends the test.
+        # If ranks called different collectives, they would wait for each other until the test's time limit.
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch, objective = uneven_batch(name, layout)
             wanted = local.gradients(batch, objective)
@@ -401,7 +401,7 @@ class BackendContract:
             assert bool((backend.logprobs(values_batch(layout)[0], "critic") == 0).all()), "values start at 0"
             for step in range(4):
                 batch, objective = values_batch(layout, step)
-                # The head starts at 0, so in the first step the decoder's gradients are 0 in both.
+                # The critic's head starts at 0, so the other gradients are 0 in the first step.
                 wanted = dict(local.gradients(batch, objective, role="critic"))
                 got = dict(backend.gradients(batch, objective, role="critic"))
                 assert_gradients_close(got, wanted, max(self.gradient_tolerance, 1e-4 if step else 0))
@@ -424,13 +424,13 @@ class BackendContract:
                 if not isinstance(backend, YieldsDevice):
                     pytest.skip("keeps its device")
                 batch, _ = minibatch("padded", layout, 7)
-                # The first time is before the first step: no optimizer state, and no reference is loaded.
+                # The device is first given away before the first step, without optimizer state and reference.
                 steps: list[object] = []
                 for step, keep_weights in enumerate((False, True, False, True)):
                     if gives:
                         backend.yield_device(keep_weights=keep_weights)
                         if keep_weights:
-                            # An engine that was sent the weights needs more memory now.
+                            # An engine needs more memory after it got the weights.
                             backend.yield_device(keep_weights=False)
                         backend.take_device()
                     steps.append(without_times(backend.update(*minibatch("packed", layout, step))))

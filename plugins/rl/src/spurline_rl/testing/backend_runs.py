@@ -1,4 +1,4 @@
-"""Open the backend of a run without data, each time or once for many tests."""
+"""Open the backend of a run without data, for one test or once for many tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spurline_rl.training_configs import ByPromptConfig
 def backend_run(
     model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), *, critic: bool = False
 ) -> LoadedConfig:
-    """Return the config of a run with this section `backend` and no data, with a critic or without."""
+    """Return the config of a run without data that has this section `backend`."""
     loaded = load_config(
         {
             "plugins": list(plugins),
@@ -35,7 +35,7 @@ def backend_run(
     )
     if not critic:
         return loaded
-    # The config's check wants a source that reads the critic's values, which is not needed here.
+    # The check of a config demands a source that reads the critic's values. So the critic is added after the check.
     optimizer = AdamWConfig(learning_rate=1e-2)
     section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
     return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
@@ -43,7 +43,7 @@ def backend_run(
 
 @contextmanager
 def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-    """Open the backend of a run, with the layout that it asks of batches."""
+    """Open the backend of a run. Return it with the layout that its batches must have."""
     config, registry = loaded.config, loaded.host.registry
     backend: Backend = registry.create("backend", config.backend, run=config, registry=registry, total_updates=8)
     try:
@@ -53,9 +53,9 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
 
 
 class KeptBackend:
-    """One open backend that is lent to one test after another, for backends that take seconds to start.
+    """Holds one open backend for many tests, because some backends take seconds to start.
 
-    Each test gets it as it was when it was opened, by loading what it saved then. It is replaced for another config,
+    The backend is saved when it is opened, and loaded again before each test. It is opened again for another config,
     and after a test that failed.
     """
 
@@ -67,7 +67,7 @@ class KeptBackend:
 
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Lend the backend of this run."""
+        """Give the backend of this run to a test."""
         if self._lent is None or loaded.config != self._config:
             self.close()
             self._lent = self._stack.enter_context(opened(loaded))
@@ -83,6 +83,6 @@ class KeptBackend:
             raise
 
     def close(self) -> None:
-        """End the backend that is open; may be called again."""
+        """Close the backend, if one is open."""
         self._config = self._lent = None
         self._stack.close()

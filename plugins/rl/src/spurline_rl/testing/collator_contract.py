@@ -23,9 +23,9 @@ _TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "ret
 
 
 class RolloutCollatorContract:
-    """Subclass with `make_collator(pad_token_id, layout)`; it must take turns of up to 40 tokens.
+    """Subclass with `make_collator(pad_token_id, layout)`. The collator must accept turns of up to 40 tokens.
 
-    Override `make_reference` to compare bit for bit, and set `one_turn_per_row` to False if turns share rows.
+    Override `make_reference` to compare bit for bit. Set `one_turn_per_row` to False if turns share rows.
     """
 
     one_turn_per_row = True
@@ -35,7 +35,7 @@ class RolloutCollatorContract:
         raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
 
     def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:
-        """Return the readable reference with the same settings, or None."""
+        """Return a collator that must give the same batches, or None."""
         return None
 
     _turns_strategy = st.lists(

@@ -19,14 +19,14 @@ _LENGTHS = (5, 9, 4, 7, 3)
 
 
 class CorrectionContract:
-    """Subclass with `make_correction()`; ratios between trainer and engine range from about 1/20 to 20 per token."""
+    """Subclass with `make_correction()`. Ratios between trainer and engine are about 1/20 to 20 per token."""
 
     def make_correction(self) -> Correction:
         """Return your correction."""
         raise NotImplementedError("subclass CorrectionContract with make_correction(self)")
 
     def batch(self, rows: tuple[tuple[int, ...], ...], seed: int = 0, spread: float = 1.0) -> TrainingBatch:
-        """Return the same five sequences, by number, in these rows.
+        """Return a batch whose rows hold these sequences, given by number. There are always the same five.
 
         `spread` is the standard deviation of the log ratios.
         """

@@ -1,4 +1,4 @@
-"""Check that each token of a rollout engine with weights of its own comes from the version that is noted for it."""
+"""Check that an engine takes new weights, and that it names the right version of the weights for each token."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelPair:
-    """Folders of two models that differ in their weights alone."""
+    """Folders of two models that differ only in their weights."""
 
     old: Path
     new: Path
 
 
 class WeightsOf:
-    """The part of a backend that a publish needs: the weights of a model folder, tied ones once.
+    """Stands in for a backend in `publish`. It has the weights of a model folder. Tied weights come once.
 
     Args:
         model: The folder.
@@ -54,19 +54,19 @@ class WeightsOf:
 
 
 class EngineUpdateContract(EngineContract):
-    """Subclass with `make_engine(model)`, whose engine `TakesWeights`, and `make_sync()`.
+    """Subclass with `make_sync()` and with `make_engine(model)`, which returns an engine that `TakesWeights`.
 
-    Every test publishes the old weights before its first request, as every source does. Set `logprob_tolerance` and
-    `limit_s` where `EngineContract` is too strict.
+    Every test publishes the old weights before its first request, as every source does. `EngineContract` describes
+    `logprob_tolerance` and `limit_s`.
     """
 
     def make_sync(self) -> WeightSync:
-        """Return a weight sync that the engine knows, with buckets so small that the model needs several."""
+        """Return a weight sync that the engine supports. Its buckets must be so small that the model needs several."""
         raise NotImplementedError("subclass EngineUpdateContract with make_sync(self)")
 
     @pytest.fixture(params=["untied", "tied"])
     def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-        """Return models with and without a head of their own."""
+        """Return models with a head of their own, or with the embeddings as the head."""
         return _model_pair(tmp_path_factory.getbasetemp(), request.param)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,7 +80,7 @@ class EngineUpdateContract(EngineContract):
 
         async def use(engine: Any) -> list[GenerationResult]:
             writing = asyncio.gather(*map(engine.generate, asked))
-            # When a short response is there, the long ones are under way.
+            # When this short response has ended, the long ones are being generated.
             await engine.generate(request(PROMPTS[0], max_new_tokens=4, temperature=0.0))
             await self.publish(engine, 2, models.new)
             return await writing

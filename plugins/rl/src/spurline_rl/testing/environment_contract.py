@@ -1,4 +1,4 @@
-"""Check that an environment keeps its contract, with an engine that writes random tokens, or tokens by a rule."""
+"""Check that an environment keeps its contract. An engine that follows a script stands in for the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class ScriptedEngine:
-    """Answers every request with the tokens of `script`, cut at the request's limit.
+    """An engine that answers a request with the tokens that `script` returns for it, cut at the request's limit.
 
     Attributes:
         requests: All requests, in order.
@@ -44,7 +44,7 @@ class ScriptedEngine:
         room = min(request.sampling.max_new_tokens, self._context - len(request.prompt_ids))
         if room < 1:
             raise DataError(f"{request.name}: no room for a response: the prompt has {len(request.prompt_ids)} tokens.")
-        # Some requests wait longer than others, so that attempts overtake each other.
+        # Some requests wait longer than others, so attempts do not end in order.
         for _ in range(request.seed % 5):
             await asyncio.sleep(0)
         answer = list(self._script(request))
@@ -67,7 +67,7 @@ class ScriptedEngine:
 
 
 def random_text(vocabulary: Sequence[int], end_token: int, longest: int = 20) -> Script:
-    """Return a script of random tokens by the request's seed, with the end token last."""
+    """Return a script that writes random tokens and then the end token. The request's seed decides the tokens."""
 
     def script(request: GenerationRequest) -> list[int]:
         random = np.random.default_rng(request.seed)

@@ -1,4 +1,4 @@
-"""Random trajectories for contract tests: the same arguments give the same data."""
+"""Make random trajectories for contract tests. The same arguments give the same data."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def make_trajectories(
     optional_columns: bool = True,
     routed_experts: bool = False,
 ) -> list[Trajectory]:
-    """Return one trajectory per entry; each turn is given by its (prompt, response) token counts.
+    """Return random trajectories.
 
     Args:
-        turns: The turns of each trajectory.
+        turns: The numbers of prompt tokens and response tokens of each turn of each trajectory.
         seed: Seed of the random numbers.
         optional_columns: Whether turns have the columns that may be None.
-        routed_experts: Whether turns also have expert indices, of 2 layers and 3 experts per token.
+        routed_experts: Whether turns also have the indices of 3 experts per token in 2 layers.
     """
     random = np.random.default_rng(seed)
     return [

@@ -27,7 +27,7 @@ PROMPTS = ([40, 41, 42, 43, 44, 45, 46], [50], [60, 61, 62], [70, 71, 72, 73, 74
 
 
 class EngineContract:
-    """Base of the test suites for engines. It runs an engine on a new event loop.
+    """Base class of the test suites for engines. Each test runs a new engine on a new event loop.
 
     Attributes:
         logprob_tolerance: Largest difference from the model's own fp32 logprobs.
@@ -38,7 +38,7 @@ class EngineContract:
     limit_s = 120.0
 
     def make_engine(self, model: Path) -> Any:
-        """Return your engine with the weights of this folder. It is called on the engine's event loop."""
+        """Return your engine with the weights of this folder. The engine's event loop is running."""
         raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
 
     def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
@@ -55,11 +55,11 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass it with `make_engine(model)`. `EngineContract` describes `logprob_tolerance` and `limit_s`."""
+    """Subclass with `make_engine(model)`. `EngineContract` describes `logprob_tolerance` and `limit_s`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
-        """Return the folder of the tiny model; override for another architecture."""
+        """Return the folder of the tiny model. Override this for another architecture."""
         return spurline_tiny_model
 
     def test_results_are_aligned_and_have_their_types(self, tiny_model: Path) -> None:

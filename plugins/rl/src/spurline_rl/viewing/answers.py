@@ -1,7 +1,7 @@
 """Answer requests of `spurline view` about rollouts, as JSON values.
 
-A request names a run by its number and an attempt by its step and place. Each request filters the files of the run's
-steps one after the other. The columns that lists show stay in memory.
+A request names a run by its number, and an attempt by its step and its row in the step's file. Each request filters the
+files one after the other. The columns that lists show stay in memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from spurline_rl.kept_rollouts.reader import read_step, step_files
 from spurline_rl.kept_rollouts.table import SCHEMA, SEARCHED
 
 pc: Any = pyarrow.compute
-"""A type checker cannot see its functions, which are made at import."""
+"""Its functions are made at import, so a type checker does not know them."""
 
 _PREVIEW = 200
 """Characters of a prompt and of a response that a list shows."""
 _MOST_GIVEN_UP = 200
 _TEXTS = ("prompt", "response")
-"""Columns that are read only for a filter that searches them."""
+"""Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
 _BOUNDS = {
     "min_reward": ("reward", pc.greater_equal),
@@ -41,14 +41,15 @@ _BOUNDS = {
     "min_age": ("max_age", pc.greater_equal),
     "min_gap": ("max_gap", pc.greater_equal),
 }
-"""Bounds of a filter: the column, and how it compares with the bound."""
+"""The column of each bound of a filter, and its comparison with the bound."""
 
 
 class ListQuery(BaseModel):
-    """A page of the attempts that pass a filter; None and "" ask for all. Texts ignore case.
+    """A filter for attempts, and the page of the list that is shown. A field that is None or "" filters nothing.
 
-    `prompt` is looked for in the uid and the text of the prompt, `text` in the responses. `tag` is `name=value`, or a
-    part of either. `min_age` bounds the age of the oldest token, `min_gap` the largest gap between the logprobs.
+    Searches ignore case. `prompt` is searched for in the uid and the text of the prompt, `text` in the responses. `tag`
+    is a whole `name=value`, or a part of it. `min_age` bounds the age of an attempt's oldest token, and `min_gap` its
+    largest difference between the trainer's and the engine's logprobs.
     """
 
     run: int
@@ -91,7 +92,7 @@ def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str
 
 
 def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
-    # An empty field of a form asks for all.
+    # The page sends an empty text for a field that is not filled in.
     wanted = ListQuery.model_validate({name: value for name, value in query.items() if value != ""})
     files, error = step_files(_run(run_dirs, wanted.run)), None
     first, last = wanted.min_step or 0, math.inf if wanted.max_step is None else wanted.max_step
@@ -146,7 +147,7 @@ def _attempt_at(run_dirs: Sequence[Path], run: int, step: int, place: int) -> Ke
 
 @lru_cache(maxsize=100_000)
 def _listed(path: Path, *mark: int) -> pa.Table:
-    """Return what lists show of a step. The mark differs when the file was made again."""
+    """Return the columns that lists show. `mark` changes when the file is replaced, so that it is read again."""
     return _read(path).drop_columns(_TEXTS)
 
 
@@ -155,7 +156,7 @@ def _read(path: Path) -> pa.Table:
 
 
 def _with_place(table: pa.Table) -> pa.Table:
-    """Add the places of attempts, which come before the prompts that were given up, and the beginnings of texts."""
+    """Add the row number of each attempt, and the beginnings of its texts."""
     table = table.select(list(SEARCHED)).append_column("place", pa.array(range(len(table)), pa.int32()))
     for name, text in (("begins", "prompt"), ("preview", "response")):
         table = table.append_column(name, pc.utf8_slice_codeunits(table[text], 0, _PREVIEW))
@@ -163,7 +164,7 @@ def _with_place(table: pa.Table) -> pa.Table:
 
 
 def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
-    """Return the page of attempts as rows, and how many match; equal ones come newest first."""
+    """Return the rows of the page, and the number of all attempts that match. Of equal rows the newest come first."""
     keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
     keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
     order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
@@ -176,17 +177,17 @@ def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
 
 
 def _is_lost(wanted: ListQuery) -> Any:
-    """Return the filter for prompts that were given up, as pyarrow evaluates it."""
+    """Return a pyarrow filter for prompts that were given up."""
     of_prompt = pc.match_substring(pc.field("uid"), wanted.prompt, ignore_case=True)
     return (pc.field("status") == "given_up") & of_prompt
 
 
 def _expression(wanted: ListQuery, table: pa.Table) -> Any:
-    """Return the filter for attempts, as pyarrow evaluates it."""
+    """Return a pyarrow filter for attempts."""
     parts = [pc.field("status") != "given_up"]
     for name, (column, compare) in _BOUNDS.items():
         if (bound := getattr(wanted, name)) is not None:
-            # Any number of a request fits into a float.
+            # A request may hold an integer that is too large for the column's type, but not for a float.
             parts.append(compare(pc.field(column), float(bound)))
     if wanted.status:
         parts.append(pc.field("status") == wanted.status)
@@ -203,7 +204,7 @@ def _expression(wanted: ListQuery, table: pa.Table) -> Any:
 
 
 def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
-    """Return the filter for rows with a value in this column of JSON that equals `name=value`, or contains the text."""
+    """Return a pyarrow filter for the rows whose JSON in this column has the tag."""
 
     def matches(values: str) -> bool:
         tags = [f"{name}={value}".lower() for name, value in json.loads(values).items()]
@@ -214,7 +215,7 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
 
 
 def attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
-    """Return the attempt with its turns. Lists of a turn have an entry per token, or are None if nothing is known."""
+    """Return the attempt with its turns. A list of a turn has an entry per token; an unknown list is None."""
     return {
         "step": attempt.step,
         "status": attempt.status,
@@ -277,7 +278,7 @@ def _responses(attempt: KeptAttempt) -> tuple[list[int], list[str]]:
 
 
 def _numbers(values: NDArray[Any] | None) -> Sequence[float | None] | None:
-    """Return rounded numbers; JSON has no infinity and no NaN."""
+    """Return rounded numbers. Infinity and NaN become None, because JSON cannot hold them."""
     if values is None:
         return None
     return [round(value, 5) if np.isfinite(value) else None for value in values.astype(np.float64).tolist()]

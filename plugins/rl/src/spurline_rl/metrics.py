@@ -1,4 +1,7 @@
-"""Metrics of rewards and lengths: means over the step unless the name says otherwise."""
+"""Compute the metrics of a step's rewards and responses, and of its trained tokens.
+
+A metric is the mean over the step unless its name says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from spurline.data.batch import TrainingBatch
+from spurline_rl.losses.log_ratios import COLUMNS, log_ratios_in_blocks
+from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO
 from spurline_rl.trajectory import Group, has_equal_returns, trajectories_of, turns_of
+
+_PERCENTILES = (1, 50, 99)
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return mean and deviation of the reward, `mean_terms`, and the share of groups with equal returns."""
+    """Return the mean and the spread of returns, `mean_terms`, and the share of groups with equal returns."""
     returns = all_returns(groups)
     return {
         "reward/mean": float(returns.mean()),
@@ -36,7 +44,9 @@ def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
-    """Return `kl_reward/mean`, the KL per trained token before its coefficient, and `reward/after_kl`, the mean return.
+    """Return two metrics of rewards from which a KL term was subtracted.
+
+    `kl_reward/mean` is the mean KL per trained token before its coefficient. `reward/after_kl` is the mean return.
 
     Args:
         groups: Groups with rewards from which the KL was subtracted.
@@ -66,4 +76,46 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/turns": len(num_response) / len(lengths),
         **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
         **{f"response/share_{reason}": len(of_reason) / len(num_response) for reason, of_reason in found},
+    }
+
+
+def mismatch_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Compare the trainer's logprobs with the engine's. Return {} if the batch lacks one of them.
+
+    `mismatch/logprob_diff` is the mean of |trainer - rollout| in nats, and its `/max` the maximum. `mismatch/kl` is the
+    k3 estimate of KL(rollout || trainer) (Schulman 2020). `mismatch/ratio_pN` are percentiles of the importance ratio.
+    """
+    if any(name not in batch.tokens for name in COLUMNS) or not (count := batch.num_loss_tokens):
+        return {}
+    ratios, found = np.empty(count), 0
+    distance, largest, kl = 0.0, 0.0, 0.0
+    for _, block in log_ratios_in_blocks(batch):
+        difference = block.values.numpy()
+        ratio = ratios[found : found + len(difference)]
+        found += len(difference)
+        np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, out=ratio), out=ratio)
+        kl += float((ratio - 1 - difference).sum())
+        distances = np.abs(difference)
+        distance += float(distances.sum())
+        largest = np.maximum(largest, distances.max(initial=0.0))
+    percentiles = np.percentile(ratios, _PERCENTILES, overwrite_input=True).tolist()
+    return {
+        "mismatch/logprob_diff": distance / count,
+        "mismatch/logprob_diff/max": float(largest),
+        "mismatch/kl": kl / count,
+        **{f"mismatch/ratio_p{percent}": value for percent, value in zip(_PERCENTILES, percentiles, strict=True)},
+    }
+
+
+def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """Return `advantage/mean`, `advantage/std` and the extremes over trained tokens."""
+    trained = batch.tokens["loss_weights"].numpy() != 0
+    values: NDArray[np.float64] = batch.tokens["advantages"].numpy()[trained].astype(np.float64)
+    if not len(values):
+        return {}
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std()),
+        "advantage/max": float(values.max()),
+        "advantage/min": float(values.min()),
     }
