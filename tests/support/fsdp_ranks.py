@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,25 +12,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spurline_fsdp_backend import sharded_model
+from spurline_fsdp_backend.checkpoint import SavedModel
 from spurline_fsdp_backend.rank import FsdpRank
 from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import device_profile
+from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
 
 
+def losing_files(saved: type[StoredModel]) -> Any:
+    """Return this class, but the files of a checkpoint are gone once their headers were read and found fitting."""
+
+    def read_fitting(path: Path, models: Mapping[Any, Any]) -> Any:
+        found = saved.read_fitting(path, models)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for file in path.rglob("*.safetensors"):
+                file.unlink()
+        dist.barrier()
+        return found
+
+    return SimpleNamespace(read_fitting=read_fitting)
+
+
 class LosingRank(FsdpRank):
-    def _read_fitting(self, path: Path) -> Callable[[], None]:
-        return lose_files(path, super()._read_fitting(path))
-
-
-def lose_files(path: Path, read: Callable[[], None]) -> Callable[[], None]:
-    """Remove the files of a checkpoint whose headers have been read. `read` then asks for their values."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        for file in path.rglob("*.safetensors"):
-            file.unlink()
-    dist.barrier()
-    return read
+    _saved_model = losing_files(SavedModel)
 
 
 class MixingRank(FsdpRank):

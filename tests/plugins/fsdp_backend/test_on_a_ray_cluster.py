@@ -66,7 +66,7 @@ def test_ranks_of_two_machines_train_bit_for_bit_as_those_of_one_process_and_con
     ("settings", "problem"),
     [
         ({"launch": "ray", "device": "cuda"}, "ranks is needed with launch: ray"),
-        ({"launch": "ray", "ranks": CPUS}, "device is auto, which looks at this machine, and it has no GPU"),
+        ({"launch": "ray", "ranks": CPUS}, "device is auto, which looks at this machine, and this machine has no GPU"),
         ({"device": "cpu", "runtime_env": {"env_vars": {"A": "b"}}}, "runtime_env is not .* in the section `cluster`"),
     ],
 )

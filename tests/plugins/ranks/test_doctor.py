@@ -89,7 +89,7 @@ def test_devices_that_are_taken_are_named_with_their_machine() -> None:
     one = {"node": "a", "device": "H100", "memory": (70 * 2**30, 80 * 2**30), "threads": 1}
     fine, taken = doctor._devices([one, {**one, "node": "b", "memory": (2**30, 80 * 2**30)}])
     assert (fine.value, fine.fix) == ("H100, 70.0 of 80.0 GiB free", "")
-    assert taken.fix == "end what else runs on the GPU of b: see `nvidia-smi`"
+    assert taken.fix == "end other programs on the GPU of b: see `nvidia-smi`"
 
 
 def test_wrong_values_of_an_exchange_are_worse_than_slow_ones() -> None:

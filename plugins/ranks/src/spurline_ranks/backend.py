@@ -1,6 +1,6 @@
-"""A backend of many ranks as the loop sees it: it deals rows to ranks, calls them, and joins their answers.
+"""The controller's side of a backend with ranks: deal rows to the ranks, call them, and join their answers.
 
-Only ranks have weights and process groups.
+Weights and process groups exist only in the ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spurline_ranks.publishing import buckets_of_ranks
 
 
 class RankBackend:
-    """A `Backend`. Each rank gets a share of its own and counts it, unless a subclass lets ranks share rows."""
+    """A `Backend` whose model is in ranks. Each rank gets its own rows, unless a subclass lets ranks share rows."""
 
     worker: ClassVar[str] = ""
     """`module:Class` of the `RankWorker` in every rank."""
@@ -45,7 +45,7 @@ class RankBackend:
     def __init__(self, config: RankBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
-        # Before ranks start and weights are read.
+        # Checks come before ranks start and read weights.
         config.check_model(run)
         check_losses(run, registry)
         self._model_config = load_model_config(run.model)
@@ -58,7 +58,7 @@ class RankBackend:
         try:
             self._ranks.call("build")
         except BaseException:
-            # A caller has no backend to close yet.
+            # The caller has no object that it could close.
             self._ranks.close()
             raise
 
@@ -117,17 +117,17 @@ class RankBackend:
                 yield name, torch.from_numpy(value)
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """See `MakesBuckets`. Raises ModelError for adapters alone where none are trained."""
-        # An error in a rank would end all ranks.
+        """See `MakesBuckets`. Raises ModelError if adapters are asked for and none are trained."""
+        # This is checked here because an error in a rank ends all ranks.
         if choice.part == "adapter" and self._config.adapters is None:
             raise ModelError(
-                f"Backend '{self._config.name}' trains no adapters that could be published alone. Set "
+                f"Backend '{self._config.name}' trains no adapters, so it cannot publish adapters alone. Set "
                 "source.weight_sync.adapters: false, which publishes the whole model."
             )
         return buckets_of_ranks(self._ranks, version, choice, first)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        # Ranks return a failure instead of raising it, and so stay alive.
+        # Ranks return errors of files: an error that they raise would end all ranks.
         _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
 
     def facts(self) -> Mapping[str, int | str]:
@@ -146,7 +146,7 @@ class RankBackend:
         _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        # This comes first, since the call may fail half way.
+        # This comes first: the call may fail when some tensors have already moved.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
@@ -159,7 +159,7 @@ class RankBackend:
 
     def _deal(self, batch: TrainingBatch, needs: Collection[str]) -> Dealing:
         columns = [name for name in needs if name != ENTROPY]
-        # An error in a rank would end all ranks.
+        # These are checked here because an error in a rank ends all ranks.
         check_columns(batch, columns)
         check_tokens(batch, self._model_config.get_text_config().vocab_size)
         check_replayed(batch, self._model_config)
@@ -174,11 +174,11 @@ class RankBackend:
         )
 
     def _share_of(self, rank: int) -> int:
-        """Return the number of this rank's share. Ranks that compute rows together get the same share."""
+        """Return the number of this rank's share of the rows. Ranks that compute rows together get the same share."""
         return rank
 
     def _counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with the same share. These ranks have the order of shares."""
+        """Return whether this rank answers for all ranks with the same share. Shares and such ranks have one order."""
         return True
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
@@ -191,7 +191,7 @@ class RankBackend:
         return [answer for rank, answer in enumerate(answers) if self._counts(rank)]
 
     def _check_device_here(self, what: str) -> None:
-        """Raise RunFailedError while others have the devices."""
+        """Raise RunFailedError while the devices are yielded to others."""
         if self._is_device_given:
             refuse(what)
 

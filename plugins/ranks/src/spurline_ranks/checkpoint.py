@@ -1,9 +1,10 @@
-"""The checkpoints of all backends with ranks: pieces of tensors, and facts beside them.
+"""Write and read the checkpoints of backends with ranks.
 
-Each trained model, `policy` and `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`): weights
-under their names in the Hugging Face model, the optimizer's tensors under NAME/KEY. The first rank writes `state.json`:
-the update count, digests of the initial and the frozen weights, the names of the weights, the optimizer's name and
-numbers, and the layout of the ranks. Random generators are seeded again in each step, so their state is not saved.
+Each trained model, `policy` or `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`). Weights
+have their names in the Hugging Face model. The optimizer's tensors for the weight NAME are called NAME/KEY. The first
+rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the names of the
+weights, the optimizer's name and numbers, and the layout of the ranks. Random generators are seeded in each step, so
+their state is not saved.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ _POLICY: Role = "policy"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model's folder, known from its headers; values are read only by `put_into`."""
+    """The folder of a model in a checkpoint. Only `put_into` reads values."""
 
     backend: ClassVar[str]
-    """The name of the backend whose ranks wrote it."""
+    """The name of the backend that writes such folders."""
 
     index: PieceIndex
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of a folder. Raises CheckpointError if it is damaged or another backend's."""
+        """Read the headers of the files. Raises CheckpointError if it is damaged, or written by another backend."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
         if lost:
             raise DamagedCheckpointError(
-                f"{folder} is damaged: {len(lost)} weights, such as {lost[0]}, are in no file, so one is missing. "
-                "Resume from another checkpoint."
+                f"{folder} is damaged: {len(lost)} weights, such as {lost[0]}, are in no file. Resume from another "
+                "checkpoint."
             )
         return cls(index, facts)
 
@@ -61,7 +62,7 @@ class StoredModel:
         """Read the headers of a checkpoint, and check that it fits these models. A collective.
 
         Raises:
-            CheckpointError: On all ranks, if a rank finds a problem.
+            CheckpointError: If any rank finds a problem. All ranks raise it.
         """
         found: list[Any] = [None]
         if dist.get_rank() == 0:
@@ -79,7 +80,7 @@ class StoredModel:
                 saved[role].check(trained)
         except CheckpointError as error:
             failure = error
-        # Ranks may hold different parameters.
+        # Ranks may hold different parameters, so they may find different problems.
         failures: list[CheckpointError | None] = [None] * dist.get_world_size()
         dist.all_gather_object(failures, failure)
         for failure in failures:
@@ -99,9 +100,13 @@ class StoredModel:
     def write(
         cls, folder: Path, rank: int, facts: Mapping[str, Any] | None, pieces: Iterable[Piece]
     ) -> dict[str, FileDigest]:
-        """Write a rank's pieces, and facts unless they are None; return digests by path from the folder's parent.
+        """Write a rank's pieces, and the facts unless they are None.
 
-        Raises CheckpointWriteError.
+        Returns:
+            Digests by path. Paths begin with the name of the folder.
+
+        Raises:
+            CheckpointWriteError: If they cannot be written.
         """
         try:
             folder.mkdir(exist_ok=True)
@@ -118,7 +123,7 @@ class StoredModel:
 
     @property
     def optimizer_shapes(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by NAME/KEY, on device `meta`."""
+        """The optimizer's tensors by NAME/KEY, on device `meta`: shapes and dtypes without values."""
         return {
             key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
             for key, stored in self.index.tensors.items()
@@ -131,9 +136,10 @@ class StoredModel:
         """Raise CheckpointError unless the checkpoint fits a model.
 
         Args:
-            weights: The `describe` of each weight.
+            weights: A description of each weight of the model, by `optimizers.state.describe`.
             frozen_weights: The digest of the frozen weights.
-            check_optimizer: Raises CheckpointError unless the optimizer can take this state on device `meta`.
+            check_optimizer: Raises CheckpointError unless the optimizer can take this state. Its tensors are on device
+                `meta`.
         """
         where = self.index.folder
         check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
@@ -152,9 +158,9 @@ class StoredModel:
         lora: LoraConfig | None,
         frozen_dtype: torch.dtype,
     ) -> WeightStream:
-        """Read the policy in one process, one whole tensor after the other. See `BackendFacts.checkpoint_reader`.
+        """Read the policy in one process, one whole tensor after another. See `BackendFacts.checkpoint_reader`.
 
-        Ranks hold the weights under adapters in `frozen_dtype`.
+        `frozen_dtype` is the dtype in which ranks hold frozen weights.
         """
         return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
 
@@ -163,7 +169,7 @@ class StoredModel:
         cls, run: RunConfig, folder: Path, digests: Mapping[str, FileDigest], lora: LoraConfig
     ) -> AdapterStream:
         """Read only the adapter. See `BackendFacts.adapter_reader`."""
-        # The dtype of the frozen weights does not matter: adapters are in fp32.
+        # The dtype of the frozen weights does not matter here, as adapters are in fp32.
         return saved_adapter(cls._read_saved(folder, digests, torch.float32), run.model, lora, run.seed)
 
     @classmethod
@@ -188,11 +194,11 @@ class StoredModel:
 def digest_of_ranks(
     tensors: Mapping[str, Tensor], held: Iterable[tuple[str, Box, Tensor]], device: torch.device
 ) -> str:
-    """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering one. A collective.
+    """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering them. A collective.
 
     Args:
-        tensors: Whole tensors by name, of which only shape and dtype count; the same on all ranks, in the same order.
-        held: Name, box and values of the boxes that this rank holds.
+        tensors: The whole tensors by name, the same on all ranks and in the same order. Values are not read.
+        held: Name, box and values of each box that this rank holds.
         device: The device on which ranks exchange tensors.
     """
     if not tensors:
@@ -207,7 +213,7 @@ def digest_of_ranks(
         mine = ((places >= 0) & (places < torch.tensor(box.shape)[:, None])).all(0)
         sampled = values.detach()[tuple(places[:, mine].to(values.device))]
         found[name][mine.to(device)] = sampled.to(device, tensors[name].dtype)
-    # Ranks without a value have zeros, so the largest byte comes from a rank with the value.
+    # A rank that does not hold a value has zeros, so the maximum of each byte comes from a rank that does.
     joined = torch.cat([values.view(torch.uint8) for values in found.values()])
     dist.all_reduce(joined, dist.ReduceOp.MAX)
     parts = joined.split([values.nbytes for values in found.values()])

@@ -1,4 +1,4 @@
-"""Section `cluster`: the Ray cluster on which a run places the ranks of its backend and its engines."""
+"""Section `cluster`: the Ray cluster where a run places the ranks of its backend and its engines."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\s\[\]]+\]|[^\s:/\[\]]+):\d{1,5}")
 
 
 class RuntimeEnvConfig(Section):
-    """The environment that processes on a Ray cluster get in addition to their machine's own."""
+    """The environment of processes on a Ray cluster, in addition to the environment of their machine."""
 
     retired: ClassVar[tuple[str, ...]] = ("working_dir",)
     env_vars: dict[str, str] = {}
-    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`. This process's variables do not reach other
-    machines."""
+    """Environment variables, such as `{NCCL_SOCKET_IFNAME: eth0}`. The variables of the `spurline` process do not reach
+    other machines."""
 
 
 class ClusterConfig(Section):
-    """The Ray cluster that the whole run is placed on; a bare string is short for its `address`."""
+    """The Ray cluster for the whole run. A bare string is short for its `address`."""
 
     address: str = Field(default="none", min_length=1)
-    """`none` places nothing on a cluster, unless `launch: ray` or `placement: ray` does. `auto` takes the cluster of
-    RAY_ADDRESS, or the one that `ray start` started on this machine. `HOST:PORT` is the head of a cluster. With an
-    address, ranks and engines are placed there by default."""
+    """`auto` takes the cluster of RAY_ADDRESS, or else the cluster that `ray start` started on this machine.
+    `HOST:PORT` is the head of a cluster. With either, ranks and engines are placed on the cluster by default. `none`
+    places them there only if they have `launch: ray` or `placement: ray`."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
     """The environment of all processes on the cluster."""
     room_timeout_s: float = Field(default=180.0, ge=0)
-    """Seconds to wait for free resources: until machines join, or other users give theirs back."""
+    """Seconds to wait for free resources: other machines may join, or other runs may end."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,8 +55,8 @@ class ClusterConfig(Section):
         if self.address not in ("none", "auto") and _HOST_AND_PORT.fullmatch(self.address) is None:
             yield Problem(
                 "address",
-                f"is {self.address!r}, which is no address of a cluster. Set it to auto, none, or the HOST:PORT that "
-                "`ray start --head` prints, without a scheme such as ray://.",
+                f"is {self.address!r}, which is not an address of a cluster. Set it to auto, none, or the HOST:PORT "
+                "that `ray start --head` prints, without a scheme such as ray://.",
             )
         if self.is_used and not any(cluster_needs(run)):
             yield Problem(
@@ -67,10 +67,10 @@ class ClusterConfig(Section):
 
 
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
-    """Yield (key of the section, need) of everything that this run places on its cluster.
+    """Yield (key of a section, its need) for everything that this run places on its cluster.
 
-    A section that may be placed there has a method `cluster_need(run)`, which returns its need or None. Ranks come
-    first: they need whole machines, before engines take parts of machines.
+    A section of such things has a method `cluster_need(run)`, which returns its need or None. Ranks come first: they
+    need whole machines, and engines take parts of machines.
     """
     sections = [(path, getattr(section, "cluster_need", None)) for path, section in sections_within(run)]
     needs = [(path, need) for path, ask in sections if ask is not None and (need := ask(run)) is not None]
@@ -90,7 +90,7 @@ def cluster_request(run: RunConfig) -> ClusterRequest:
 
 @contextmanager
 def room_on_cluster(run: RunConfig) -> Iterator[None]:
-    """Reserve all room of the run on the cluster while the context is open, and check the machines.
+    """Reserve all room of the run on the cluster while the context is open. Check the machines first.
 
     Raises:
         ConfigError: If there is too little room, or machines differ or do not share the run directory.
@@ -100,7 +100,7 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
     if not needs:
         yield
         return
-    # Every run opens this context, and few have a cluster.
+    # These imports are slow, and few runs have a cluster.
     from spurline_models.machine import check_ray
     from spurline_ranks.cluster_checks import check_machines
 

@@ -1,6 +1,6 @@
-"""Check before any weight is loaded that the machines of a cluster have the same software and share the run directory.
+"""Check that the machines of a cluster have the same software and share the run directory, before weights are loaded.
 
-A process on each machine answers. A difference is a ConfigError that names machines. Imports no torch.
+A process on each machine answers. A difference is a ConfigError that names the machines. Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline.plugins.official import DEFAULT_PLUGINS
 from spurline_ranks.cluster import cluster_needs
 
 TOKEN_TIMEOUT_S = 60.0
-"""Seconds until another machine has to see a new file: network file systems cache that a file does not exist."""
+"""Seconds that a new file may take to appear on another machine. Network file systems cache the absence of a file."""
 _LIBRARIES = ("spurline", "torch", "transformers", "numpy", "safetensors", "peft", "megatron-core")
 _MISSING = "not installed"
 
@@ -46,11 +46,11 @@ def check_machines(run: RunConfig, ask: Callable[..., Mapping[str, Any]]) -> Non
 
 
 def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, str]:
-    """Return the versions that this machine would train with.
+    """Return the versions of the software on this machine.
 
     Args:
-        plugins: As the config lists them. Default plugins count too, unless left out with `-NAME`.
-        needed: Modules that count besides the usual libraries.
+        plugins: The list in the config. Default plugins are added, unless `-NAME` leaves one out.
+        needed: Modules to look for besides the usual libraries.
     """
     known = installed_plugins()
     default = [name for name in DEFAULT_PLUGINS if f"-{name}" not in plugins and name not in plugins]
@@ -67,7 +67,7 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
 
 
 def answer_token(token: str, limit_s: float) -> str | None:
-    """Wait for the controller's file, and write a file beside it; return the problem, if there is one."""
+    """Wait for the controller's file, and write a file beside it. Return the problem, or None."""
     path, until = Path(token), time.monotonic() + limit_s
     # Listing the folder makes a network file system look for new files.
     while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):

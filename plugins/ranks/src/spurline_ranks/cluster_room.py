@@ -1,7 +1,7 @@
-"""Room on a Ray cluster for everything that one run places there, reserved at once before anything loads.
+"""Reserve room on a Ray cluster for everything that a run places there, before anything loads.
 
-Code that starts actors takes the room for its `ClusterNeed`, and reserves room that is not reserved yet. Imported only
-by runs that place something on Ray.
+Code that starts actors takes the room that is reserved for its `ClusterNeed`. If none is reserved, the code reserves it
+then. Only runs that place something on Ray import this module.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from spurline_ranks.ray_node import NodeActor
 Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
 _SLICE_S = 2.0
-"""Seconds of one wait for Ray, which no interruption ends."""
+"""Seconds of one wait for Ray. Ctrl-C has no effect during such a wait."""
 _ANSWER_TIMEOUT_S = 300.0
 """Seconds that a machine has to start a process and answer a question."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A placement group that holds room until `RayCluster.release`, with its bundles and the machine of each."""
+    """A placement group, its bundles, and the machine of each bundle. It holds room until `RayCluster.release`."""
 
     group: PlacementGroup
     bundles: Sequence[Bundle]
@@ -43,7 +43,7 @@ class Place:
 
 
 _reserved: dict[ClusterNeed, list[Place]] = {}
-"""Reserved room of a run that no code has taken yet."""
+"""Room of a run that is reserved, and that no code has taken yet."""
 _reserved_lock = threading.Lock()
 
 
@@ -56,7 +56,7 @@ class RunRoom:
         self._places: list[Place] = []
 
     def reserve(self, needs: Sequence[ClusterNeed]) -> None:
-        """Wait for room for all needs. Raises ConfigError with the numbers if there is too little in time."""
+        """Wait for room for all needs. Raises ConfigError with the numbers if there is too little."""
         self._cluster.open()
         found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
         self._places = [place for places in found for place in places]
@@ -77,7 +77,7 @@ class RunRoom:
         """Call `module:function` with plain data in a process of each machine; return the answers by machine.
 
         Raises:
-            SpurlineError: If one of the functions raises it, or a machine does not answer.
+            SpurlineError: If the function raises it on a machine, or a machine does not answer.
         """
         bundles = {
             node.name: (place.group, number) for place in self._places for number, node in enumerate(place.nodes)
@@ -111,14 +111,14 @@ def room_for(
 
     Args:
         cluster: The cluster.
-        need: Processes that are `together` get one place, others one place each.
+        need: The processes. If they are `together` they get one place, otherwise each gets its own.
         setting: The section that an error names.
         timeout_s: Seconds to wait for room.
-        given_up: Ends the wait when it returns True.
+        given_up: A function that ends the wait by returning True.
 
     Raises:
-        ConfigError: If there is too little room in time, with the numbers.
-        RunFailedError: If the wait was given up.
+        ConfigError: If there is too little room. It has the numbers.
+        RunFailedError: If `given_up` returns True.
     """
     with _reserved_lock:
         places = _reserved.pop(need, [])
@@ -141,7 +141,7 @@ def _reserve(
     try:
         for plan in plans:
             groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
-            # Ranks come first: engines would take parts of machines that ranks need as a whole.
+            # Ranks come first, as they need whole machines. Engines would take parts of these machines.
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
                     if not told:
@@ -167,7 +167,7 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """Find the machines of a placement group that is ready, among the machines of the cluster."""
+    """Return a placement group that is ready with its machines, which are among the machines of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
@@ -178,7 +178,7 @@ _Plan = Sequence[tuple[Sequence[Bundle], Strategy]]
 
 
 def each_needs(need: ClusterNeed, nodes: Sequence[Node]) -> dict[str, float]:
-    """Return the resources of one process; without GPUs if the cluster has none and the process needs none."""
+    """Return the resources of one process. An optional GPU is left out if the cluster has none."""
     has_gpus = any(node.has("GPU") for node in nodes)
     gpus = need.gpus if has_gpus or not need.gpus_if_any else 0
     return {**({"GPU": float(gpus)} if gpus else {}), "CPU": float(need.cpus)}
@@ -197,14 +197,14 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Return the number of processes on each machine: as set, or all if they fit on one, or as many as fit.
+    """Return the number of processes on each machine: the number that is set, else as many as fit.
 
     Raises:
         ConfigError: If the machines are not equal, or the processes do not fill them.
     """
     resource, each = ("GPU", need.gpus) if need.gpus else ("CPU", need.cpus)
     room = {node.name: int(node.has(resource) // each) for node in nodes if node.has(resource) >= each}
-    # If processes fit on no machine, the wait for room ends in an error.
+    # If no machine has room for a process, the later wait for room ends in an error.
     most = max(room.values(), default=need.count)
     per_machine = min(need.count, need.per_machine or most)
     if need.per_machine is None and most < need.count and len(set(room.values())) > 1:
@@ -229,7 +229,7 @@ def _wish(need: ClusterNeed, plan: _Plan) -> str:
 
 
 def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
-    """Return the answers that come within the limit by their keys, without those of dead actors."""
+    """Return the answers that come within the limit, by key. Answers of dead actors are left out."""
     until, ready, waiting = time.monotonic() + limit_s, list[Any](), list(asked.values())
     while waiting and (left := until - time.monotonic()) > 0:
         more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(_SLICE_S, left))

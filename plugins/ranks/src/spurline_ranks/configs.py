@@ -23,50 +23,50 @@ from spurline_ranks.group import TimeLimits
 
 
 class RankBackendConfig(ModelBackendConfig):
-    """A backend whose model is divided among ranks.
+    """The settings of a backend whose model is divided among ranks.
 
-    Functions that need torch are in modules of the backend's `package`: `layout` has `check_model`, `describe_layout`
-    and `savings`, and `memory` has `estimate_memory`. Each takes the config and the arguments of the method of its
-    name.
+    A config must not import torch. So the code of some methods is in modules of the backend's `package`: `layout` has
+    the functions `check_model`, `describe_layout` and `savings`, and `memory` has `estimate_memory`. A function takes
+    the config, and then the arguments of the method with the same name.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "runtime_env": "It is for all processes on a cluster: write it in the section `cluster`."
+        "runtime_env": "Write it in the section `cluster`: it is for all processes on the cluster."
     }
     package: ClassVar[str] = ""
-    """The package of these modules, such as `spurline_fsdp_backend`."""
+    """The package with these modules, such as `spurline_fsdp_backend`."""
     doctor_rank: ClassVar[str] = ""
     """`module:Class` of the backend's `DoctorRank`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Processes, each with one GPU; null takes all GPUs of the machine, and 2 processes on CPU. `launch: ray` needs a
-    number."""
+    """Number of processes, each with one GPU. null takes all GPUs of this machine, or 2 processes on CPU. `launch: ray`
+    needs a number."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
-    """`local` starts the ranks on this machine, `ray` as actors of a Ray cluster; with `cluster.address` the default is
-    `ray`."""
+    """`local` starts the ranks on this machine, `ray` starts them on a Ray cluster. If `cluster.address` is set, the
+    default is `ray`."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """`auto` takes GPUs if this machine has any."""
+    """`auto` is `cuda` if this machine has GPUs, else `cpu`."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32; `auto` is bf16 on GPUs, fp32 on CPU."""
+    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks on each machine of a cluster; null takes one machine if it has enough GPUs, else all GPUs of each."""
+    """Ranks on each machine of a cluster. null takes one machine if it has enough GPUs, else all GPUs of each."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
-    """GPUs of this machine for the ranks, so that rollout engines get the others; null takes all."""
+    """Numbers of the GPUs of this machine that ranks use. Rollout engines get the other GPUs. null takes all."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Most tokens in one micro-batch of a rank, or of the ranks that share sequences, without padding. Rows stay whole;
-    null takes all rows at once."""
+    """Most tokens in one micro-batch of a rank, or of the ranks that share sequences, without padding. A row is never
+    divided. null puts all rows of a step in one micro-batch."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Positions of one rank whose logits exist at the same time."""
+    """Number of positions of a rank whose logits are in memory at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """CPU threads of each rank; null divides the cores of a machine among its ranks."""
+    """CPU threads of each rank. null divides the cores of a machine among its ranks."""
     deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Use deterministic kernels, so that two runs on GPUs are equal bit for bit; slower."""
+    """Use deterministic kernels. Two runs on GPUs are then equal bit for bit, but slower."""
     probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds until the ranks have started and found each other, before any weight is loaded."""
+    """Seconds that ranks may take to start and find each other, before weights are loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take, or loading the model with its download."""
+    """Seconds that one update, evaluation or checkpoint may take, or loading and downloading the model."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one exchange between ranks may take."""
 
@@ -83,8 +83,8 @@ class RankBackendConfig(ModelBackendConfig):
         if not ranks:
             yield Problem(
                 "ranks",
-                "takes all GPUs of this machine, and there are none. Set device: cpu to try it, or the number of GPUs "
-                "of the machine that trains, such as ranks: 8.",
+                "takes all GPUs of this machine, and there are none. To try it here, set device: cpu. To plan for "
+                "another machine, set the number of its GPUs, such as ranks: 8.",
             )
             return
         yield from self.division_problems(ranks)
@@ -93,7 +93,7 @@ class RankBackendConfig(ModelBackendConfig):
         if self.ranks_per_node is not None and ranks > self.ranks_per_node and ranks % self.ranks_per_node:
             yield Problem(
                 "ranks_per_node",
-                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks, and all machines need as many.",
+                f"is {self.ranks_per_node}, which does not divide the {ranks} ranks. All machines get the same number.",
             )
         optimizers = [("optimizer", run.optimizer)]
         if run.trained_critic is not None:
@@ -108,12 +108,12 @@ class RankBackendConfig(ModelBackendConfig):
                 )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
-        """Return why this optimizer cannot step on divided parameters, as a predicate; None if it can."""
+        """Return why this optimizer cannot step on divided parameters, or None if it can. The reason is a predicate."""
         reason = optimizer.needs_whole_parameters
         return None if reason is None else f"needs whole ones: {reason}"
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        """Yield problems of the settings that divide this number of ranks into groups."""
+        """Yield problems of the settings that divide the ranks into groups."""
         return ()
 
     def _launch_problems(self) -> Iterable[Problem]:
@@ -122,12 +122,12 @@ class RankBackendConfig(ModelBackendConfig):
                 yield Problem("ranks_per_node", "is for the machines of a cluster. Set launch: ray, or remove it.")
             return
         if self.ranks is None:
-            yield Problem("ranks", "is needed with launch: ray: machines of the cluster times GPUs of each.")
+            yield Problem("ranks", "is needed with launch: ray. Set it to the number of machines times GPUs of each.")
         if self.device == "auto" and not num_gpus():
             yield Problem(
                 "device",
-                "is auto, which looks at this machine, and it has no GPU. Set the device of the cluster's machines: "
-                "device: cuda, or device: cpu.",
+                "is auto, which looks at this machine, and this machine has no GPU. Set the device of the cluster's "
+                "machines: device: cuda, or device: cpu.",
             )
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
@@ -137,13 +137,13 @@ class RankBackendConfig(ModelBackendConfig):
         if self.num_ranks > different:
             yield Problem(
                 "gpus",
-                f"names {different} GPUs, and there are {self.num_ranks} ranks, each with one of its own. Name "
+                f"names {different} GPUs, and each of the {self.num_ranks} ranks needs one. Name "
                 f"{self.num_ranks - different} more, or set ranks: {different}.",
             )
 
     @property
     def on(self) -> Literal["cpu", "cuda"]:
-        """The device that `auto` stands for here."""
+        """The device, with `auto` replaced by the device of this machine."""
         if self.device == "auto":
             return "cuda" if num_gpus() else "cpu"
         return self.device
@@ -159,14 +159,14 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16"]:
-        """The precision that `auto` stands for here."""
+        """The precision, with `auto` replaced by the usual one of the device."""
         if self.precision == "auto":
             return "bf16" if self.on == "cuda" else "fp32"
         return self.precision
 
     @property
     def num_ranks(self) -> int:
-        """The setting `ranks`, or else the number of GPUs, or 2 on CPU."""
+        """The setting `ranks`. If it is null, the number of GPUs, or 2 on CPU."""
         if self.ranks is not None:
             return self.ranks
         if self.on == "cpu":
@@ -196,10 +196,8 @@ class RankBackendConfig(ModelBackendConfig):
             return None
         return (
             f"backend.ranks is {self.num_ranks}, each with a GPU, and this machine has {num_gpus()}: this config "
-            "trains elsewhere only"
+            "can train only on another machine"
         )
-
-    # The functions that look at the model need torch, which a config must not import.
 
     def check_model(self, run: RunConfig) -> None:
         if self.launch == "ray":
@@ -207,11 +205,11 @@ class RankBackendConfig(ModelBackendConfig):
         self._part("layout:check_model")(self, run)
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Return sentences for `spurline plan` on the number, places and groups of the ranks."""
+        """Return sentences for `spurline plan` that describe the ranks, their machines and their groups."""
         return list(self._part("layout:describe_layout")(self, run))
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        """Return lines with other ways to divide the ranks, the best first."""
+        """Return lines with other ways to divide the ranks, the best way first."""
         return ()
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:

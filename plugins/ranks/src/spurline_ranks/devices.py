@@ -1,4 +1,4 @@
-"""Choose GPUs and network interfaces for the ranks of this machine, and find the GPUs that no rank has."""
+"""Choose GPUs and network interfaces for the ranks of this machine, and find the GPUs that no rank uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _INTERFACE = "lo"
 
 
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
-    """Return the environment variables of each rank here. With `cuda` each sees one GPU, otherwise none.
+    """Return the environment variables of each rank on this machine. On `cuda` each rank sees one GPU, else none.
 
     Raises:
         ConfigError: If there are too few GPUs.
@@ -25,24 +25,24 @@ def local_environments(request: RankRequest) -> list[dict[str, str]]:
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
-    """Return the GPU of each rank on this machine, as CUDA_VISIBLE_DEVICES names it. Raises ConfigError if too few."""
+    """Return the GPU of each rank, named as in CUDA_VISIBLE_DEVICES. Raises ConfigError if there are too few."""
     seen = visible_gpus()
     if wrong := [gpu for gpu in request.gpus or () if gpu >= len(seen)]:
         exists = f"this machine has {', '.join(map(str, range(len(seen))))}" if seen else "this machine has none"
-        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. They are numbered as CUDA does.")
+        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. The numbers are those of CUDA.")
     usable = seen if request.gpus is None else tuple(seen[gpu] for gpu in request.gpus)
     if request.count > len(usable):
         fix = f"Set it to {len(usable)}, or device: cpu." if usable else "Set device: cpu."
         raise ConfigError.at(
-            "backend.ranks", f"asks for {request.count} ranks with a GPU each, and there are {len(usable)}. {fix}"
+            "backend.ranks", f"asks for {request.count} ranks with a GPU each, and there are {len(usable)} GPUs. {fix}"
         )
     return usable[: request.count]
 
 
 def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
-    """Return the GPUs of this machine that no rank has, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs of this machine that no rank uses, named as in CUDA_VISIBLE_DEVICES.
 
-    None if no rank has a GPU of this machine, or the cluster gives them out.
+    Return None if no rank uses a GPU of this machine, or if a cluster assigns the GPUs.
     """
     if request is None or request.device != "cuda" or request.launch != "local":
         return None
@@ -51,12 +51,12 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
-    """Return environment variables that keep exchanges on this machine's loopback, without those that are set.
+    """Return environment variables that keep exchanges on this machine's loopback. Variables that are set stay.
 
-    Neither gloo nor NCCL authenticates peers, and by default both take the interface that other machines reach.
+    Neither gloo nor NCCL authenticates peers, and by default other machines can reach both.
 
     Args:
-        peers_elsewhere: Whether NCCL also exchanges with other machines: it has one interface for all groups.
+        peers_elsewhere: Whether NCCL also exchanges with other machines. It has one interface for all groups.
     """
     if _INTERFACE not in (name for _, name in socket.if_nameindex()):
         return {}

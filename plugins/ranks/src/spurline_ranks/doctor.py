@@ -1,6 +1,6 @@
-"""Start the ranks of a run without a model, and test their devices and their exchanges for `spurline doctor`.
+"""Start the ranks of a run without a model, and test their devices and their exchanges, for `spurline doctor`.
 
-The controller asks, and a `DoctorRank` answers in every rank. A backend adds its groups of ranks.
+In every rank a `DoctorRank` answers the questions of the controller. A backend adds its own groups of ranks.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ from spurline_ranks.group import ClusterRequest, Place, RankGroup, open_ranks
 from spurline_ranks.messages import plain_run, read_run
 
 EXCHANGED_BYTES = 64 * 2**20
-"""Bytes of each rank in one exchange."""
+"""Bytes that each rank has in one exchange."""
 LIMIT_S = 120.0
-"""Seconds for an exchange and for a call: ranks that need longer for 64 MB will not train."""
+"""Seconds for an exchange and for a call. Ranks that need longer for 64 MB are too slow to train."""
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The seconds of the fastest of some all-reduces, the bytes that a rank sent, and whether all values were right."""
+    """The result of a few all-reduces in one rank."""
 
     seconds: float
+    """The time of the fastest one."""
     sent: float
+    """The bytes that the rank sent in each."""
     right: bool
+    """True if all values were right."""
 
 
 def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[Finding]:
-    """Start the ranks and yield their findings; `worker` is the `module:Class` of the `DoctorRank`."""
+    """Start the ranks and yield their findings. `worker` is the `module:Class` of the backend's `DoctorRank`."""
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
-    # Without logs nothing is left in the run directory.
+    # Logs would stay in the run directory.
     cluster = replace(cluster_request(run), log_dir=None)
     request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
     with ExitStack() as stack:
@@ -68,7 +71,7 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
 def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
     found: list[dict[str, Any]] = ranks.call("look")
     yield _placement(found, seconds)
-    # All ranks have the same versions: a cluster with different ones was refused before.
+    # All ranks have the same versions, since a cluster with different versions is refused.
     yield Finding("versions of the ranks", found[0]["versions"])
     yield from _devices(found)
     for group in found[0]["groups"]:
@@ -76,7 +79,7 @@ def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Find out who may use the cluster. An open cluster is safe only in a network of its own."""
+    """Find out whether the cluster asks for a token. Without one it is safe only in a private network."""
     from spurline_ranks.ray_cluster import RayCluster
 
     cluster = RayCluster(request)
@@ -87,13 +90,13 @@ def access_to(request: ClusterRequest) -> Finding:
         cluster.close()
     who = (
         "everybody who reaches its ports can run code on its machines, as it asks for no token. Set "
-        "RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN for `ray start` and `spurline`, or keep others out of its network"
+        "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN for `ray start` and `spurline`, or use a private network"
     )
     return Finding("who may use the cluster", who if is_open else "those who have its token")
 
 
 def _words(error: SpurlineError) -> str:
-    # Errors that loading the config has not raised name no file.
+    # `config: ` stands for the name of a config file, and there is none here.
     return "\n".join([str(error).removeprefix("config: "), *getattr(error, "__notes__", ())])
 
 
@@ -111,11 +114,11 @@ def _devices(found: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
             continue
         free, total = answer["memory"]
         value = f"{answer['device']}, {free / 2**30:,.1f} of {total / 2**30:,.1f} GiB free"
-        fix = f"end what else runs on the GPU of {answer['node']}: see `nvidia-smi`" if free < total / 2 else ""
+        fix = f"end other programs on the GPU of {answer['node']}: see `nvidia-smi`" if free < total / 2 else ""
         yield Finding(f"device of rank {rank}", value, fix)
     names = {answer["device"] for answer in found}
     if len(names) > 1:
-        yield Finding("devices", ", ".join(sorted(names)), "use equal devices: all wait for the slowest")
+        yield Finding("devices", ", ".join(sorted(names)), "use equal devices: all ranks wait for the slowest")
     elif found[0]["memory"] is None:
         threads = sorted({answer["threads"] for answer in found})
         yield Finding("devices", f"{names.pop()}, {' or '.join(map(str, threads))} threads for each rank")
@@ -133,10 +136,10 @@ def _exchanged(group: str, outcomes: Sequence[Exchange]) -> Finding:
 
 
 class DoctorRank:
-    """A worker without a model. A backend adds the groups of ranks of its runs."""
+    """A worker without a model. The subclass of a backend adds the backend's groups of ranks."""
 
     libraries: ClassVar[tuple[str, ...]] = ("torch", "transformers")
-    """Distributions whose versions are findings."""
+    """Distributions whose versions are shown."""
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any]) -> None:
         run, _ = read_run(plain_run)
@@ -149,7 +152,7 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Open the other groups of this rank by their names; None for a group of one rank. A collective."""
+        """Open the other groups of this rank, by name. The value None stands for a group of one rank. A collective."""
         return {}
 
     def look(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Processes that compute together, called ranks: open them, call a method on all of them, and end them after a failure.
+"""Processes that compute together, called ranks: start them, call a method on all of them, and end them.
 
-The subclasses of `RankGroup` know how processes are started and reached.
+The subclasses of `RankGroup` know how to start and reach the processes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spurline_models.machine import check_ray
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
 START = "start"
-"""The name of the first call in texts: processes come up, join each other and make their workers."""
+"""The name that messages give to the start: processes come up, join each other and make their workers."""
 PATIENCE_S = 60.0
-"""Seconds without an answer until a line names the missing ranks, again and again."""
+"""Seconds without an answer after which a line names the missing ranks. Such a line comes again after each interval."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ClusterRequest:
         address: `auto`, or host and port of its head.
         env_vars: Environment variables of all processes that the run places there.
         room_timeout_s: Seconds to wait for room.
-        log_dir: A folder that all machines see, for the logs of the processes; with None they stay in Ray's folders.
+        log_dir: A folder that all machines see, for the logs of the processes. If None, logs stay in Ray's folders.
     """
 
     address: str = "auto"
@@ -43,7 +43,7 @@ class ClusterRequest:
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds until all ranks are ready, of one call, and of one exchange between ranks."""
+    """Seconds that the start of all ranks, one call, and one exchange between ranks may take."""
 
     start_s: float = 600.0
     call_s: float = 3600.0
@@ -59,7 +59,8 @@ class Place:
         world: The number of ranks.
         local_rank: Its number on its machine.
         node: The machine's name.
-        doing: Takes words for a message about a long wait, such as `micro-batch 5 of 8, forward`.
+        doing: A function that takes a text about the rank's work, such as `micro-batch 5 of 8`. Messages about long
+            waits show the text.
     """
 
     rank: int
@@ -76,16 +77,16 @@ def open_ranks(
     limits: TimeLimits,
     cluster: ClusterRequest | None = None,
 ) -> RankGroup:
-    """Start processes that have joined each other and made their workers.
+    """Start ranks; return when they have joined each other and made their workers.
 
     Args:
         request: How many ranks, and where.
-        worker: `module:Class` of the worker that every rank makes after it has joined torch's default process group.
-            Its methods are called one at a time, in the same order on all ranks. Its module imports all that is slow
-            to import, and does not touch a GPU.
+        worker: `module:Class` of the worker. Every rank makes one after it has joined torch's default process group.
+            Methods are called one at a time, in the same order on all ranks. The module must import everything that
+            is slow to import, and must not touch a GPU.
         arguments: Plain data that the class takes after its `Place`.
         limits: Time limits of the start, of calls and of exchanges.
-        cluster: The cluster with `launch: ray`; with None Ray chooses it.
+        cluster: The cluster for `launch: ray`. If None, Ray chooses it.
 
     Raises:
         SpurlineError: If a rank raises it while it starts.
@@ -102,10 +103,10 @@ def open_ranks(
 
 
 class RankGroup(ABC):
-    """Ranks that are called one method at a time. An error or an interruption of a call ends all ranks first."""
+    """Ranks that are called one method at a time. If a call fails or is interrupted, all ranks are ended."""
 
     _grace_s: ClassVar[float] = 0.3
-    """Seconds after a rank's failure in which another rank may report the cause."""
+    """Seconds to wait, after a rank has failed, for another rank to report the cause."""
 
     def __init__(self, size: int, limits: TimeLimits) -> None:
         self.size = size
@@ -119,26 +120,26 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Return the outcomes of missing ranks that come first; empty when the time is over."""
+        """Wait for outcomes of these ranks; return the first that come, or none when the time is over."""
 
     @abstractmethod
     def _identity(self, rank: int) -> Identity: ...
 
     @abstractmethod
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Ask what each rank does and since when; leave out ranks that do not answer within seconds."""
+        """Ask each rank what it does, and since when. Ranks that do not answer soon are left out."""
 
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Return the stacks of each rank's threads, or why it has written none."""
+        """Return the stacks of each rank's threads, or the reason why there are none."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Ask the machines which of these ranks are gone although no outcome has come yet."""
+        """Ask the machines which of these ranks are gone. Their outcomes have not come yet."""
         return {}
 
     @abstractmethod
     def _end(self) -> None:
-        """Kill all ranks and wait until none is left. May be called again, and during a call of another thread."""
+        """Kill all ranks and wait until none is left. May be called again, and while another thread waits in `call`."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -149,14 +150,14 @@ class RankGroup(ABC):
 
         Args:
             method: The name of the method.
-            common: Arguments for all ranks: plain data and numpy arrays. Answers are such data too.
-            per_rank: The first argument of each rank, which comes before the common ones.
+            common: Arguments for all ranks: plain data and numpy arrays. Answers consist of the same types.
+            per_rank: The first argument of each rank. The common arguments follow it.
 
         Returns:
             The answers by rank.
 
         Raises:
-            SpurlineError: If a rank raises it. A note names rank, node, process and call, and no rank is left.
+            SpurlineError: If a rank raises it. A note names rank, node, process and call.
             RankFailedError: If a rank raises another error, dies, or does not answer within the limit.
         """
         assert per_rank is None or len(per_rank) == self.size, (method, self.size)
@@ -168,14 +169,14 @@ class RankGroup(ABC):
                 self._send(method, common, per_rank)
                 return self._collect(method, self._limits.call_s, began)
             except BaseException as error:
-                # After an interruption, late answers would be taken for answers to the next call.
+                # Late answers would be mistaken for answers to the next call.
                 self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._end()
                 raise
 
     def close(self) -> None:
         """End all ranks by force; return when none is left. May be called again."""
-        # The lock is not held here: the end of the ranks wakes a thread that waits for their answers.
+        # A thread in `call` holds the lock. It wakes up when the ranks have ended.
         self._ended = self._ended or "the ranks were closed."
         self._end()
         with self._lock:
@@ -213,7 +214,7 @@ class RankGroup(ABC):
         others = [rank for rank in missing if rank not in failures]
         while others and all(map(_may_follow_from_another, failures.values())):
             more = self._wait(others, max(0.0, until - time.monotonic()))
-            # Ranks in an exchange with one that is gone may fail long before its death is noticed.
+            # When a rank dies, an exchange with it may fail in other ranks long before the death is noticed.
             failures |= _failures(more) if more else self._gone(others)
             others = [rank for rank in others if rank not in failures and rank not in more]
             if not more:
@@ -222,7 +223,7 @@ class RankGroup(ABC):
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
         who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
-        # A rank that fails this late has probably waited for a rank that stands still, until the exchange timed out.
+        # A rank that fails so late has probably waited for another rank until the exchange timed out.
         if others and time.monotonic() - began >= self._limits.collective_s:
             error.add_note(self._where_they_stand(others)[0])
         raise error
@@ -233,7 +234,7 @@ class RankGroup(ABC):
         raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return what each rank does, with its stacks, and the first rank that does not answer."""
+        """Return a text on what each rank does, with its stacks, and the first rank that does not answer."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)
@@ -259,7 +260,7 @@ def _may_follow_from_another(failure: Raised | Died) -> bool:
 
 
 def _of_worker(stack: str) -> str:
-    """Cut the thread that receives calls and the frames below the worker out of the stacks."""
+    """Return the stacks without the thread that receives calls, and without the frames that call the worker."""
     threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
     lines: list[str] = []
     for thread in threads:

@@ -12,7 +12,7 @@ from spurline_ranks.configs import RankBackendConfig
 
 
 def ranks_of_machine(config: RankBackendConfig) -> int | None:
-    """Return the ranks of the fullest machine; None on a cluster if neither settings nor GPUs tell."""
+    """Return the number of ranks on the fullest machine, or None if it is not known, as on some clusters."""
     if config.launch == "local" or config.num_ranks == 1:
         return config.num_ranks
     # All machines of the cluster are assumed to have as many GPUs as this machine.
@@ -21,7 +21,7 @@ def ranks_of_machine(config: RankBackendConfig) -> int | None:
 
 
 def device_bytes(config: RankBackendConfig) -> int | None:
-    """Return the memory of one rank here; None for a config that trains elsewhere."""
+    """Return the memory that one rank has on this machine, or None if the config trains on other machines."""
     if config.missing_here() or config.launch == "ray":
         return None
     memory = device_profile.device_bytes(config.on)
@@ -29,14 +29,14 @@ def device_bytes(config: RankBackendConfig) -> int | None:
 
 
 def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
-    """Yield sentences on the places of the ranks and their `groups`, such as `4 data x 2 context`."""
+    """Yield sentences on the machines of the ranks and their `groups`, such as `4 data x 2 context`."""
     local = ranks_of_machine(config)
     yield f"{counted(config.num_ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {groups}"
     if local is None:
         yield "the number of machines is not known: set backend.ranks_per_node to plan for it"
     if config.device == "auto" and config.on == "cpu":
         yield (
-            "there is no GPU here, so these are processes on the CPU that compute in fp32. To plan for GPUs elsewhere: "
+            "there is no GPU here, so ranks compute on the CPU in fp32. To plan for GPUs of another machine: "
             "--set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
         )
 
@@ -60,7 +60,7 @@ def divisors(number: int) -> list[int]:
 
 
 def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield smaller and smaller bounds of a micro-batch, down to one row."""
+    """Yield settings with ever smaller micro-batches, down to one row."""
     share = math.ceil(tokens / config.layout().data)
     bound = min(share, config.max_tokens_per_microbatch or share)
     while bound > row_length:
@@ -69,7 +69,7 @@ def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int
 
 
 def more_ranks(config: RankBackendConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield larger numbers of ranks, at most as many as GPUs are named."""
+    """Yield settings with more ranks. If `gpus` is set, there are not more ranks than GPUs in it."""
     for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
         if config.gpus is None or ranks <= len(config.gpus):
             yield {"ranks": ranks}

@@ -1,4 +1,4 @@
-"""Write the logs of processes, and read the last words and the stacks of a process that hangs or has died."""
+"""Write the logs of processes, and read what a process has written last and where a process hangs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from spurline_models.machine import why_silent
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
 _WRITING_S = 0.1
-"""Seconds after which a file that no longer grows counts as written."""
+"""When a file has not grown for so many seconds, the process has finished writing."""
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
-"""The beginnings of lines that Ray writes into a process's output."""
+"""Ray writes lines that begin so into the output of a process."""
 
 
 def write_into(log: str) -> None:
-    """Send the output of this process, and of those that it will start, to this file. Makes its folder."""
+    """Send the output of this process and of its later children to this file. The folder is made if needed."""
     file = begin_log(log)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -31,9 +31,9 @@ def write_into(log: str) -> None:
 
 
 def begin_log(log: str) -> int:
-    """Open this file for the output of this process or of a process that it starts. Makes its folder.
+    """Open this file for the output of a process. The folder is made if needed.
 
-    Earlier output stays in the file; a line marks where the new output begins.
+    Earlier output stays in the file. A line marks the beginning of the new output.
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -42,7 +42,7 @@ def begin_log(log: str) -> int:
 
 
 def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of the last process's output in this file: a path or an open file."""
+    """Return the end of the output that the last process has written into this file, a path or an open file."""
     if isinstance(log, str):
         if not Path(log).is_file():
             return ""
@@ -54,7 +54,7 @@ def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
 
 
 def stacks_of(pid: int, log: int, limit_s: float) -> str:
-    """Return the stack of each thread that a process writes into its open log at SIGUSR1, or why it writes none."""
+    """Let a process write the stacks of its threads into its open log. Return them, or why there are none."""
     begin = size = os.fstat(log).st_size
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)

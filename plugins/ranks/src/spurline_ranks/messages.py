@@ -1,6 +1,6 @@
-"""Turn a run's settings and an objective into plain data for ranks, and back.
+"""Turn the settings of a run, and objectives, into plain data for ranks and back.
 
-A rank reads the settings again, and makes the loss of every call from its config: no config, loss or plugin is pickled.
+Configs, losses and plugins are never pickled: a rank validates the settings again, and makes the loss from its config.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spurline_models.trainable import refuse_stateful
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
     """Return the settings as JSON values, with absolute paths."""
-    # A run that code has built may have a section of another class than the field's.
+    # In a run that was built in Python, a section may have another class than its field declares.
     plain = run.model_dump(mode="json", serialize_as_any=True)
     return plain | {"run_dir": str(Path(run.run_dir).absolute())}
 
@@ -35,7 +35,7 @@ def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
 
 
 def plain_objective(objective: Objective) -> dict[str, Any]:
-    """Return the objective of a call as plain data.
+    """Return an objective as plain data.
 
     Raises:
         PluginError: If ranks cannot make the loss again.
@@ -46,8 +46,8 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
     config: Any = getattr(loss, "config", None)
     if config is None:
         raise PluginError(
-            f"The loss {type(loss).__name__} has no attribute `config`, from which ranks make it. Set `self.config = "
-            "config` in its constructor, or choose backend.name: local."
+            f"The loss {type(loss).__name__} has no attribute `config`, and ranks need it to make the loss. Set "
+            "`self.config = config` in its constructor, or choose backend.name: local."
         )
     return {
         "loss": config.model_dump(mode="json", serialize_as_any=True),

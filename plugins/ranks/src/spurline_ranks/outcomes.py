@@ -1,6 +1,7 @@
-"""The outcome of a call on one rank, and the error that the controller raises.
+"""The outcome of a call on one rank, and the error that the controller raises for it.
 
-A SpurlineError is raised as it is, and any other exception becomes a `RankFailedError` with its traceback as text.
+If a rank raises a SpurlineError, the controller raises the same error. Any other exception becomes a `RankFailedError`
+with the traceback as text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Raised:
-    """The rank's code raised an exception; `error` is the exception if it is a SpurlineError."""
+    """The rank's code raised an exception. `error` is the exception itself if it is a SpurlineError."""
 
     text: str
     traceback: str
@@ -31,7 +32,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        # The frame that called the rank's code is left out.
+        # The first frame is our call of the rank's code.
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return cls(f"{type(error).__name__}: {error}", shown, _ours(error))
@@ -39,17 +40,18 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The rank's process ended: `how`, such as `was killed by SIGKILL`, with the end of its log."""
+    """The rank's process ended. `how` is a predicate, such as `was killed by SIGKILL`."""
 
     how: str
     last_words: str = ""
+    """The end of the process's log."""
 
 
 Outcome = Value | Raised | Died
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the controller. An answer that cannot be pickled becomes an error."""
+    """Return the outcome as bytes for the controller. If the value cannot be pickled, the outcome is that error."""
     try:
         return packed(outcome)
     except Exception as error:  # noqa: BLE001 - raised where the call was made
@@ -89,9 +91,9 @@ class _TracebackOfRank(Exception):  # noqa: N818 - the cause of another error
 
 
 def first_cause(failures: Sequence[tuple[Identity, Raised | Died]]) -> tuple[Identity, Raised | Died]:
-    """Return the failure that explains the others: a death, else a SpurlineError, else the first.
+    """Return the failure that probably caused the others: a death, else a SpurlineError, else the first failure.
 
-    When a rank dies, the others fail in the exchange with it, perhaps before its death is noticed.
+    When a rank dies, exchanges with it fail in other ranks, perhaps before its death is noticed.
     """
 
     def importance(failure: tuple[Identity, Raised | Died]) -> int:
@@ -120,11 +122,11 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
 
 
 def _ours(error: BaseException) -> SpurlineError | None:
-    """Return the error if it is a SpurlineError that another process can read."""
+    """Return the error if it is a SpurlineError that another process can unpickle."""
     if not isinstance(error, SpurlineError):
         return None
     try:
         unpacked(packed(error))
-    except Exception:  # noqa: BLE001 - reading runs code of the error's class
+    except Exception:  # noqa: BLE001 - unpickling runs code of the error's class
         return None
     return error

@@ -1,8 +1,9 @@
 """Write tensors that many processes hold parts of, and read any parts of them in any number of processes.
 
 A *piece* is a part of one tensor: a box, or a range of the values of a box, counted row by row. Every process writes
-its pieces into its own files, `rank-00003.part-001.safetensors`, whose headers describe them, and hashes them while it
-writes. A reader makes an index of all headers, counts the values of each tensor, and reads the boxes that it needs.
+its pieces into its own safetensors files, such as `rank-00003.part-001.safetensors`, and hashes the files meanwhile.
+The metadata of a file says where its pieces belong. A reader makes an index of all files, checks that no value is
+missing, and reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
@@ -27,7 +28,7 @@ from spurline_models.optimizers.state import describe
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
 PART_BYTES = 2 << 30
-"""Most bytes of values in one file."""
+"""Most bytes of values in one file. A larger piece has a file of its own."""
 
 _METADATA = "spurline_pieces"
 
@@ -71,11 +72,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of the tensor `key` of this shape, to be written.
+    """A part of a tensor that is to be written.
 
     Attributes:
-        values: The values of the box in its shape, or a vector of the range `span` of these values.
-        span: The range of the box's values, counted row by row; None for all.
+        key: The name of the tensor.
+        shape: The shape of the whole tensor.
+        box: The box that the values come from.
+        values: All values of the box in its shape, or with a `span` a vector of some of them.
+        span: The range of the box's values, counted row by row. If None, the piece has all values.
     """
 
     key: str
@@ -90,7 +94,7 @@ class Piece:
 
 
 def held_box(tensor: Tensor) -> Box:
-    """Return the box of a tensor that this process holds: all of it, or the local part of a DTensor."""
+    """Return the box of a tensor that this process holds: the local part of a DTensor, or the whole tensor."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -99,16 +103,16 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return the values of `held_box`, in the memory of the tensor."""
+    """Return the values in the `held_box` of a tensor. They share its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece]:
-    """Yield the pieces that this process writes, so that all processes together write each value once.
+    """Yield the pieces that this process writes. All processes together write each value once.
 
     Args:
         tensors: The tensors of this process, by key.
-        first: Whether this process writes the tensors that all processes hold alike.
+        first: Whether this process writes the tensors that are the same in all processes.
     """
     for key, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -124,10 +128,13 @@ def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece
 def write_pieces(
     folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
 ) -> dict[str, FileDigest]:
-    """Write the pieces of one process, with memory for one block. Raises CheckpointWriteError.
+    """Write the pieces of one process block by block, and return when they are safe on the disk.
 
     Returns:
-        The digests of the files by name, when they are safe on the disk.
+        The digests of the files by name.
+
+    Raises:
+        CheckpointWriteError: If they cannot be written.
     """
     digests: dict[str, FileDigest] = {}
     try:
@@ -140,31 +147,19 @@ def write_pieces(
 
 
 def _parts(pieces: Iterable[Piece], part_bytes: int) -> Iterator[list[Piece]]:
-    """Yield the pieces of each file, with large pieces cut."""
+    """Yield the pieces of each file."""
     part: list[Piece] = []
     filled = 0
     for piece in pieces:
-        for cut in _cut(piece, part_bytes):
-            if part and filled + cut.values.nbytes > part_bytes:
-                yield part
-                part, filled = [], 0
-            part.append(cut)
-            filled += cut.values.nbytes
+        if not piece.values.numel():
+            continue
+        if part and filled + piece.values.nbytes > part_bytes:
+            yield part
+            part, filled = [], 0
+        part.append(piece)
+        filled += piece.values.nbytes
     if part:
         yield part
-
-
-def _cut(piece: Piece, part_bytes: int) -> Iterator[Piece]:
-    if piece.values.nbytes <= part_bytes:
-        if piece.values.numel():
-            yield piece
-        return
-    values = piece.values.reshape(-1)
-    step = part_bytes // values.element_size()
-    begin = piece.range[0]
-    for low in range(0, values.numel(), step):
-        cut = values[low : low + step]
-        yield replace(piece, values=cut, span=(begin + low, begin + low + cut.numel()))
 
 
 def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
@@ -179,10 +174,10 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in a file, at the byte `begin`."""
+    """A piece in a file, under this name."""
 
     file: str
-    begin: int
+    name: str
     box: Box
     span: tuple[int, int]
 
@@ -201,14 +196,16 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class PieceIndex:
-    """The tensors of a folder by key, from the headers of its files."""
+    """The tensors in the files of a folder, by key."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
+    _opened: dict[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
+    """The files that values were read from. An index that is sent to another process must not have any."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers. Raises DamagedCheckpointError if files are damaged or missing."""
+        """Read the headers of the files. Raises DamagedCheckpointError if files are damaged or missing."""
         found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
             for key, shape, dtype, piece in _stored_pieces(path):
@@ -217,7 +214,7 @@ class PieceIndex:
         for key, entries in found.items():
             shape, dtype, _ = entries[0]
             pieces = tuple(piece for _, _, piece in entries)
-            # Digests find changed files. This finds a missing file, or a file too many.
+            # A digest shows that a file has changed. The count shows that a file is missing or that there is one too many.
             held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
             if held != needed:
                 files = ", ".join(sorted({piece.file for piece in pieces}))
@@ -234,7 +231,7 @@ class PieceIndex:
         return result
 
     def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
-        """Read the values `begin` to `end` of a box, counted row by row, as a vector on the CPU."""
+        """Read a range of the values of a box, counted row by row, as a vector on the CPU."""
         result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
         filled = 0
         for inner in _boxes_of_span(box.shape, begin, end):
@@ -259,7 +256,7 @@ class PieceIndex:
         for piece in stored.pieces:
             if piece.box.common(box) is None:
                 continue
-            values = self._values(piece, stored.dtype)
+            values = self._values(piece)
             begin = 0
             for inner in _boxes_of_span(piece.box.shape, *piece.span):
                 offset = tuple(map(sum, zip(inner.offset, piece.box.offset, strict=True)))
@@ -273,9 +270,9 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """Read the part of a tensor that this process holds of `like`, onto the device of `like`.
+        """Read the part of a stored tensor that is the part of `like` in this process, onto the same device.
 
-        A tensor of another shape is read whole onto the CPU.
+        A stored tensor whose shape is not the shape of `like` is read whole, onto the CPU.
         """
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:
@@ -285,40 +282,29 @@ class PieceIndex:
         self.fill(result, key)
         return result
 
-    def _values(self, piece: StoredPiece, dtype: torch.dtype) -> Tensor:
-        """Map the piece's values as a vector; only values that are used are read from the file."""
-        num_bytes = (piece.span[1] - piece.span[0]) * dtype.itemsize
+    def _values(self, piece: StoredPiece) -> Tensor:
+        """Return the piece's values as a vector. Files are mapped, so only values that are used are read."""
         path = self.folder / piece.file
         try:
-            # The map is copy-on-write, since torch has no read-only tensors.
-            mapped = np.memmap(path, np.uint8, "c", offset=piece.begin, shape=(num_bytes,))
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{path} is missing or truncated ({error}).") from error
-        return torch.from_numpy(mapped).view(dtype)
+            if piece.file not in self._opened:
+                self._opened[piece.file] = safe_open(str(path), "pt")
+            return self._opened[piece.file].get_tensor(piece.name).view(-1)
+        except (OSError, SafetensorError) as error:
+            raise DamagedCheckpointError(f"{path} is missing or damaged ({error}).") from error
 
 
 def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, StoredPiece]]:
     """Yield (key, shape of the whole tensor, dtype, piece) of each piece in a file."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if not 0 < length <= size - 8:
-                raise DamagedCheckpointError(f"{path} is damaged: its header says that it has {length} bytes.")
-            header = json.loads(file.read(length))
-        places = json.loads(header.pop("__metadata__")[_METADATA])
-        end = 8 + length + max(entry["data_offsets"][1] for entry in header.values())
-        if end != size:
-            raise DamagedCheckpointError(f"{path} is damaged: it has {size} bytes instead of {end}.")
-        for name, entry in header.items():
-            key, shape, offset, box_shape, (low, high) = places[name]
-            box = Box(tuple(offset), tuple(box_shape))
-            begin, end = entry["data_offsets"]
-            dtype = DTYPES[entry["dtype"]]
-            if end - begin != (high - low) * dtype.itemsize:
-                raise DamagedCheckpointError(f"{path} is damaged: {key} has {end - begin} bytes there.")
-            yield key, tuple(shape), dtype, StoredPiece(path.name, 8 + length + begin, box, (low, high))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        with safe_open(str(path), "pt") as file:
+            places: Mapping[str, Any] = json.loads(file.metadata()[_METADATA])
+            for name, (key, shape, offset, box_shape, (low, high)) in places.items():
+                stored = file.get_slice(name)
+                if math.prod(stored.get_shape()) != high - low:
+                    raise ValueError(f"{key} has {stored.get_shape()} values instead of {high - low}")
+                piece = StoredPiece(path.name, name, Box(tuple(offset), tuple(box_shape)), (low, high))
+                yield key, tuple(shape), DTYPES[stored.get_dtype()], piece
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 

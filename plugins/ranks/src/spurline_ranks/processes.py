@@ -1,8 +1,8 @@
 """Run ranks as processes of this machine.
 
-For each worker module the controller keeps a process that has imported torch, transformers and the module, and forks
-ranks from it (`rank_server`): ranks start in a tenth of the time of the imports. Each rank has one connection for its
-calls. The controller hosts the store where ranks meet; only this machine can reach it.
+For each worker module the controller keeps a server process (`rank_server`), which has imported torch, transformers and
+the module. Ranks are forked from the server, so they start without waiting for imports. Each rank has one connection
+for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 2.0
-"""Seconds that a rank has to say what it does, or to write its stacks."""
+"""Seconds that a rank has to tell what it does, or to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
 
 
@@ -102,7 +102,6 @@ class LocalRanks(RankGroup):
     def _release(self) -> None:
         for process in self._ranks:
             process.release()
-        # This closes its port.
         self._store = None
 
 
@@ -112,14 +111,14 @@ class _Process:
     def __init__(self, server: _Server, order: RankOrder, outcomes: SimpleQueue[tuple[int, Outcome]]) -> None:
         self.order = order
         self.code: int | None = None
-        """Exit code of the process, negative for a signal; None as long as it runs."""
+        """The exit code of the process, negative if a signal killed it. None while the process runs."""
         self.ended = threading.Event()
         self._outcomes = outcomes
         self._answers: SimpleQueue[str] = SimpleQueue()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `release`
         ours, theirs = socket.socketpair()
         with theirs:
-            # A rank that reads nothing counts as dead after this time.
+            # A rank that reads nothing for so long counts as dead.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(order.limits.call_s) or 1, 0))
             self._connection = Connection(ours.detach())
             self.pid = server.fork(self, theirs.fileno(), self._log.fileno())
@@ -129,7 +128,7 @@ class _Process:
         self.send(packed((dict(os.environ), path, os.getcwd(), order)))
 
     def send(self, *messages: bytes) -> bool:
-        """Send the messages of one call. Return False if the rank reads nothing; its outcome is then `Died`."""
+        """Send the messages of one call. If the rank reads nothing, its outcome is `Died`, and this returns False."""
         try:
             for message in messages:
                 self._connection.send_bytes(message)
@@ -138,7 +137,7 @@ class _Process:
             self._outcomes.put((self.order.rank, Died(how)))
             return False
         except OSError:
-            # The rank is dead; the reader thread reports that.
+            # The rank is dead, and the reader thread reports that.
             pass
         return True
 
@@ -149,7 +148,7 @@ class _Process:
             self._connection.send_bytes(packed((None, None)))
 
     def said(self, until: float) -> str | None:
-        """Return the answer to `ask`, or None if there is none by this time of the monotonic clock."""
+        """Wait for the answer to `ask` until this time of the monotonic clock; return it, or None."""
         try:
             return self._answers.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
@@ -163,7 +162,7 @@ class _Process:
             kill_group(self.pid)
 
     def wait_for_end(self, until: float) -> None:
-        """Wait until the killed process has ended. Raises RunFailedError after this time of the monotonic clock."""
+        """Wait for the end of the killed process. Raises RunFailedError after this time of the monotonic clock."""
         if not self.ended.wait(max(0.0, until - time.monotonic())):
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {_END_TIMEOUT_S:g} s later.")
 
@@ -216,12 +215,13 @@ class _Server:
                 take=self._take,
                 on_end=self._note_end,
                 pass_fds=[theirs.fileno()],
-                # A library that looks for GPUs on import would otherwise initialize CUDA, which forks cannot use then.
+                # Some libraries look for GPUs on import. This keeps them from initializing CUDA, which would then not
+                # work in forks.
                 environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
 
     def wait_until_ready(self, limit_s: float) -> None:
-        """Wait for the imports. Raises RunFailedError if they fail or take too long."""
+        """Wait until the server has imported its modules. Raises RunFailedError if it fails or takes too long."""
         self._ready.wait(limit_s)
         if self.has_ended:
             raise RunFailedError(
@@ -236,7 +236,7 @@ class _Server:
             )
 
     def fork(self, rank: _Process, connection: int, log: int) -> int:
-        """Fork a rank that gets these open files; return its process id."""
+        """Fork a rank. It gets these two open files. Return its process id."""
         with self._lock:
             try:
                 socket.send_fds(self._control, [b"f"], [connection, log])
@@ -244,7 +244,7 @@ class _Server:
             except OSError:
                 answer = b""
             if not answer:
-                # A late answer would be taken for the answer to the next fork.
+                # A late answer would be mistaken for the answer to the next request.
                 self.has_ended = True
                 self._child.kill()
                 raise RunFailedError(f"The process that ranks are forked from did not fork: {self._child.how_it_ended}")
@@ -278,7 +278,7 @@ _servers_lock = threading.Lock()
 
 
 def _server_for(module: str, limit_s: float) -> _Server:
-    """Return the server of a worker's module. It stays for later ranks until this process ends."""
+    """Return the server for a worker's module, which lives as long as this process."""
     with _servers_lock:
         server = _servers.get(module)
         if server is None or server.has_ended:

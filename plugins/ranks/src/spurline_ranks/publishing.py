@@ -1,8 +1,8 @@
-"""Make buckets of weights in ranks, so that no weight comes to the controller.
+"""Make buckets of weights in the ranks. Weights never pass through the controller.
 
-Place on the way: parts of weights -> one bucket at a time, gathered in the first rank, its owner or all ranks -> a
-maker there -> a description of the bucket, which the controller passes on. Each call makes one bucket, so a consumer
-may stop after any bucket.
+Place on the way: parts of weights -> one whole bucket at a time, in the first rank, its owner or all ranks -> a
+`BucketMaker` there -> a description of the bucket, which the controller passes on. Each call makes one bucket, so a
+consumer may stop after any bucket.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_ranks.weight_gathering import Bucket, WeightGathering
 
 
 def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-    """Ask the ranks for one bucket after the other; see `MakesBuckets`."""
+    """Ask the ranks for one bucket after another. See `MakesBuckets`."""
     plain = asdict(choice)
     for number in range(first, ranks.call("num_buckets", plain)[0] + 1):
         made = [answer for answer in ranks.call("make_bucket", plain, version, number) if answer is not None]
@@ -32,7 +32,7 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
     """Join the descriptions of the same weights from several processes.
 
-    Only mappings within `where` may differ: they are joined, and of equal keys the first is kept.
+    Only mappings within `where` may differ. They are joined. If several have a key, the value of the first is kept.
     """
     first, *others = buckets
     where = dict(first.where)
@@ -50,7 +50,7 @@ def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The plan for a `MakerChoice`, the same in all ranks: buckets, and the ranks that make each bucket."""
+    """The buckets for a `MakerChoice`, and the ranks that make each bucket. All ranks have the same plan."""
 
     gathering: WeightGathering
     dtype: torch.dtype | None
@@ -67,8 +67,8 @@ class Publishing:
 
     Args:
         place: The place of this rank.
-        gatherings: Gather the parts that may be published, `model` and `adapter`.
-        dtype: The dtype in which the model's weights are gathered, unless a choice has another one.
+        gatherings: The gathering of each part that may be published, `model` and `adapter`.
+        dtype: The dtype in which the weights of the model are gathered, unless a choice names another dtype.
     """
 
     def __init__(self, place: Place, gatherings: Mapping[str, WeightGathering], dtype: torch.dtype) -> None:
@@ -78,11 +78,11 @@ class Publishing:
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """Return the number of buckets. The maker of this `MakerChoice` stays until another choice comes."""
+        """Return the number of buckets. The maker is kept until another `MakerChoice` comes."""
         return len(self._planned(choice).buckets)
 
     def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """Make the bucket of this number, counted from 1; return None if other ranks make it. A collective."""
+        """Make the bucket with this number, counted from 1. Return None if other ranks make it. A collective."""
         plan = self._planned(choice)
         bucket, makers, count = plan.buckets[number - 1], plan.makers[number - 1], len(plan.buckets)
         self._place.doing(f"gathering weights for engines, bucket {number} of {count}")
@@ -91,14 +91,14 @@ class Publishing:
             return None
         assert self._maker is not None, (self._place.rank, makers)
         self._place.doing(f"sending weights to engines, bucket {number} of {count}")
-        return self._maker.make(version, number, _given_up(weights)).to_plain()
+        return self._maker.make(version, number, _one_by_one(weights)).to_plain()
 
     def taken(self) -> None:
         if self._maker is not None:
             self._maker.taken()
 
     def _planned(self, choice: Mapping[str, Any]) -> _Plan:
-        """Return the plan of this choice. A new choice closes the old maker, and makes one if this rank sends."""
+        """Return the plan of this choice. A new choice closes the old maker, and needs a new one if this rank sends."""
         if self._plan is not None and choice == self._choice:
             return self._plan
         maker, self._maker, self._plan = self._maker, None, None
@@ -127,7 +127,7 @@ class Publishing:
         return [gathering.owner_of(bucket) if made_by == "owners" else 0]
 
 
-def _given_up(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (hf_name, tensor), and free each tensor before the next: a maker's copies replace them."""
+def _one_by_one(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (hf_name, tensor), and free each tensor before the next, since the maker has copied it."""
     for name in [*weights]:
         yield name, weights.pop(name)

@@ -29,7 +29,7 @@ class RankOrder:
         request: The request for all ranks.
         local_world: The number of ranks on its machine.
         node: The machine's name in messages.
-        worker: `module:Class` of the worker, which is made with a `Place` and `arguments`.
+        worker: `module:Class` of the worker. The class takes a `Place` and then the `arguments`.
         store: Host and port of the store where the ranks meet.
         environment: Variables to add to the environment of the process.
     """
@@ -47,7 +47,7 @@ class RankOrder:
 
 
 class RankMain:
-    """One rank. Its methods are called one at a time, but any thread may call `doing`."""
+    """One rank. Calls must not overlap, except that any thread may call `doing` at any time."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
@@ -82,7 +82,7 @@ class RankMain:
         self._doing = (text, time.monotonic())
 
     def doing(self) -> str:
-        """Return what the rank does and for how long."""
+        """Return a text on what the rank does and for how long."""
         text, since = self._doing
         return f"{text}, for {time.monotonic() - since:.0f} s"
 
@@ -92,7 +92,7 @@ class RankMain:
         profile = device_profile(order.request.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
-        # The store's limit is for ranks that start late, the group's limit for each exchange.
+        # The store waits for ranks that start late. The group's limit is for each exchange.
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
         dist.init_process_group(
             profile.process_group,

@@ -1,8 +1,8 @@
-"""The process that ranks of this machine are forked from. It has imported what is slow to import.
+"""The server process, from which ranks of this machine are forked. It has imported everything that is slow to import.
 
-Over a socket the controller sends a connection and a log for each rank, and gets the id of the new process, later its
-exit code. Every rank has a session of its own, so that only the controller handles Ctrl-C. Linux kills the ranks when
-this process dies, and this process when the controller dies.
+For each rank the controller sends a connection and a log file over a socket. The server answers with the id of the new
+process, and reports its exit code later. Every rank has a session of its own, so that only the controller handles
+Ctrl-C. Linux kills the server when the controller dies, and the ranks when the server dies.
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ def main(parent: Parent) -> None:
         importlib.import_module(module)
     parent.send({"ready": True})
     files = _serve(parent, socket.socket(fileno=int(control)))
-    # From here on this is a fork, and a rank.
+    # `_serve` returns files only in a fork, which becomes a rank.
     if files is not None:
         _be_a_rank(*files)
 
 
 def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
-    """Fork ranks until the controller is gone, then return None; return connection and log in each forked rank."""
-    # Systems send these signals to all processes of a job that they stop. Only the controller handles them.
+    """Fork ranks until the controller is gone.
+
+    Returns:
+        In each forked rank the files of its connection and its log. In the server None, at the end.
+    """
+    # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     woken, wake = socket.socketpair()
@@ -95,13 +99,13 @@ def _be_a_rank(connection: int, log: int) -> None:
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
-    # This shows the stacks of a rank that hangs, even if no Python code can run.
+    # On this signal a rank writes its stacks, even while it hangs in C code.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     _Rank(Connection(connection)).serve()
 
 
 class _Rank:
-    """A rank at its end of the connection. It ends when the controller's end is closed."""
+    """A rank with its end of the connection. It kills itself when the controller closes the other end."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -120,7 +124,7 @@ class _Rank:
             self._say(self._main.call(*self._calls.get()))
 
     def _listen(self) -> None:
-        """Receive calls and questions. Kill this process when the controller is gone."""
+        """Receive calls and questions about the rank's work. Kill this process when the controller is gone."""
         try:
             while True:
                 method, common = self._connection.recv()

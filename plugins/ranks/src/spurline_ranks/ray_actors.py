@@ -1,8 +1,8 @@
-"""Ranks as actors of a Ray cluster.
+"""Run ranks as actors of a Ray cluster.
 
-One placement group holds them, with a bundle for each machine, so that ranks with neighbouring numbers share a machine.
-Rank 0 hosts the store where they meet. One `NodeActor` runs on each machine. Ray never restarts a dead rank, and ends
-all ranks with the controller. Imported only with `launch: ray`.
+One placement group holds all ranks. It has a bundle for each machine, so ranks with neighbouring numbers share a
+machine. Rank 0 hosts the store where ranks meet. A `NodeActor` runs on each machine. Ray never restarts a dead rank,
+and ends all ranks when the controller ends. This module is imported only with `launch: ray`.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _END_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_S = 3.0
 """Seconds that a machine has to answer for a rank."""
 _PING_TIMEOUT_S = 15.0
-"""Seconds that a busy machine has to answer before it counts as lost."""
+"""Seconds without an answer after which a machine counts as lost."""
 _TELLING_S = 10.0
-"""Seconds within which Ray must report the end of a process."""
+"""Seconds to wait until Ray reports the end of a process."""
 _WATCH = "watch"
-"""The thread of an actor that answers while another one computes."""
+"""The name of the thread with which an actor answers while it computes."""
 _LOST = Died("was lost with its machine, which no longer answers,")
 
 
 class RankActor:
-    """One rank; every method is called through Ray."""
+    """One rank. Its methods are called through Ray."""
 
     def __init__(self) -> None:
-        # Systems send these signals to all processes of a job that they stop. Only the controller handles them.
+        # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # Both outputs have one log.
+        # Standard output and standard error share one log.
         os.dup2(2, 1)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Return the outcome: this process's id and log, and the address of its store if it hosts one."""
+        """Return (process id, log file, host and port of this rank's store or None), packed as an outcome."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -67,7 +67,7 @@ class RankActor:
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
-        """Write into this log from now on, join the others and make the worker; return the outcome."""
+        """Join the others and make the worker; return the outcome. Output goes to this log from now on."""
         if log is not None:
             write_into(log)
         self._main = RankMain(order)
@@ -85,7 +85,7 @@ class RankActor:
 
 @dataclass
 class _Rank:
-    """The controller's handle of an actor. The first answer has the process id and the log file."""
+    """The controller's handle of an actor. The process id and the log file come with the first answer."""
 
     actor: Any
     node: Node
@@ -144,7 +144,7 @@ class RayRanks(RankGroup):
         return what_comes({rank: self._ranks[rank].actor.doing.remote() for rank in missing}, _ANSWER_TIMEOUT_S)
 
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        # The process of a rank that has never answered is not known.
+        # A rank that has never answered has no known process id.
         known = [(number, self._ranks[number]) for number in missing if self._ranks[number].pid]
         asked = {
             number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
@@ -207,7 +207,7 @@ class RayRanks(RankGroup):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor has answered; return the address of the store of each, or None."""
+        """Wait until every actor has answered; return the address of each actor's store, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())
@@ -239,7 +239,7 @@ class RayRanks(RankGroup):
         return _LOST
 
     def _left(self) -> list[str]:
-        """Return the names of killed ranks that have not ended, except on lost machines."""
+        """Return the names of killed ranks that have not ended. Ranks of lost machines are left out."""
         pids = self._pids_by_node([number for number, rank in enumerate(self._ranks) if rank.pid])
         asked = {
             node: watcher.end.remote(list(pids.get(node, ())), _END_TIMEOUT_S)
@@ -251,7 +251,7 @@ class RayRanks(RankGroup):
 
 
 def _how_it_died(error: RayActorError) -> str:
-    """Return the predicate of a sentence about the death."""
+    """Return a predicate, as in `Died.how`."""
     text = str(error).strip()
     if (code := re.search(r"exit code (\d+)", text)) is not None:
         return f"ended with exit code {code[1]}"

@@ -1,7 +1,7 @@
 """The Ray cluster that this process has joined.
 
-All code of this process shares one connection, from the first `RayCluster.open` to the last `close`. Modules that
-import Ray are imported only if a run places something on it.
+All code of this process shares one connection to the cluster, from the first `RayCluster.open` to the last `close`.
+Modules that import Ray are imported only if a run places something on it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Bundle = Mapping[str, float]
 """Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds within which a cluster must be joined, or must answer a process without a token."""
+"""Seconds that joining a cluster may take, or asking it without a token."""
 _ANSWER_TIMEOUT_S = 5.0
 """Seconds within which the head of a cluster must answer at its address."""
 _RESTART = (
@@ -43,7 +43,7 @@ _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sy
 
 @dataclass(frozen=True)
 class Node:
-    """A live machine of the cluster, with all its resources and the free ones."""
+    """A live machine of the cluster, with all its resources and those that are free."""
 
     id: str
     name: str
@@ -55,12 +55,12 @@ class Node:
 
 
 class RayCluster:
-    """A use of the cluster, from `open` to `close`. All uses in a process share one connection."""
+    """A user of the cluster, from `open` to `close`. All users in a process share one connection."""
 
     _lock: ClassVar = threading.Lock()
     _holds: ClassVar[list[RayCluster]] = []
     _has_joined: ClassVar = False
-    """Whether Ray was initialized here; other code that initialized it also shuts it down."""
+    """Whether this class initialized Ray. If other code did, that code also shuts Ray down."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
@@ -69,7 +69,7 @@ class RayCluster:
         """Join the cluster. May be called again.
 
         Raises:
-            UserError: If there is none, it does not answer, or this process has joined another one.
+            UserError: If there is no cluster, it does not answer, or this process has joined another cluster.
         """
         with RayCluster._lock:
             if self in RayCluster._holds:
@@ -87,7 +87,7 @@ class RayCluster:
             RayCluster._holds.append(self)
 
     def close(self) -> None:
-        """End this use; the last one leaves the cluster. May be called again."""
+        """Leave the cluster if no other user in this process is left. May be called again."""
         with RayCluster._lock:
             if self not in RayCluster._holds:
                 return
@@ -130,7 +130,7 @@ class RayCluster:
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
     def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
-        """Ask for a placement group with each bundle on one machine, without waiting for it."""
+        """Ask for a placement group, without waiting for it. Each bundle is on one machine."""
         return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
 
     def release(self, group: PlacementGroup) -> None:
@@ -139,7 +139,7 @@ class RayCluster:
             remove_placement_group(group)
 
     def actor_options(self, group: PlacementGroup, bundle: int, needs: Bundle) -> dict[str, Any]:
-        """Return the options of an actor in that bundle, which Ray never restarts."""
+        """Return the options of an actor that runs in this bundle. Ray never restarts the actor."""
         return {
             "num_cpus": needs.get("CPU", 0),
             "num_gpus": needs.get("GPU", 0),
@@ -171,7 +171,7 @@ def _join_in_time(request: ClusterRequest) -> None:
     def join() -> None:
         try:
             joined.set_result(_join(request))
-        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             joined.set_exception(error)
 
     # On the main thread Ray would replace the handler of SIGTERM.
@@ -185,13 +185,13 @@ def _join_in_time(request: ClusterRequest) -> None:
 def _join(request: ClusterRequest) -> None:
     """Raise UserError if there is no such cluster, or it does not answer."""
     try:
-        # The head is asked before Ray waits for it. None makes Ray choose the address.
+        # If the address is None, Ray chooses one.
         wanted: Any = None if request.address == "auto" else request.address
         address = canonicalize_bootstrap_address(wanted)
         if address is None:
             raise ConnectionError("there is none on this machine. Start one with `ray start --head`")
         _check_answers(address)
-        # log_to_driver would disturb the console tracker. Errors carry the last words of their process.
+        # log_to_driver would disturb the console tracker. Our errors show the end of a process's log.
         environment = {"env_vars": dict(request.env_vars)}
         ray.init(address, runtime_env=environment, logging_level=logging.ERROR, log_to_driver=False)
     except (OSError, ConnectionError, RuntimeError, ValueError) as error:
@@ -199,7 +199,7 @@ def _join(request: ClusterRequest) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Raise ConnectionError if the address of a head does not answer. Ray itself would try for minutes."""
+    """Raise ConnectionError if nothing answers at the address of a head. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_TIMEOUT_S).close()

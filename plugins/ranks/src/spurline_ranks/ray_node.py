@@ -1,7 +1,4 @@
-"""The process that runs once on each machine of a Ray cluster and answers questions about the machine's ranks.
-
-Imports no torch.
-"""
+"""A process on each machine of a Ray cluster, which answers questions about the machine's ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +14,24 @@ from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Raised, Value, pack
 
 _RAYS_TIME_S = 2.0
-"""Seconds that Ray has to kill a rank: Ray reports a rank that others kill on the terminal."""
+"""Seconds that Ray has to kill a rank. If others kill it, Ray prints a report on the terminal."""
 
 
 class NodeActor:
-    """The actor of one machine; every method is called through Ray."""
+    """The actor of one machine. Its methods are called through Ray."""
 
     def __init__(self) -> None:
         self._raylet = os.getppid()
 
     def missing(self, pids: Sequence[int]) -> list[int] | None:
-        """Return the processes that are gone; None if Ray has ended here, since then all end soon."""
+        """Return the processes that are gone, or None if Ray has ended on this machine."""
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
         """Call `module:function`; return the packed outcome."""
         try:
             return pack(Value(resolve_name(function)(*arguments)))
-        except Exception as error:  # noqa: BLE001 - raised where it was asked for
+        except Exception as error:  # noqa: BLE001 - raised by `RunRoom.ask`
             return pack(Raised.of(error))
 
     def last_words(self, log: str) -> str | None:
@@ -47,9 +44,9 @@ class NodeActor:
             return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """Wait until ranks that Ray has killed have ended; return those that are left after the limit.
+        """Wait until ranks that Ray has killed have ended; return the ranks that are left after the limit.
 
-        Ray kills neither a stopped rank nor other processes of the rank's group.
+        This also kills what Ray does not kill: stopped ranks, and other processes of a rank's group.
         """
         left = _left(pids, _RAYS_TIME_S)
         for pid in pids:
@@ -59,7 +56,6 @@ class NodeActor:
 
 
 def _left(pids: Sequence[int], limit_s: float) -> list[int]:
-    """Wait for the end of processes; return those that are left after the limit."""
     until = time.monotonic() + limit_s
     while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < until:
         time.sleep(0.02)

@@ -1,8 +1,9 @@
-"""Share each sequence among ranks, for sequences too long for one.
+"""Share sequences that are too long for one rank among several ranks.
 
 Place on the way: `TokenStream` -> this rank's part -> model -> logprobs of the part -> logprobs of the stream, on every
-rank of the group. Each rank runs the model on consecutive tokens. In attention it computes some heads of all tokens,
-and two exchanges swap tokens and heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
+rank of the group. Each rank runs the model on consecutive tokens. In attention each rank computes some heads of all
+tokens: one exchange before attention swaps tokens for heads, and one after it swaps them back (DeepSpeed-Ulysses,
+Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import all_to_all_single_autograd  # no public function has a gradient
 
 from spurline.errors import ModelError
 from spurline_models.architecture import vocabulary_size
@@ -26,9 +28,9 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 
 
 class SequenceSharing:
-    """The group of ranks that share each sequence of this rank.
+    """The group of ranks that share the sequences of this rank.
 
-    Without a group the rank shares with no other: streams are only padded, and no method is a collective.
+    If the group is None, this rank has its sequences alone: streams are only padded, and no method is a collective.
     """
 
     def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
@@ -38,10 +40,17 @@ class SequenceSharing:
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
-        """Return this rank's consecutive tokens, and the slice of the positions with loss that they predict.
+        """Cut out the tokens of this rank.
 
-        Attention is over the whole stream. One-token segments are put in front of the stream until it has `at_least`
-        tokens, and each rank the same multiple of `multiple`.
+        One-token segments are put in front of the stream as padding.
+
+        Args:
+            stream: The whole stream. Attention still covers all of it.
+            multiple: Every rank gets the same number of tokens, a multiple of this.
+            at_least: The padded stream has at least this number of tokens.
+
+        Returns:
+            This rank's tokens, and the slice of the stream's positions with loss that they predict.
         """
         total = self.padded_length(max(stream.num_tokens, at_least), multiple)
         padding = total - stream.num_tokens
@@ -50,7 +59,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss rise, so those of a part are consecutive. Only here the host waits for the device.
+        # Positions with loss are sorted, so the positions of a part are a slice. Here the host waits for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
@@ -69,12 +78,12 @@ class SequenceSharing:
         return part, mine
 
     def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
-        """Return the tokens of a stream that is padded so that each rank has a multiple of `multiple`."""
+        """Return the length of a padded stream. Every rank has a multiple of `multiple` tokens of it."""
         unit = self._size * multiple
         return math.ceil(num_tokens / unit) * unit
 
     def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
-        """Join the values at the ranks' positions with loss to those of the whole stream; differentiable."""
+        """Join the values of all ranks to one vector for all positions with loss. Differentiable."""
         if self._size == 1:
             return values
         joined = _Join.apply(values, mine, len(stream.targets), self._group)
@@ -82,7 +91,7 @@ class SequenceSharing:
         return joined
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Keys and values are repeated until the ranks divide them evenly.
+        # Keys and values are repeated until the ranks can divide them evenly.
         times = math.lcm(key.shape[1], self._size) // key.shape[1]
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -100,44 +109,25 @@ class SequenceSharing:
         return values.unflatten(0, (self._size, -1))[self._rank]
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        exchanged = _Exchange.apply(by_rank, self._group)
-        assert isinstance(exchanged, Tensor)
-        return exchanged
+        """Exchange [ranks, ...] by rank; differentiable."""
+        assert self._group is not None
+        return all_to_all_single_autograd(by_rank.contiguous(), None, None, self._group)
 
 
 def _in_front(values: Tensor, padding: int) -> Tensor:
-    """Put tokens in front of [1, T], each in a segment of its own at position 0."""
+    """Put padding in front of [1, T]: tokens 0, each a segment of its own at position 0."""
     return torch.nn.functional.pad(values, (padding, 0))
 
 
 def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
-    """Cut this rank's tokens out of [T, layers, top_k]; -1 lets routers choose for the tokens in front."""
+    """Cut this rank's tokens out of [T, layers, top_k]. With -1 the padding's experts are chosen by the router."""
     if experts is None:
         return None
     return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchange [ranks, ...] by rank. The function is its own inverse and its own gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        sent = by_rank.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        sent = grads[0].contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None
-
-
 class _Join(torch.autograd.Function):
-    """Join the ranks' parts of a vector. All ranks compute the same loss, so each takes the gradient of its part."""
+    """Joins the ranks' parts of a vector. All ranks compute the same loss, so each takes the gradient of its part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:
@@ -154,14 +144,21 @@ class _Join(torch.autograd.Function):
 
 _PROBE_LENGTHS = (2, 5, 9)
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
-"""Allowed differences of a logprob, in standard deviations: matrices of other sizes round differently."""
+"""Allowed differences of a logprob, in standard deviations. Matrices of other sizes round differently."""
 
 
 def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
-    """Raise ModelError for a model whose logprobs change when ranks share a stream. A collective.
+    """Check that logprobs do not change when ranks share a stream. A collective.
 
-    Such a model mixes tokens outside of attention. `model` is a `StreamModel` that computes with the ranks of its
-    attribute `sharing`, or alone if that is None.
+    Args:
+        model: A `StreamModel` with an attribute `sharing`: the ranks that it computes with. If it is None, the model
+            computes alone.
+        profile: The device and dtype of the model.
+        path: The model's path, for errors.
+        half_precision: Whether the model computes in bf16.
+
+    Raises:
+        ModelError: If logprobs change, because the model mixes tokens outside of attention.
     """
     stream = probe_stream(probe_sequences(vocabulary_size(model.causal), _PROBE_LENGTHS), profile)
     sharing = model.sharing
@@ -174,10 +171,10 @@ def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precisi
             model.sharing = sharing
     allowed = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
     difference = float((shared - alone).abs().max() / alone.std().clamp_min(1e-30))
-    # Written so that a NaN is refused too.
+    # This form of the comparison also refuses NaN.
     if not difference <= allowed:
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
-            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens elsewhere than in "
+            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens outside of "
             "attention (linear attention, convolutions). Set backend.context: 1, or choose another model."
         )

@@ -14,9 +14,9 @@ _TIMEOUT = timedelta(minutes=5)
 
 
 def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
-    """Open a store at a free port of this address; a plain `TCPStore` listens on all interfaces.
+    """Open a store that listens only at this address, at a free port. A plain `TCPStore` listens on all interfaces.
 
-    The store listens on all interfaces if none has the address, as behind network address translation.
+    If no interface has the address, as behind network address translation, this store listens on all interfaces too.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

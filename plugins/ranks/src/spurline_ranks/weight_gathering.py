@@ -1,7 +1,7 @@
 """Gather whole tensors from the parts that ranks hold, a few at a time.
 
 Place on the way: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
-the ranks write, or numpy arrays from the first rank. No process holds more than a bucket and its converted copy.
+the ranks write, or numpy arrays from the first rank. A process never holds more than one bucket and its converted copy.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BUCKET_BYTES = 64 << 20
 """Bytes of one bucket."""
 
 Bucket = tuple[int, int]
-"""The range of the numbers of groups of tensors that are gathered together."""
+"""A range of group numbers: the weights of these groups are gathered together."""
 
 
 class Gathers(Protocol):
-    """Gathers the tensors of a backend's ranks."""
+    """Gathers tensors that are divided among the ranks of a backend."""
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
         """Send whole tensors to the ranks that want them. A collective.
 
         Args:
-            wanted: Names by rank, the same on all ranks; ranks that want nothing may be left out.
-            dtype: Floating point values are cast to it before they are sent, unless it is None.
+            wanted: The names that each rank wants. All ranks pass the same mapping. Ranks without wishes may be absent.
+            dtype: The dtype to which floating point values are cast before they are sent, or None.
 
         Returns:
             The tensors that this rank wants, by their names in the model, on the device.
@@ -43,12 +43,12 @@ class Gathers(Protocol):
         ...
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the rank on which these tensors are gathered with the fewest bytes sent, the same on all ranks."""
+        """Return the rank that gathers these tensors with the fewest bytes sent. All ranks return the same."""
         ...
 
 
 class WeightGathering:
-    """Gathers the weights of a divided model, or its adapter. Every rank makes the same plan from names and shapes."""
+    """Gathers the weights of a divided model or adapter. Ranks agree, as names and shapes determine the plan."""
 
     def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
         self._named, self._gathers = named, gathers
@@ -67,8 +67,8 @@ class WeightGathering:
         """Yield all weights in order, in buckets.
 
         Args:
-            max_bytes: Most bytes of a bucket; a larger group of tensors has a bucket of its own.
-            dtype: The dtype in which floating point weights are gathered; None keeps the model's.
+            max_bytes: Most bytes of a bucket. A larger group of tensors has a bucket of its own.
+            dtype: The dtype in which floating point weights are gathered. If None, they keep the dtype of the model.
             by_owner: Whether all weights of a bucket have the same owner.
         """
         first, used = 0, 0
@@ -84,16 +84,16 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Gather (hf_name, whole tensor) of a bucket, on the device of these ranks; {} elsewhere. A collective."""
+        """Return the whole tensors of a bucket on these ranks, on the device; other ranks get {}. A collective."""
         return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
 
     def write(
         self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
     ) -> OSError | None:
-        """Write the weights as in `Backend.write_weights`, each rank some of the files. A collective.
+        """Write the weights as in `Backend.write_weights`. Each rank writes some of the files. A collective.
 
         Returns:
-            The error, if this rank could not write its files.
+            The error if this rank could not write its files, else None.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
@@ -110,14 +110,14 @@ class WeightGathering:
                 for name, weight in weights:
                     if plan.file_of[name] in files:
                         files[plan.file_of[name]].put(name, weight)
-                    # It is freed before the next weight is gathered.
+                    # Free the weight before the next one is gathered.
                     del weight
             if rank == 0:
                 plan.write_index(folder)
         except OSError as error:
-            # The frames would hold a weight.
+            # The frames of the traceback would keep a weight in memory.
             failure = error.with_traceback(None)
-        # The other ranks need this rank to gather theirs.
+        # Gathering is a collective: after an error this rank still helps the others.
         for _ in weights:
             pass
         return failure
@@ -136,7 +136,7 @@ class WeightGathering:
         self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
     ) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
-        # Casting before sending halves the bytes. Adapters are merged in full precision, and cast afterwards.
+        # Weights are cast before they are sent, which halves the bytes. Adapters are merged before the cast.
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:
@@ -155,10 +155,10 @@ def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
-    """Return tensors as numpy arrays for another process, bf16 as fp32."""
+    """Return tensors as numpy arrays, which other processes can read. bf16 becomes fp32."""
     return [(name, value.float().cpu().numpy()) for name, value in tensors]
 
 
 def cast(value: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return a floating point tensor in this dtype, unless that is None."""
+    """Cast a floating point tensor to this dtype, unless the dtype is None. Other tensors stay as they are."""
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value

@@ -1,14 +1,14 @@
 """The calls of a rank that do not depend on how a model is divided.
 
-A backend's rank inherits them and adds the other calls of `spurline_ranks.backend`. Every call is a collective: all
-ranks run it with the same common arguments, and make the same exchanges in the same order.
+A backend's rank inherits from `RankWorker` and adds the other calls. Every call is a collective: all ranks run it with
+the same common arguments, and make the same exchanges in the same order.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,10 +36,10 @@ from spurline_ranks.publishing import Publishing
 from spurline_ranks.weight_gathering import Bucket, WeightGathering, as_arrays
 
 Wire = Mapping[str, Any]
-"""A `RankShare.to_wire`."""
+"""A share of a batch as plain data: see `RankShare.to_wire`."""
 
 _CLIP_EPSILON = 1e-6
-"""The epsilon of torch.nn.utils.clip_grad_norm_, which the local backend uses."""
+"""The epsilon of torch.nn.utils.clip_grad_norm_, with which the local backend clips."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class StepTotals:
         """Sum over all ranks. A collective.
 
         Args:
-            squares: float64 scalar, the sum of squares of the gradients that this rank counts.
-            loss: Sum of weight * loss of the tokens that this rank counts.
+            squares: The sum of squares of the gradients that this rank counts; a float64 scalar.
+            loss: The sum of weight * loss of the tokens that this rank counts.
         """
         sums = squares.new_tensor([0.0, loss])
         sums[0] = squares
@@ -69,7 +69,7 @@ class StepTotals:
 
 
 def clip_factor(grad_norm: float, limit: float | None) -> float | None:
-    """Return the factor that brings gradients down to the norm `limit`; None if they are small enough."""
+    """Return the factor that scales gradients down to the norm `limit`, or None if they are small enough."""
     return limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
 
 
@@ -78,24 +78,24 @@ class RankWorker:
 
     A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these calls:
 
-    - build(): loads the models; the first call.
-    - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter, on the first
-      rank, and changes nothing.
-    - evaluate(wire, plain objective): returns the `SumsPart`, on ranks that count.
-    - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather`, on ranks that count.
-    - facts(): returns `Backend.facts`, on the first rank.
+    - build(): loads the models. It is the first call.
+    - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter on the first
+      rank. It changes nothing.
+    - evaluate(wire, plain objective): returns the `SumsPart` on ranks that count.
+    - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather` on ranks that count.
+    - facts(): returns `Backend.facts` on the first rank.
     """
 
     _saved_model: ClassVar[type[StoredModel]]
     _gatherings: Mapping[str, WeightGathering]
-    """Gathers all weights of the policy, `model`, and its `adapter` if it has one."""
+    """Gather the weights of the policy: `model` all weights, and `adapter` its adapter if it has one."""
     _publishing: Publishing
     _policy: Any
-    """This rank's part of the policy with its optimizer: `updates`, and the collectives `totals`, `step`, `tensors`."""
+    """This rank's part of the policy, with its optimizer."""
     _critic: Any = None
-    """The same of the critic, if it is trained."""
+    """This rank's part of the critic, if there is one, with its optimizer."""
     _counts: bool
-    """True on one of the ranks that compute the same rows together: it counts their sums."""
+    """Whether this rank returns the sums and logprobs. Of the ranks that compute the same rows, one does."""
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._place, self._run, self._registry, self._total = place, run, registry, total_updates
@@ -109,9 +109,9 @@ class RankWorker:
         """Take one optimizer step, or change nothing if loss or gradient norm are not finite.
 
         Returns:
-            `loss` (sum of weight * loss over all ranks), `grad_norm`, `finite`, `updates` so far, the `rates` of
-            `Optimization.step`, `part` (the `SumsPart` on ranks that count), the rank's `expert_loads`, and the seconds
-            `time/forward_backward` and `time/optimizer`.
+            `loss` is the sum of weight * loss over all ranks, `updates` the number of steps so far, `rates` are the
+            metrics of `Optimization.step`, and `part` is the `SumsPart`, or None on ranks that do not count. Times are
+            in seconds.
         """
         trained = self._trained[role]
         started = time.perf_counter()
@@ -141,26 +141,27 @@ class RankWorker:
         """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing.
 
         Raises:
-            CheckpointError: If files fail while values are read, which leaves the models half changed.
+            CheckpointError: If values cannot be read. The models are then changed in part.
         """
         self._place.doing("reading a checkpoint")
         try:
-            take_over = self._read_fitting(Path(path))
+            saved = self._saved_model.read_fitting(Path(path), self._trained)
         except CheckpointError as error:
             return error
-        take_over()
+        for role, trained in self._trained.items():
+            saved[role].put_into(trained)
         return None
 
     def gathering_plan(self, part: PublishedPart) -> list[Bucket]:
         return list(self._gatherings[part].buckets()) if part in self._gatherings else []
 
     def weights(self, part: PublishedPart, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather (name in files, whole tensor) of these weights on the first rank."""
+        """Gather the weights of a bucket; return (name in files, whole tensor) of each on the first rank."""
         whole = self._gatherings[part].gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def write_weights(self, folder: str, dtype: torch.dtype, max_file_bytes: int) -> OSError | None:
-        """Write whole weights; return the failure of this rank. See `Backend.write_weights`."""
+        """Write whole weights as in `Backend.write_weights`; return the error of this rank, if there is one."""
         failure = self._gatherings["model"].write(Path(folder), dtype, max_file_bytes, self._place.doing)
         return None if failure is None else OSError(self._named(failure))
 
@@ -182,7 +183,7 @@ class RankWorker:
         self._memory.take()
 
     def save(self, path: str) -> Mapping[str, FileDigest] | CheckpointWriteError:
-        """Write this rank's part of all trained models; return digests by path, or the failure."""
+        """Write this rank's part of all trained models; return digests by path, or the error."""
         self._place.doing("writing a checkpoint")
         try:
             return self._save(Path(path))
@@ -203,28 +204,18 @@ class RankWorker:
         return {"policy": self._policy, **({} if self._critic is None else {"critic": self._critic})}
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
-        """Compute the gradient of all rows, summed over all ranks; return the sums of this rank's rows."""
+        """Compute gradients, summed over the rows of all ranks; return the sums of this rank's own rows."""
         raise NotImplementedError
 
     def _drop_gradients(self, role: Role) -> None:
-        """Free the gradients after an update, if they have memory of their own."""
-
-    def _read_fitting(self, path: Path) -> Callable[[], None]:
-        """Check a checkpoint's headers; return a function that reads the values. Raises CheckpointError."""
-        saved = self._saved_model.read_fitting(path, self._trained)
-
-        def take_over() -> None:
-            for role, trained in self._trained.items():
-                saved[role].put_into(trained)
-
-        return take_over
+        """Free the gradients after an update."""
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write this rank's part into the folder; return digests by path. Raises CheckpointWriteError."""
         raise NotImplementedError
 
     def _device_tensors(self) -> DeviceTensors:
-        """Return the tensors on this rank's device between two updates. Exchanges nothing."""
+        """Return the tensors on this rank's device between two updates."""
         weights, state, scratch = list(self._reference_tensors()), list[Tensor](), list[Tensor]()
         for trained in self._trained.values():
             tensors: DeviceTensors = trained.tensors()
