@@ -21,7 +21,6 @@ from run_helpers import wait_for
 
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend
-from spurline_megatron_backend.backend import MegatronBackend
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_models.dealing import deal
 from spurline_models.testing import write_tiny_model
@@ -224,7 +223,7 @@ def test_a_rank_that_dies_or_stands_still_in_an_update_ends_those_that_wait_for_
     spurline_tiny_model: Path, monkeypatch: pytest.MonkeyPatch, divided: str, how: str
 ) -> None:
     monkeypatch.setenv("FAILING_RANK", f"1:{how}")
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:fails")
+    monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:fails")
     settings = on(2, **{divided: 2}, start_timeout_s=300) | {"call_timeout_s": 20, "collective_timeout_s": 60}
     with opened(backend_run(spurline_tiny_model, settings, PLUGINS)) as (backend, layout):
         ranks = _ranks_of_this_process()

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spurline_fsdp_backend import sharded_model
-from spurline_fsdp_backend.checkpoint import SavedModel
 from spurline_fsdp_backend.rank import FsdpRank
+from spurline_fsdp_backend.trained_model import SavedModel
 from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import device_profile
 from spurline_ranks.checkpoint import StoredModel

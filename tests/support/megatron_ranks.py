@@ -1,7 +1,7 @@
 """Ranks of the Megatron backend that fail, count, lose a checkpoint, or sum gradients in many small buckets.
 
-Each function is a worker of `MegatronBackend`: it opens a rank in its process, and changes the code there. They are in
-one module, since ranks of each module are forked from a process of their own.
+Each function is a worker: it opens a rank in its process, and changes the code there. They are in one module, since
+ranks of each module are forked from a process of their own.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from fsdp_layouts import on
 
 from spurline.errors import CheckpointError
 from spurline.protocols.backend import Backend
-from spurline_fsdp_backend.checkpoint import SavedModel
+from spurline_fsdp_backend.trained_model import SavedModel
 from spurline_models.optimizers.configs import MuonConfig
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 from spurline_rl.testing.backend_cases import minibatch

@@ -17,7 +17,7 @@ from spurline.config.loading import LoadedConfig
 from spurline.errors import DataError, ModelError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline_fsdp_backend.checkpoint import read_weights
+from spurline_fsdp_backend.trained_model import read_weights
 from spurline_models.testing import write_tiny_model
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, uneven_batch, weights_of, with_dropout
 from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened

@@ -15,7 +15,7 @@ from run_helpers import wait_for
 from spurline.errors import RankFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
-from spurline_megatron_backend.backend import MegatronBackend
+from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_rl.testing.backend_cases import minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
 
@@ -30,7 +30,7 @@ def after_two_updates(
 ) -> Iterator[tuple[Backend, ParallelLayout, list[psutil.Process]]]:
     """A backend whose next update fails, and its ranks; none of these is left in the end."""
     monkeypatch.setenv("FAILING_RANK", f"{rank}:{how}")
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:fails")
+    monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:fails")
     before = set(_grandchildren())
     # The check at start-up runs the model too, and the failing rank counts such runs.
     run = backend_run(model, on(**{"ranks": 2, "probe": False, **settings}), ("megatron_backend",))

@@ -23,8 +23,8 @@ from spurline.protocols.loss import Objective
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.memory import estimate_fullest, held_values, kept_values, microbatches_in_flight
 from spurline_megatron_backend.parts import held_parameters
+from spurline_megatron_backend.planning import estimate_fullest, held_values, kept_values, microbatches_in_flight
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import deal
 from spurline_models.optimizers.configs import AdamWConfig

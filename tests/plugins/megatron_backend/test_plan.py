@@ -19,7 +19,7 @@ from spurline_megatron_backend.architecture import Architecture, read_architectu
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.layout_search import Candidate, find_layouts, idle_share, sent_bytes
-from spurline_megatron_backend.memory import estimate_fullest
+from spurline_megatron_backend.planning import estimate_fullest
 from spurline_planning.plan import make_plan
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -208,7 +208,7 @@ def test_a_plan_tells_ranks_and_groups(config: dict[str, Any]) -> None:
     assert plan.problems == []
     assert plan.sections["parallel layout"] == [
         "16 ranks on 2 machines of a Ray cluster, cuda, bf16: 2 data x 2 pipeline x 2 context x 2 tensor",
-        "2 neighbouring ranks divide each matrix, and between them the tokens",
+        "2 neighbouring ranks divide each matrix, and the tokens outside of matrices",
         "2 ranks share each sequence",
         "2 stages of 1 layers each",
         "the optimizer is divided among the 4 ranks with the same part of the model",

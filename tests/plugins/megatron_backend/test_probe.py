@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from megatron_layouts import on, write_qwen3, write_qwen3_moe
 
-from spurline_megatron_backend.backend import MegatronBackend
+from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_rl.testing.backend_runs import backend_run, opened
 
 pytestmark = pytest.mark.processes
@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
 def ranks(request: pytest.FixtureRequest, models: dict[bool, Path]) -> Iterator[Ranks]:
     has_experts, layout = request.param
     patch = pytest.MonkeyPatch()
-    patch.setattr(MegatronBackend, "worker", "megatron_probing:probing")
+    patch.setattr(MegatronBackendConfig, "worker", "megatron_probing:probing")
     try:
         with opened(backend_run(models[has_experts], on(**layout), ("megatron_backend",))) as (backend, _):
             yield Ranks(backend)

@@ -10,7 +10,7 @@ import torch
 from megatron_layouts import on, write_qwen3, write_qwen3_moe
 
 from spurline.protocols.backend import Backend
-from spurline_megatron_backend.backend import MegatronBackend
+from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
 
@@ -34,7 +34,7 @@ soak = pytest.mark.slow
 def test_many_buckets_give_the_gradients_and_weights_of_one_process(
     layout: dict[str, Any], experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:nothing_is_wrong_with_small_buckets")
+    monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:nothing_is_wrong_with_small_buckets")
     write = write_qwen3_moe if experts else write_qwen3
     model = write(tmp_path / "model", num_hidden_layers=4)
     ours = backend_run(model, on(**layout, max_tokens_per_microbatch=40), ("megatron_backend",))
@@ -74,7 +74,7 @@ def counts(backend: Backend) -> list[dict[str, int]]:
 def test_what_is_recomputed_changes_no_bit_of_gradients(
     layout: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MegatronBackend, "worker", "megatron_ranks:counting")
+    monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:counting")
     model = write_qwen3(tmp_path / "model", num_hidden_layers=NUM_LAYERS)
     gradients: list[dict[str, torch.Tensor]] = []
     for recompute, layers, attention in (("none", 1, 1), ("selective", 1, 2), ("full", 2, 2)):

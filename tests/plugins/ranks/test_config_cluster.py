@@ -87,10 +87,10 @@ def test_the_environment_of_the_cluster_is_that_of_all_that_is_placed_there() ->
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
-        ({"cluster": "ray://node1:10001"}, r"cluster.address is 'ray://node1:10001', which is no .* HOST:PORT"),
+        ({"cluster": "ray://node1:10001"}, r"cluster.address is 'ray://node1:10001', which is not .* HOST:PORT"),
         ({"cluster": "node1"}, "cluster.address is 'node1', which is not an address of a cluster"),
         ({"cluster": {"adress": "auto"}}, "cluster.adress is not a setting. Did you mean 'address'"),
-        ({"backend": {**RANKS, "runtime_env": {}}}, r"backend.runtime_env is not .* write it in the section `cluster`"),
+        ({"backend": {**RANKS, "runtime_env": {}}}, r"backend.runtime_env is not .* Write it in the section `cluster`"),
         (
             {"cluster": "auto", "backend": {"name": "local"}, "engine": {"name": "in_process"}},
             "cluster.address is auto, but nothing of this run is placed on a cluster",

@@ -407,7 +407,7 @@ def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None
         ({"count": 2, "gpus": (2, 0)}, ("4", "5", "6"), ["6", "4"]),
         ({"count": 3}, ("0", "1"), "backend.ranks asks for 3 ranks with a GPU each, and there are 2 GPUs. Set it to 2"),
         ({"count": 1, "gpus": (2,)}, ("0", "1"), "backend.gpus names GPU 2, but this machine has 0, 1"),
-        ({"count": 1}, (), "and there are 0. Set device: cpu"),
+        ({"count": 1}, (), "and there are 0 GPUs. Set device: cpu"),
     ],
 )
 def test_each_rank_sees_one_gpu_and_too_few_are_refused(

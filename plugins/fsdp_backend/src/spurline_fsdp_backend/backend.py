@@ -1,9 +1,9 @@
-"""The FSDP backend as the loop sees it."""
+"""The controller's side of the FSDP backend."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,16 +14,10 @@ from spurline_ranks.backend import RankBackend
 class FsdpBackend(RankBackend):
     """A `Backend` that `Generates`, `MakesBuckets`, `TrainsAdapters` and `YieldsDevice`."""
 
-    worker: ClassVar[str] = "spurline_fsdp_backend.rank:FsdpRank"
-
-    @property
-    def _divided(self) -> FsdpBackendConfig:
-        return cast(FsdpBackendConfig, self._config)
-
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._check_device_here("asked for continuations")
-        if self._divided.expert > 1:
-            # Each decoding step sends tokens to divided experts, so all ranks decode the same prompts.
+        if cast(FsdpBackendConfig, self._config).expert > 1:
+            # Each decoding step sends tokens to experts in other ranks, so all ranks decode the same prompts.
             shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
             return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
         dealt = _deal_prompts(prompts, self._ranks.size)
@@ -42,14 +36,8 @@ class FsdpBackend(RankBackend):
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._named("adapter")
 
-    def _share_of(self, rank: int) -> int:
-        return rank // self._divided.context
-
-    def _counts(self, rank: int) -> bool:
-        return rank % self._divided.context == 0
-
 
 def _deal_prompts(prompts: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Return the numbers of the prompts of each rank; all ranks get short and long prompts."""
+    """Return the numbers of each rank's prompts. All ranks get short and long prompts."""
     by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     return [by_length[rank::num_ranks] for rank in range(num_ranks)]

@@ -27,43 +27,45 @@ from spurline_ranks.configs import RankBackendConfig
 
 
 class FsdpBackendConfig(RankBackendConfig):
-    """FSDP2: every rank holds a part of weights, gradients and optimizer, and trains on a part of the batch."""
+    """FSDP2: each rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' divides layers so: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "The backend 'megatron' has it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
+    worker: ClassVar[str] = "spurline_fsdp_backend.rank:FsdpRank"
     doctor_rank: ClassVar[str] = "spurline_fsdp_backend.mesh:FsdpDoctorRank"
     beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Copies of the sharded model, usually one for each machine: less traffic between machines, more memory."""
+    """Number of copies of the sharded model, usually one for each machine. More copies need more memory, and machines
+    send less to each other."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that share each sequence, for sequences too long for one."""
+    """Number of ranks that share each sequence. For sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that divide the experts of a mixture-of-experts model."""
+    """Number of ranks that divide the experts of a mixture-of-experts model."""
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. This needs less memory and about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
     """Keep the activations of the decoder's layers in the memory of the host until the backward pass. For GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Fused norms and gated activations by Liger-Kernel: `auto` takes them on GPUs where Liger-Kernel
-    is installed and knows the model, `none` leaves them to PyTorch."""
+    """`auto` uses Liger-Kernel's fused norms and gated activations on GPUs, if Liger-Kernel is installed and knows the
+    model. `none` uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
-    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds in the same way on any
-    device, slowly."""
+    """Compute linear layers in fp8, which is an approximation, on Hopper GPUs or later. `emulated` rounds in the same
+    way on any device, slowly."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Keep weights, gradients and optimizer in the memory of the host: slower, for models that do not fit."""
+    """Keep weights, gradients and optimizer in the memory of the host. This is slower. For models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Free a layer's gathered weights after its forward pass. False keeps them for its backward pass: more memory,
-    less to send."""
+    """Free the gathered weights of a layer after its forward pass. `false` keeps them until its backward pass, which
+    needs more memory and sends less."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
 
@@ -83,22 +85,28 @@ class FsdpBackendConfig(RankBackendConfig):
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:
-            yield Problem("lora", "together with expert is not supported: adapters of experts would not be divided.")
+            yield Problem("lora", "together with expert is not supported: adapters of experts cannot be divided.")
         if self.lora is not None and self.lora.is_quantized:
             yield Problem(
                 "lora.base_dtype",
-                f"is {self.lora.base_dtype}, whose blocks of values cannot be divided over ranks. Choose bf16, or the "
-                "backend local on one GPU.",
+                f"is {self.lora.base_dtype}, which cannot be divided over ranks. Choose bf16, or the backend local on "
+                "one GPU.",
             )
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
         if self.compile and self.expert > 1:
             yield Problem(
-                "compile", "together with expert is not supported: tokens travel within a layer. Turn one off."
+                "compile", "together with expert is not supported: ranks exchange tokens in a layer. Turn one off."
             )
 
+    def share_of(self, rank: int) -> int:
+        return rank // self.context
+
+    def counts(self, rank: int) -> bool:
+        return rank % self.context == 0
+
     def layout(self) -> ParallelLayout:
-        # Ranks align their own streams for context parallelism.
+        # Collators need not align rows for `context`: ranks do this themselves.
         return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property
@@ -107,12 +115,12 @@ class FsdpBackendConfig(RankBackendConfig):
             super().facts,
             generates=True,
             freezes=True,
-            checkpoint_reader="spurline_fsdp_backend.checkpoint:read_weights",
-            adapter_reader="spurline_fsdp_backend.checkpoint:read_adapter",
+            checkpoint_reader="spurline_fsdp_backend.trained_model:read_weights",
+            adapter_reader="spurline_fsdp_backend.trained_model:read_adapter",
             optimizes_on_host=self.cpu_offload,
-            # A hook replaces a router's choice, so layers would be compiled again.
+            # Replay and balance need hooks of routers, for which compiled layers would be compiled again.
             replays_experts=not self.compile,
-            # This needs hooks too, and a rank that shares sequences sees only parts of them.
+            # With `context` a rank sees only parts of sequences.
             balances_experts=not self.compile and self.context == 1,
         )
 

@@ -1,6 +1,6 @@
-"""The groups of ranks that shard weights, share sequences and divide experts.
+"""Open the groups of ranks that shard weights, share sequences and divide experts.
 
-Ranks are numbered machine by machine, so ranks that share a sequence are on one machine if they fit.
+Ranks are numbered machine by machine, so neighbouring ranks, which share a sequence, are on one machine if possible.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Meshes:
     """The groups that this rank is in.
 
     Attributes:
-        sharding: The ranks that shard parameters; with several replicas two dimensions, replicas first.
-        context: The ranks that share this rank's sequences; None if each rank has its own.
-        experts: Two dimensions: the ranks that hold parts of the same experts, and the ranks that divide all experts;
-            None if every rank has all experts.
-        alone: Only this rank.
+        sharding: The ranks that shard parameters. With `replicas` it has two dimensions, and the replicas come first.
+        context: The ranks that share the sequences of this rank. None if each rank has its own sequences.
+        experts: The first dimension has the ranks that hold parts of the same experts, the second has the ranks that
+            divide all experts. None if experts are not divided.
+        alone: A mesh of only this rank. None if experts are not divided.
     """
 
     sharding: DeviceMesh
@@ -40,7 +40,7 @@ class Meshes:
 
 
 def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
-    """Make the groups. A collective: every rank calls it."""
+    """Open the groups. A collective."""
     device, context = config.on, config.context
     if config.replicas > 1:
         shape, names = (config.replicas, place.world // config.replicas), (REPLICA, SHARD)

@@ -24,7 +24,6 @@ from spurline.digests import FileDigest
 from spurline.files import private_folder
 from spurline.protocols.backend import Role
 from spurline.protocols.loss import ENTROPY, Objective
-from spurline_fsdp_backend.checkpoint import SavedModel, save
 from spurline_fsdp_backend.mesh import make_meshes
 from spurline_fsdp_backend.sharded_model import (
     ShardedStreamModel,
@@ -35,7 +34,7 @@ from spurline_fsdp_backend.sharded_model import (
     give_back,
     model_tensors,
 )
-from spurline_fsdp_backend.trained_model import ShardedTrainedModel
+from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel, save
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
@@ -55,22 +54,21 @@ from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker, Wire
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Engines get weights in the dtype of forward passes here."""
+"""Engines get weights in the dtype of the forward pass."""
 
 
 class FsdpRank(RankWorker):
-    """A `Worker`."""
+    """The `RankWorker` of this backend."""
 
     _saved_model = SavedModel
 
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         super().__init__(place, *read_run(plain_run), total_updates)
         if self._config.compile:
-            # Ranks compile the same code at the same time: in one folder they would load half-written files.
+            # Ranks compile the same code at the same time. In a shared folder they would load half-written files.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
-        # Ranks that share sequences compute the same loss: the first of them counts it.
-        self._counts = place.rank % self._config.context == 0
+        self._counts = self._config.counts(place.rank)
 
     def build(self) -> None:
         self._place.doing("loading the model")
@@ -120,7 +118,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # This must come before adapters are switched on, which marks parameters as trained.
+            # This comes before adapters are switched on again, as that marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -152,7 +150,7 @@ class FsdpRank(RankWorker):
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]
-        # Dropout depends on the number of the step, so checkpoints need no state of generators.
+        # Dropout depends only on the number of the step, so checkpoints need not hold the state of generators.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
@@ -164,12 +162,12 @@ class FsdpRank(RankWorker):
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
     ) -> Iterator[tuple[Rows, TokenStream]]:
-        """Yield the same number of streams on all ranks, some idle, so that exchanges stay in step."""
+        """Yield the streams of this rank. All ranks have the same number, as some streams are idle."""
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
             self._place.doing(f"micro-batch {index} of {number}")
-            # FSDP2 has work to do after the last backward pass of a step.
+            # FSDP2 must know the last backward pass of a step.
             cast(FSDPModule, model.causal).set_is_last_backward(index == number)
             yield rows, stream
 
@@ -197,16 +195,16 @@ class FsdpRank(RankWorker):
 
 
 class _ShardGathering:
-    """The `Gathers` of a sharded model: every tensor is gathered on all ranks, and ranks that want it keep it.
+    """The `Gathers` of a sharded model. All ranks get every tensor, and ranks that want it keep it.
 
-    `read` returns a tensor with the values of a tensor of the model, which may be elsewhere.
+    `read` returns the values of a tensor of the model. While the device is yielded, they are elsewhere.
     """
 
     def __init__(self, causal: PreTrainedModel, read: Callable[[Tensor], Tensor]) -> None:
         self._causal, self._read = causal, read
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        # Every call of `state_dict` frees weights that a forward pass has gathered.
+        # Calling `state_dict` frees weights that a forward pass has gathered.
         state = self._causal.state_dict(keep_vars=True)
         mine = set(wanted.get(dist.get_rank(), ()))
         whole: dict[str, Tensor] = {}
@@ -217,12 +215,11 @@ class _ShardGathering:
         return whole
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the first rank: all ranks are sent the same bytes."""
+        # All ranks are equal, since each gets the same bytes.
         return 0
 
 
 def _whole(value: Tensor) -> Tensor:
-    """Return the whole tensor. A collective for a shard."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
@@ -237,7 +234,7 @@ def _whole_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
     """Return the folder for this rank's compiled programs."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # The folder is private, as its programs are run.
+    # The folder is private, since the programs in it are run.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
     return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"

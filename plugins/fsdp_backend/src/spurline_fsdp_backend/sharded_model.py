@@ -1,7 +1,7 @@
-"""Build a causal language model whose parameters are sharded over the ranks, without a whole copy anywhere.
+"""Build a causal language model whose parameters are sharded over the ranks. No rank ever has a whole copy.
 
-Place on the way: a model folder -> shapes without memory -> FSDP2 -> each rank reads its parts of the weights -> a
-`ShardedStreamModel`, which computes like any `StreamModel`.
+Place on the way: a model folder -> a model on the meta device -> FSDP2 -> each rank reads its parts of the weights ->
+a `ShardedStreamModel`, which computes like any `StreamModel`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from spurline_ranks.pieces import Box, held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing, check_sharing
 
 _DISPATCHES = "ep_dispatch_experts"
-"""The style in transformers' plans of a module that sends tokens to other ranks."""
+"""The name that transformers' plans give to modules that send tokens to other ranks."""
 
 _ENTRY = "spurline_score"
-"""The name of the whole model's forward method for streams."""
+"""The name of a forward method that is added to the whole model. It computes streams."""
 
 
 class ShardedStreamModel(StreamModel):
-    """A `StreamModel` whose parameters are sharded: it computes streams within one forward pass of the whole model.
+    """A `StreamModel` whose parameters are sharded.
 
-    FSDP2 gathers embedding, last norm and output layer when the root module's forward begins, but `StreamModel` calls
-    decoder and output layer apart.
+    `StreamModel` calls decoder and output layer one after the other. But FSDP2 gathers embedding, last norm and output
+    layer only for a forward pass of the whole model. So this class makes both calls within one such pass.
     """
 
     sharing: SequenceSharing | None = None
@@ -83,7 +83,7 @@ class ShardedStreamModel(StreamModel):
         return self.sharing.joined(inputs.logprobs, mine, stream), entropy
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        """Return the same number of passes on all ranks, which gather each layer together. A collective on the host."""
+        """Return the same number of passes on all ranks, since they gather each layer together. A collective."""
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -98,10 +98,10 @@ class ShardedValueModel(ShardedStreamModel, ValueModel):
 def build_trained(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool = False
 ) -> ShardedStreamModel:
-    """Build the model of the config, sharded and loaded, in training mode. A collective. Raises ModelError.
+    """Build and load a model in training mode. A collective. Raises ModelError.
 
-    Weights are in fp32, all trained or some frozen, or adapters are beside frozen weights in `base_dtype`. A critic has
-    a value head instead of the output layer.
+    Without adapters the weights are in fp32. With adapters they are frozen, in `base_dtype`. A critic has a value head
+    instead of the output layer.
     """
     if config.lora is None:
         causal = _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
@@ -126,7 +126,7 @@ def build_trained(
 def build_reference(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
 ) -> ShardedStreamModel:
-    """Build the initial model of the run, sharded, frozen and in the dtype of computations. A collective.
+    """Build the initial model of the run, frozen and in the dtype of computations. A collective.
 
     Raises:
         CheckpointError: If the digest of its weights is not `initial_weights`.
@@ -146,12 +146,9 @@ def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshe
 
 
 def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
-    """Move parameters and buffers of a model without adapters into the adapted model, which is sharded alike.
-
-    Parameters are frozen as in the adapted model.
-    """
+    """Move parameters and buffers of a model without adapters into the adapted model. Both are sharded alike."""
     places = _places(adapted)
-    # Tied parameters are one tensor under two names.
+    # A tied parameter comes under both names.
     for name, value in plain.named_parameters(remove_duplicate=False):
         owner, leaf = places[name]
         value.requires_grad_(owner.get_parameter(leaf).requires_grad)
@@ -162,7 +159,7 @@ def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 
 def _draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Give every adapter its initial values, which are the same in every backend. Each rank takes its part."""
+    """Give each adapter the initial values that all backends use. Each rank takes its part."""
     from spurline_models.adapters.lora import initial_adapters
 
     for name, whole in initial_adapters(adapted, seed):
@@ -178,7 +175,7 @@ def _draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) ->
 
 
 def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module of each parameter or buffer and its name there, by the name without adapters."""
+    """Return the module that has a parameter or buffer, and its name there, by the whole name without adapters."""
     places: dict[str, tuple[nn.Module, str]] = {}
     for path, module in adapted.named_modules():
         for leaf in (*module._parameters, *module._buffers):
@@ -200,10 +197,10 @@ def _build(
     if freezes:
         freeze_parameters(causal, model.freeze)
     if critic:
-        # The head is in fp32 in every precision: its values are subtracted from each other.
+        # The head is always in fp32: differences of its values must be exact.
         put_value_head(causal, torch.float32)
     shard(causal, config, meshes)
-    # Offloaded shards may fit only on the host.
+    # With `cpu_offload` the shards may be too large for the device.
     load_weights(causal, model, seed, "cpu" if config.cpu_offload else config.on)
     for module in causal.modules():
         for name, buffer in module._buffers.items():
@@ -219,9 +216,9 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Divide every parameter over the ranks: each decoder layer is a group, and the rest is another.
+    """Divide every parameter over the ranks. Each decoder layer is a group, and the rest is another group.
 
-    The gradients of a step are plain sums over ranks and micro-batches, in fp32.
+    The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
     if config.activation_checkpointing:
         StreamModel(causal).checkpoint_activations({"use_reentrant": False})
@@ -232,7 +229,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     if meshes.experts is not None:
-        # Experts come first, so that the layers leave them alone: ranks of an expert group hold different experts.
+        # Experts come first, so their layers do not shard them again: they have a mesh of their own.
         for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
@@ -242,10 +239,10 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
     head = causal.get_output_embeddings()
     if isinstance(head, ValueHead):
-        # The value head computes in fp32: its values are subtracted from each other.
+        # The value head computes in fp32: differences of its values must be exact.
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(head, reshard_after_forward=_reshards(head, causal, config), **{**options, "mp_policy": exact})
-    # Embedding, last norm and output layer are one group: a tied weight must not belong to two groups.
+    # Embedding, last norm and output layer are one group, since a tied weight must not belong to two groups.
     fully_shard(causal, reshard_after_forward=_reshards(causal, causal, config), **options)
     for module in sharded_modules(causal):
         module.set_gradient_divide_factor(1.0)
@@ -254,7 +251,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
 
 
 def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
-    """Give each rank of a group whole experts; return the modules that hold them. Raises ModelError."""
+    """Give whole experts to each rank of a group; return the modules that hold experts. Raises ModelError."""
     assert meshes.experts is not None
     assert meshes.alone is not None
     group, path = meshes.experts[EXPERT], causal.config.name_or_path
@@ -262,17 +259,17 @@ def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     holders = [causal.get_submodule(name) for name, style in plan.items() if style == _DISPATCHES]
     if not holders:
         raise ModelError(
-            f"backend.expert is {group.size()}, and transformers knows no experts to divide in {path}, a "
+            f"backend.expert is {group.size()}, and transformers cannot divide experts of {path}, a "
             f"{type(causal).__name__}. Set it to 1, which shards experts like other weights."
         )
-    # Tokens travel to their experts, and results come back. `auto` would sum over the group in evaluation, as if its
-    # ranks had equal batches. Each rank has its own tokens.
+    # `all_to_all` sends tokens to their experts, and results back. In evaluation `auto` would sum over the group, which
+    # is wrong here because each rank has its own tokens.
     apply_expert_parallelism(causal, group, meshes.alone, plan, ep_implementation="all_to_all")
     return holders
 
 
 def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
-    """Return the digest of all parameters, or of the frozen ones, as one process makes it. A collective."""
+    """Return the digest of all parameters, or of the frozen ones. A single process would get the same. A collective."""
     parameters = {name: value for name, value in module.named_parameters() if not (frozen and value.requires_grad)}
     device = next((held_values(value).device for value in parameters.values()), torch.device("cpu"))
     held = ((name, held_box(value), held_values(value)) for name, value in parameters.items())
@@ -293,12 +290,9 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """Run the start-up checks of a model. With `probe: false` this only chooses a reading and checks routers.
-
-    A collective.
-    """
+    """Check a model at start-up. With `probe: false` this only chooses a reading and checks routers. A collective."""
     half = config.computes_in == "bf16"
-    # The probe calls decoder and output layer apart, and FSDP2 gathers weights only for the whole model.
+    # The probe does not call the whole model, so FSDP2 would not gather all weights.
     cast(FSDPModule, model.causal).unshard()
     try:
         # Compiling layers for the probe's own shapes and modes would take minutes.
@@ -314,8 +308,8 @@ def check_sharded(
         return
     if model.reading != "stream":
         raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) reads a row for each sequence, so ranks "
-            "cannot share one. Set backend.context: 1."
+            f"model.path: {path} ({type(model.causal).__name__}) reads a row for each sequence, so ranks cannot share "
+            "a sequence. Set backend.context: 1."
         )
     if config.probe:
         with torch.compiler.set_stance("force_eager"):
@@ -324,7 +318,7 @@ def check_sharded(
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters but not buffers: rotary frequencies in bf16 would give other angles."""
+    """Cast parameters, but not buffers: rotary frequencies in bf16 would give other angles."""
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
@@ -332,11 +326,11 @@ def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
 
 
 def give_back(causal: nn.Module) -> None:
-    """Free gathered parameters that no backward pass has freed, since optimizers must see shards. No collective."""
+    """Free gathered parameters after forward passes without a backward pass, so that the optimizer sees shards."""
     for module in sharded_modules(causal):
         module.reshard()
         state = module._get_fsdp_state()
-        # FSDP2 notes each forward pass until its backward pass, which does not come here.
+        # FSDP2 keeps notes on each forward pass until the backward pass. There is none here.
         if hasattr(state._comm_ctx, "post_forward_order"):
             state._comm_ctx.post_forward_order.clear()
         if state._fsdp_param_group is not None:
@@ -351,9 +345,10 @@ def model_tensors(causal: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """Give every rank a whole copy of all parameters in the context, in the dtype of computations. A collective.
+    """Give every rank a whole copy of all parameters in the context. A collective.
 
-    Nothing is communicated inside, so ranks may do different things.
+    The copy has the dtype of computations. In the context forward passes exchange nothing, so ranks may do different
+    things.
     """
     modules = sharded_modules(causal)
     for module in modules:
@@ -368,5 +363,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass; the last weights are needed again at once."""
+    """Return whether gathered weights are freed after the forward pass. The backward pass begins with the last ones."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

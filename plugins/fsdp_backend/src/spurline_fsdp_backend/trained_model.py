@@ -1,12 +1,16 @@
-"""A sharded model with its optimizer.
+"""A sharded model with its optimizer, and its checkpoints.
 
-Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards.
+Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards. A
+checkpoint has the format of `spurline_ranks.checkpoint`, and any number of ranks can read it, divided in any way. It
+holds the trained weights, the persistent buffers and the optimizer's state.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -14,11 +18,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from spurline.config.run_config import RunConfig
+from spurline.digests import FileDigest
+from spurline.protocols.backend import Role
+from spurline_fsdp_backend.configs import FsdpBackendConfig
 from spurline_fsdp_backend.sharded_model import model_tensors, weights_digest
+from spurline_models.adapters.adapter_weights import AdapterStream
 from spurline_models.optimizers.optimization import OptimizationRecipe
+from spurline_models.optimizers.state import OptimizerState, describe
+from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
-from spurline_ranks.pieces import held_values
+from spurline_models.weight_files import WeightStream
+from spurline_ranks.checkpoint import StoredModel
+from spurline_ranks.pieces import held_pieces, held_values
 from spurline_ranks.worker import StepTotals, clip_factor
 
 
@@ -33,12 +46,12 @@ class ShardedTrainedModel:
         self.initial_weights = weights_digest(model.causal)
         """The digest of the weights that the run started from, also after a resume."""
         self.frozen_weights = weights_digest(model.causal, frozen=True)
-        """The digest of the frozen weights, which checkpoints do not hold."""
+        """The digest of the frozen weights, which are not in checkpoints."""
         self.updates = 0
         self.optimization = recipe(self.parameters)
 
     def totals(self, loss: float) -> StepTotals:
-        """Join norm and loss of all ranks; see `StepTotals.of`. A collective."""
+        """Join gradient norm and loss of all ranks. See `StepTotals.of`. A collective."""
         squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
         for value in self.parameters.values():
             if value.grad is not None:
@@ -47,12 +60,12 @@ class ShardedTrainedModel:
         return StepTotals.of(squares, loss)
 
     def step(self, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights; return the learning rates as metrics."""
+        """Clip gradients and update the weights; return the learning rates as metrics."""
         factor = clip_factor(grad_norm, self.optimization.max_grad_norm)
         if factor is not None:
             for value in self.parameters.values():
                 if value.grad is not None:
-                    # Shards are scaled one by one: expert groups have other meshes.
+                    # torch's own clipping cannot scale parameters of several meshes together.
                     held_values(value.grad).mul_(factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
@@ -64,11 +77,90 @@ class ShardedTrainedModel:
 
 
 def _copies(value: Tensor) -> int:
-    """Return the number of ranks that hold each value of this parameter."""
+    """Return how many ranks hold each value of this parameter."""
     world = dist.get_world_size()
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    # `is_shard` is False for experts, which are sharded twice in one dimension.
+    # This does not ask for `is_shard`: it is False for experts, which are sharded twice in one dimension.
     parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts
+
+
+def save(
+    path: Path, models: Mapping[Role, ShardedTrainedModel], layout: Mapping[str, int], read: Callable[[Tensor], Tensor]
+) -> dict[str, FileDigest]:
+    """Write this rank's part into the folder; return digests by path in it. Ranks exchange nothing.
+
+    Args:
+        path: The folder.
+        models: The trained models.
+        layout: The sizes of the groups of ranks.
+        read: Returns the values of a tensor of the model or optimizer. While the device is yielded, they are elsewhere.
+
+    Raises:
+        CheckpointWriteError: If it cannot be written.
+    """
+    rank = dist.get_rank()
+    digests: dict[str, FileDigest] = {}
+    for role, trained in models.items():
+        state, weights = trained.optimization.state(), _model_tensors(trained)
+        facts = {
+            "updates": trained.updates,
+            "initial_weights": trained.initial_weights,
+            "frozen_weights": trained.frozen_weights,
+            "weights": list(weights),
+            "optimizer": state.facts(),
+            "layout": dict(layout),
+        }
+        held = {name: read(tensor) for name, tensor in {**weights, **state.tensors}.items()}
+        pieces = held_pieces(held, first=rank == 0)
+        digests |= SavedModel.write(path / role, rank, facts if rank == 0 else None, pieces)
+    return digests
+
+
+class SavedModel(StoredModel):
+    """A model in a checkpoint of this backend."""
+
+    backend = "fsdp"
+
+    def check(self, trained: ShardedTrainedModel) -> None:
+        weights = {name: describe(value) for name, value in _model_tensors(trained).items()}
+        self.check_fits(weights, trained.frozen_weights, trained.optimization.check)
+
+    def put_into(self, trained: ShardedTrainedModel) -> None:
+        with torch.no_grad():
+            for name, target in _model_tensors(trained).items():
+                self.index.fill(target, name)
+        # The old state is freed before the new one is read.
+        trained.optimization.optimizer.state.clear()
+        stored = {
+            key: self.index.read_like(key, trained.parameters[key.rpartition("/")[0]]) for key in self.optimizer_shapes
+        }
+        trained.optimization.restore(OptimizerState.read(stored, self.facts["optimizer"]))
+        trained.updates = int(self.facts["updates"])
+        trained.initial_weights = str(self.facts["initial_weights"])
+
+
+def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:
+    """Return trained weights and persistent buffers, in the memory of the model. Tied weights come once."""
+    buffers: dict[str, Tensor] = {}
+    for prefix, module in trained.model.causal.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return {name: parameter.detach() for name, parameter in trained.parameters.items()} | buffers
+
+
+def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
+    """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
+    lora = cast(FsdpBackendConfig, run.backend).lora
+    dtype = torch.float32 if lora is None else base_dtype(lora, run.model)
+    return SavedModel.read_policy(run, folder, digests, lora, dtype)
+
+
+def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
+    """Read the adapter in one process, without ranks. See `BackendFacts.adapter_reader`."""
+    lora = cast(FsdpBackendConfig, run.backend).lora
+    assert lora is not None
+    return SavedModel.read_adapter(run, folder, digests, lora)

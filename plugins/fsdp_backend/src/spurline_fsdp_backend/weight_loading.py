@@ -1,7 +1,7 @@
-"""Fill a sharded model with weights: each rank reads its own values from the files.
+"""Fill a sharded model with weights. Each rank reads its own values from the files.
 
-The first rank loads models without safetensors files and models with `init: random`, as the local backend does, and
-scatters them tensor by tensor.
+If there are no safetensors files, or with `init: random`, the first rank loads the whole model and scatters it tensor
+by tensor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from spurline_models.weight_files import safetensors_files
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
-    """Give every parameter and buffer of a sharded model on the meta device its value. A collective.
+    """Give values to all parameters and buffers of a sharded model on the meta device. A collective.
 
-    A value head begins with zeros. Raises ModelError if files do not fit.
+    A value head begins with zeros. Raises ModelError if the files do not fit.
     """
     files = [] if model.init == "random" else safetensors_files(model)
     if files:
@@ -46,7 +46,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
         head = own and f"{own[0]}.weight"
         if head:
             slices.pop(head, None)
-        # With this transformers leaves sharded parameters alone.
+        # This keeps transformers from changing sharded parameters.
         causal._is_distributed_loading_by_transformers = True
         found, loading = read_into(causal, slices, device)
         if own:

@@ -1,7 +1,6 @@
-"""Read from the config of a Hugging Face model the sizes and switches that Megatron-core needs.
+"""Read the sizes and switches that Megatron-core needs from the config of a Hugging Face model.
 
-A config with a field that is not in these tables is refused by the name of the field: otherwise the field would be left
-out of the computation.
+A config with a field that is not in these tables is refused, because the field would have no effect here.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ class Architecture:
     """A decoder of equal layers with rotary positions, RMS norms and gated SiLU.
 
     Attributes:
-        key_value_heads: The number of keys, each shared by heads / key_value_heads queries.
+        key_value_heads: The number of keys and values. Each is shared by heads / key_value_heads queries.
         tied: Whether the output layer is the embedding.
         qk_norm: Whether queries and keys are normalised per head.
-        num_experts: Experts of each layer; 0 for a dense model.
+        num_experts: The number of experts in each layer. It is 0 for a dense model.
         experts_per_token: The number of experts that compute a token.
-        renormalizes: Whether the weights of the chosen experts are made to sum to 1.
-        padding_token: The token whose row of the embedding learns nothing from being read; in a tied model it still
-            learns from the output layer.
+        renormalizes: Whether the weights of the chosen experts are scaled to sum to 1.
+        padding_token: The token whose embedding is not trained. In a tied model the output layer still trains the row.
     """
 
     model_type: str
@@ -57,7 +55,7 @@ _FAMILIES: Mapping[type[PretrainedConfig], Mapping[str, Any]] = {
     Qwen3Config: {"qk_norm": True},
     Qwen3MoeConfig: {"qk_norm": True},
 }
-"""The switches of `Architecture` that a config class decides by itself."""
+"""The switches of `Architecture` that follow from the class of a config."""
 
 _COPIED = {
     "model_type": "model_type",
@@ -76,11 +74,11 @@ _COPIED_OF_EXPERTS = {
     "moe_intermediate_size": "expert_ffn",
     "norm_topk_prob": "renormalizes",
 }
-"""Fields that are copied, by the names in `Architecture`."""
+"""The names in `Architecture` of fields that are copied."""
 
 _CHECKED = {"head_dim", "pad_token_id", "rope_parameters", "layer_types"}
 _CHECKED_OF_EXPERTS = {"num_local_experts", "sliding_window"}
-"""Fields that are read otherwise."""
+"""Fields that are read in other ways."""
 
 _UNUSED = frozenset(
     {
@@ -94,7 +92,7 @@ _UNUSED = frozenset(
         "output_hidden_states",
         "pretraining_tp",
         "problem_type",
-        # Weighs a loss that only exists with `output_router_logits`.
+        # It is the weight of a loss that only exists with `output_router_logits`.
         "router_aux_loss_coef",
         "tokenizer_class",
         "transformers.js_config",
@@ -104,13 +102,13 @@ _UNUSED = frozenset(
         "use_cache",
         # Qwen 3 always has these norms.
         "use_qk_norm",
-        # `layer_types`, which was made from them, tells which layers have a window.
+        # These determine `layer_types`, which is read instead.
         "max_window_layers",
         "sliding_window",
         "use_sliding_window",
     }
 )
-"""Fields that do not matter to training: outputs that are not used, labels, and notes of tools."""
+"""Fields without an effect on training: outputs that are not used, labels, and notes of tools."""
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_SETTINGS = frozenset(
@@ -124,17 +122,17 @@ _ROPE_SETTINGS = frozenset(
         "original_max_position_embeddings",
     }
 )
-"""All settings that transformers reads for these types."""
+"""The settings that transformers reads for these types."""
 
 MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
-"""Models that can be trained, by the names of transformers."""
+"""The model types that can be trained."""
 
 
 def read_architecture(config: PretrainedConfig) -> Architecture:
     """Read the architecture that this config describes.
 
     Raises:
-        ModelError: For another kind of model, and for a field that asks for something that is not computed here.
+        ModelError: If the model is of another type, or if a field asks for something that is not computed here.
     """
     family = _FAMILIES.get(type(config))
     if family is None:
@@ -154,7 +152,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     return Architecture(
         **{ours: getattr(config, theirs) for theirs, ours in copied.items()},
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-        # torch counts rows that are given as negative from the end.
+        # torch counts negative rows from the end.
         padding_token=None if padding is None else padding % config.vocab_size,
         **family,
     )
@@ -163,7 +161,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
 def _unknown(
     config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) of each field that is not computed; the reason ends a sentence."""
+    """Yield (field, value, reason) of each field that is not computed. The reason is the end of a sentence."""
     read = {*_COPIED, *_CHECKED}
     if has_experts:
         read |= {*_COPIED_OF_EXPERTS, *_CHECKED_OF_EXPERTS}
@@ -174,31 +172,30 @@ def _unknown(
         if is_default or field.startswith("_") or field.endswith("_token_id"):
             continue
         needed = (
-            f"computes {defaults[field]!r} alone."
+            f"computes only {defaults[field]!r}."
             if field in defaults
-            else "does not know this field. If it changes nothing in the model, as a note of some tool, set "
+            else "does not know this field. If it has no effect on the model, such as a note of some tool, set "
             f"model.config_overrides: {{{field}: null}}."
         )
         yield field, value, needed
     kinds = fields.get("layer_types") or []
     for kind in kinds[: fields["num_hidden_layers"]]:
         if kind != "full_attention":
-            yield "layer_types", kind, "computes full_attention alone."
+            yield "layer_types", kind, "computes only full_attention."
     if has_experts and config.sliding_window is not None:
-        # Every layer has the window, for any value of `use_sliding_window`.
-        yield "sliding_window", config.sliding_window, "computes None alone."
+        # Every layer of these models has the window, for any value of `use_sliding_window`.
+        yield "sliding_window", config.sliding_window, "computes only None."
     if has_experts and config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
         yield (
             "norm_topk_prob",
             True,
-            "does not train a router whose one expert for a token (num_experts_per_tok: 1) always has weight 1: "
-            "Megatron-core builds none.",
+            "cannot train a router with one expert for each token (num_experts_per_tok: 1), whose weight is always 1.",
         )
     yield from _unknown_rope(fields.get("rope_parameters"))
 
 
 def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
-    known = f"computes rotary frequencies of type {listing(_ROPE_TYPES)} alone, over whole heads."
+    known = f"computes only rotary frequencies of type {listing(_ROPE_TYPES)}, over whole heads."
     if not isinstance(settings, Mapping) or rope_type(settings) not in _ROPE_TYPES:
         yield "rope_parameters", settings, known
         return
@@ -208,7 +205,7 @@ def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether a value turns a feature off: None, False, 0, or an empty string, list or mapping."""
+    """Return whether a value turns a feature off: None, False, 0, or something empty."""
     return value is None or (isinstance(value, (bool, int, float, str, list, dict)) and not value)
 
 

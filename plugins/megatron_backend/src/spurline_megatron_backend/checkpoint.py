@@ -1,7 +1,7 @@
 """Write the values of this rank's optimizer, and read them on any number of ranks, divided in any way.
 
-`spurline_ranks.checkpoint` defines the format: tensors have their names and shapes in the Hugging Face model. A rank's
-optimizer holds ranges of flattened parameters, and `parts` maps them to boxes of these tensors.
+`spurline_ranks.checkpoint` defines the format. Tensors have their names and shapes in the Hugging Face model. A rank's
+optimizer holds ranges of flattened parameters, and the module `parts` tells which boxes of tensors they are.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
     own: dict[Role, Sequence[Owned]] = {
         role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()
     }
-    # This is the only exchange. A rank that fails afterwards leaves no other rank waiting.
+    # This is the only exchange. If a rank fails later, no other rank waits for it.
     states = _joined_states(own, models)
     for role, trained in models.items():
         facts = None
@@ -74,7 +74,7 @@ class SavedModel(StoredModel):
             for key, tensor in saved.tensors.items():
                 if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
                     raise CheckpointError(
-                        f"optimizer state {key} is {describe(tensor)}, and its weight has another shape. Resume with "
+                        f"optimizer state {key} is {describe(tensor)}, but its weight has another shape. Resume with "
                         "the optimizer of the checkpoint."
                     )
 
@@ -94,9 +94,9 @@ class SavedModel(StoredModel):
 
 
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
-    """Yield the parts of Hugging Face tensors in these ranges; values are the optimizer's own memory.
+    """Yield the parts of Hugging Face tensors in these ranges. Values are in the optimizer's own memory.
 
-    State that is a single number comes with the first value of each tensor.
+    If the state of a tensor has a single number, the range with the tensor's first value yields it.
     """
     for owned in own:
         vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
@@ -113,10 +113,10 @@ def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
 
 
 def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
-    """Collect the facts of each tensor whose first value is in these ranges, for the file beside the pieces.
+    """Collect facts about the optimizer's state. A tensor counts if its first value is in these ranges.
 
     Raises:
-        CheckpointWriteError: If a checkpoint cannot hold the state. It has the optimizer's name in the config.
+        CheckpointWriteError: If a checkpoint cannot hold the state of the optimizer with this `name`.
     """
     shapes: dict[str, str] = {}
     values: dict[str, Any] = {}
@@ -138,7 +138,7 @@ def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
 
 
 def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -> None:
-    """Fill these ranges, and the optimizer's state for them, with saved values."""
+    """Fill these ranges and their optimizer state with saved values."""
     on_host = set(saved.on_host)
     keys: dict[str, list[str]] = {}
     for place in [*saved.tensors, *saved.values]:
@@ -148,9 +148,9 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
         owned.values.copy_(_read_vector(index, owned, ""))
         owned.state.clear()
         parts = [part for part, _, _ in _common(owned)] or owned.held.parts
-        if not parts:  # nothing but padding
+        if not parts:  # only padding
             continue
-        # An optimizer has the same keys for all parameters after the same steps.
+        # All parameters have the same keys, so one of them tells which keys there are.
         name = parts[0].name
         for key in keys.get(name, ()):
             place = f"{name}/{key}"
@@ -165,7 +165,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """Read the range from the tensors whose names end in this suffix, onto the CPU; padding is 0."""
+    """Read the range onto the CPU, from the tensors whose names end in this suffix. Padding is 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):
@@ -177,7 +177,7 @@ def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
 
 
 def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
-    """Yield (part, begin, end) of each part in the range, counted in the flattened parameter."""
+    """Yield (part, begin, end) of each part in the range. Numbers count values of the flattened parameter."""
     begin, end = owned.span
     for part in owned.held.parts:
         low, high = max(begin, part.begin), min(end, part.end)
@@ -195,7 +195,7 @@ def _is_vector(value: object, owned: Owned) -> bool:
 
 
 def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
-    """Return whether this rank writes its values of a parameter, which no other rank writes."""
+    """Return whether this rank writes its values of a parameter. For each value one rank does."""
     if held.is_copy:
         return False
     # The ranks of a tensor group hold the same undivided parameters.
@@ -205,13 +205,13 @@ def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
 def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
     what = owned.held.parts[0].name if owned.held.parts else "padding"
     if not isinstance(key, str) or "/" in key:
-        raise unsaveable(name, f"something of {what} under the key {key!r}, not a name without '/',", value)
+        raise unsaveable(name, f"state of {what} under the key {key!r}, which is not a name without '/',", value)
     if not (is_plain(value) or _is_vector(value, owned) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise unsaveable(name, f"`{key}` of {what}", value)
 
 
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
-    """Join the facts of each optimizer on the first rank, and raise any rank's error there. A collective."""
+    """Join the facts of each optimizer on the first rank, which raises errors of any rank. A collective."""
     mine: Mapping[Role, OptimizerState] | CheckpointWriteError
     try:
         mine = {
@@ -232,11 +232,11 @@ def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mappi
 
 
 def join(states: Sequence[OptimizerState]) -> OptimizerState:
-    """Join the facts of all ranks. Raises CheckpointWriteError unless their parameter groups are the same."""
+    """Join the facts of all ranks. Raises CheckpointWriteError if their parameter groups differ."""
     if any(state.groups != states[0].groups for state in states):
         raise CheckpointWriteError(
-            f"optimizer '{states[0].optimizer}' keeps values in its parameter groups that differ between ranks, which "
-            "a checkpoint cannot hold. Choose another optimizer, or backend fsdp."
+            f"optimizer '{states[0].optimizer}' has values in its parameter groups that differ between ranks. A "
+            "checkpoint cannot hold them. Choose another optimizer, or backend fsdp."
         )
     values = {key: value for state in states for key, value in state.values.items()}
     shapes = {key: shape for state in states for key, shape in state.shapes.items()}
@@ -256,9 +256,13 @@ def weights_digest(
     *,
     critic: bool = False,
 ) -> str:
-    """Return the digest of the model that all ranks hold together, as one process makes it. A collective.
+    """Return the digest of the model that all ranks hold together. A single process would get the same. A collective.
 
-    `held` are this rank's parameters, with float32 values on any device. Ranks exchange tensors on `device`.
+    Args:
+        architecture: The model.
+        held: The parameters of this rank with fp32 values, on any device.
+        device: The device on which ranks exchange tensors.
+        critic: Whether the model has a value head.
     """
     shapes = whole_shapes(architecture, critic=critic)
     whole = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}

@@ -35,42 +35,43 @@ def has_megatron_core() -> bool:
 
 
 class MegatronBackendConfig(RankBackendConfig):
-    """Megatron-core: ranks divide each layer, the layers, the sequences and the experts; optimizer state lies once."""
+    """Megatron-core: ranks divide each matrix, the layers, the sequences, the experts and the optimizer's state."""
 
     package: ClassVar[str] = "spurline_megatron_backend"
+    worker: ClassVar[str] = "spurline_megatron_backend.open_rank:open_rank"
     doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"
     beyond: ClassVar[str] = "Train a smaller model, or on more machines."
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         "lora": f"Megatron-core has no adapters. {_FSDP}",
-        "cpu_offload": f"Divide the model further (pipeline, tensor), which needs less memory too. {_FSDP}",
-        "activation_checkpointing": "Its name here is recompute: none, selective or full.",
+        "cpu_offload": f"To save memory, divide the model further (pipeline, tensor). {_FSDP}",
+        "activation_checkpointing": "Use recompute: none, selective or full.",
     }
 
     name: str = "megatron"
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` computes with bf16 weights, sums gradients in fp32 and steps on fp32 weights, of which there is one copy;
-    `auto` is bf16 on GPUs, fp32 on CPU."""
+    """`bf16` computes with bf16 weights, sums gradients in fp32, and steps on fp32 weights, which are divided among the
+    ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that divide every layer. They exchange most: keep them on one machine."""
+    """Number of ranks that divide the matrices of every layer. They exchange much, so keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Stages of a pipeline: each has some of the layers, and micro-batches go through them one after the other."""
+    """Number of stages of a pipeline. Each stage has some of the layers. Micro-batches go from stage to stage."""
     virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Parts of the model that each stage computes in turns: less waiting at both ends of a step, more to send."""
+    """Number of parts of the model that each stage computes by turns. With more parts ranks wait less and send more."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that share each sequence, for sequences too long for one."""
+    """Number of ranks that share each sequence. For sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that divide the experts of a mixture-of-experts model."""
+    """Number of ranks that divide the experts of a mixture-of-experts model."""
     expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Ranks that divide each expert; few models have experts so large."""
+    """Number of ranks that divide each expert. For very large experts."""
     sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Let the ranks that divide layers also divide the tokens between them, which needs less memory; null does so
-    where `tensor` is more than 1."""
+    """Let the ranks of `tensor` also divide the tokens outside of matrices, which needs less memory. null does so if
+    `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """Recompute in the backward pass: nothing, attention (`selective`), or whole layers (`full`: least memory, about a
-    third more time)."""
+    """What to recompute in the backward pass: nothing, attention (`selective`), or whole layers (`full`). `full` needs
+    least memory and about a third more time."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
-    """The memory that holds the reference model while it is not used; `host` brings it to the device each time."""
+    """The memory that holds the reference model while it is not used. `host` copies it to the device for each use."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -93,15 +94,21 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def divides_tokens(self) -> bool:
-        """True if ranks that divide layers also divide the tokens."""
+        """True if the ranks of `tensor` also divide the tokens."""
         return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
 
+    def share_of(self, rank: int) -> int:
+        return self.grid.place(rank).data
+
+    def counts(self, rank: int) -> bool:
+        return self.grid.speaks(rank)
+
     def layout(self) -> ParallelLayout:
-        # A rank aligns its own streams for tensor and context.
+        # Collators need not align rows for `tensor` and `context`: ranks do this themselves.
         return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
-        # Machines of a cluster have their own packages, and a config for other machines trains nothing here.
+        # Other machines have their own packages, so nothing is checked for a config that trains there.
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
@@ -111,17 +118,17 @@ class MegatronBackendConfig(RankBackendConfig):
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         yield self._part("doctor:look_for_core")()
-        # Machines of a cluster have their own packages.
+        # Machines of a cluster have their own packages, which may be complete.
         if has_megatron_core() or self.launch == "ray":
             yield from super().doctor(run)
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        # Megatron-core needs it so that an exchange starts before kernels that are launched after it.
+        # With this an exchange starts before kernels that are launched later. Megatron-core needs that.
         return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        # Experts have groups of their own within a stage, which do not depend on tensor and context.
+        # The groups of experts within a stage do not depend on tensor and context.
         of_rows, of_experts = ("tensor", "pipeline", "context"), ("pipeline", "expert", "expert_tensor")
         problem = self._size_problem(ranks, of_rows) or self._size_problem(ranks, of_experts)
         if problem is not None:
@@ -129,22 +136,22 @@ class MegatronBackendConfig(RankBackendConfig):
         if self.virtual_stages > 1 and self.pipeline == 1:
             yield Problem(
                 "virtual_stages",
-                f"is {self.virtual_stages}, and there is one stage. Set pipeline above 1, or virtual_stages to 1.",
+                f"is {self.virtual_stages}, but there is only one stage. Set pipeline above 1, or virtual_stages to 1.",
             )
         if self.sequence_parallel and self.tensor == 1:
             yield Problem(
                 "sequence_parallel",
-                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor above 1, or remove it; "
-                "context divides sequences without it.",
+                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor above 1, or remove it. "
+                "To divide long sequences, set context.",
             )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
         if optimizer.is_elementwise:
             return None
-        return "does not change each value by itself (`is_elementwise`), which flat parts of parameters need"
+        return "is not `is_elementwise`: it needs more values than the flat part of a parameter that a rank has"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
-        """Return the problem where these sizes together do not divide the ranks."""
+        """Return a problem if the product of these sizes does not divide the ranks."""
         sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
         needed = math.prod(sizes.values())
         if ranks % needed == 0:
@@ -154,6 +161,6 @@ class MegatronBackendConfig(RankBackendConfig):
         key = next(reversed(sizes))
         return Problem(
             key,
-            f"is {sizes[key]}, and the {ranks} ranks are no multiple of {product}. Set backend.ranks: {more}, or make "
+            f"is {sizes[key]}, and {ranks} ranks are not a multiple of {product}. Set backend.ranks: {more}, or make "
             f"{' or '.join(sizes)} smaller.",
         )

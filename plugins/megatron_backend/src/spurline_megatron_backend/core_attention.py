@@ -1,9 +1,9 @@
-"""The attention inside of Megatron's attention layer: rotary positions, then causal attention within each segment.
+"""Rotate queries and keys, then attend within each segment. This is the inner part of Megatron's attention layer.
 
 Place on the way: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
-share the stream, if any do -> core's `attend_segments` -> back. It replaces `DotProductAttention`, which computes no
-packed sequences, in the layer spec. A stream's segments and rotations come in the object that Megatron hands to every
-layer as `packed_seq_params`.
+share the stream, if there are any -> `attend_segments` -> exchanged back. It replaces `DotProductAttention` in the
+layer spec, which cannot compute packed sequences. Megatron hands an object `packed_seq_params` to every layer; here it
+has the segments and the rotation of a stream.
 """
 
 from __future__ import annotations
@@ -24,53 +24,43 @@ from spurline_models.streams.segment_attention import Scores, attend_segments
 from spurline_models.streams.token_stream import TokenStream
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Cosines and sines [T, D] of each token's angles, in the dtype of the activations."""
+@dataclass(kw_only=True)
+class StreamParams(PackedSeqParams):
+    """The tokens that this rank computes, and the cosines and sines [T, D] of their angles. Every layer gets it."""
 
+    part: TokenStream
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn queries [T, H, D] and keys [T, K, D] by the angles of their tokens."""
-        return apply_rotary_pos_emb(query, key, self.cos, self.sin, unsqueeze_dim=1)
-
 
 class Rotary:
-    """Rotary positions by the code of transformers, so that logprobs are those of the Hugging Face model.
+    """Rotary positions, computed by the code of transformers for equal logprobs.
 
-    Megatron's own embedding takes positions from the place of a token in its sequence, and rounds differently in half
-    precision. Here each token of a stream has its position, so that a part of the stream can be computed alone. Angles
-    are computed in fp32. The model's rope type must compute them from positions alone.
+    Megatron's own embedding counts positions from the beginning of a sequence, and rounds otherwise in half precision.
+    Here each token of a stream brings its position, so that a rank can compute a part of the stream. Angles are in
+    fp32. The model's rope type must compute them from positions alone.
     """
 
     def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
-        # Llama, Qwen 2, Qwen 3 and Qwen 3 MoE all have this module, each under another name.
+        # Llama, Qwen 2, Qwen 3 and Qwen 3 MoE all have this module, under different names.
         self._embedding = LlamaRotaryEmbedding(config).to(device)  # pyright: ignore[reportArgumentType]
         self._like = torch.empty(0, dtype=dtype, device=device)
 
-    def at(self, position_ids: Tensor) -> Rotation:
-        """Return the rotation of tokens at these positions [1, T]."""
+    def at(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [T, D] for tokens at these positions [1, T], in the dtype of the activations."""
         cos, sin = self._embedding(self._like, position_ids)
-        return Rotation(cos.squeeze(0), sin.squeeze(0))
-
-
-@dataclass(kw_only=True)
-class StreamParams(PackedSeqParams):
-    """A stream as every layer gets it: the tokens that this rank computes, and their rotation."""
-
-    part: TokenStream
-    rotation: Rotation
+        return cos.squeeze(0), sin.squeeze(0)
 
 
 def packed_params(part: TokenStream, rotary: Rotary) -> StreamParams:
-    """Describe the stream, or the part of one, that the model runs on."""
-    # Megatron reads only this field: it makes queries, keys and values [T, heads, D].
-    return StreamParams(qkv_format="thd", part=part, rotation=rotary.at(part.position_ids))
+    """Describe the tokens of this rank for the layers."""
+    cos, sin = rotary.at(part.position_ids)
+    # Megatron reads only `qkv_format`, which makes queries, keys and values [T, heads, D].
+    return StreamParams(qkv_format="thd", part=part, cos=cos, sin=sin)
 
 
 class SegmentCoreAttention(MegatronModule):
-    """Takes the arguments of Megatron's `DotProductAttention`; has no parameters."""
+    """Attention without parameters, with the arguments of Megatron's `DotProductAttention`."""
 
     def __init__(
         self,
@@ -83,10 +73,6 @@ class SegmentCoreAttention(MegatronModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
-        asked = (attn_mask_type, attention_type, attention_dropout or config.attention_dropout, config.window_size)
-        assert asked == (AttnMaskType.causal, "self", 0.0, None), asked
-        assert config.softmax_type == "vanilla", config.softmax_type
-        assert not config.apply_query_key_layer_scaling
         self._scale = softmax_scale
 
     def forward(
@@ -104,8 +90,7 @@ class SegmentCoreAttention(MegatronModule):
         A collective of the ranks that share the stream.
         """
         assert isinstance(packed_seq_params, StreamParams), type(packed_seq_params)
-        assert attention_mask is None
-        assert attention_bias is None
-        query, key = packed_seq_params.rotation(query, key)
-        output = attend_segments(query, key, value, packed_seq_params.part.plan, Scores(self._scale))
+        params = packed_seq_params
+        query, key = apply_rotary_pos_emb(query, key, params.cos, params.sin, unsqueeze_dim=1)
+        output = attend_segments(query, key, value, params.part.plan, Scores(self._scale))
         return output.flatten(1)

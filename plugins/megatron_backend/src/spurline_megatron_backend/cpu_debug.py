@@ -1,7 +1,7 @@
 """Let Megatron-core 0.16 run in a process without a GPU. Only ranks on the CPU import this.
 
-Megatron-core asks CUDA for a device, generators and streams without checking whether there is a GPU. This replaces each
-of these names by its CPU counterpart, in this process only.
+Megatron-core asks CUDA for a device, generators and streams without checking whether there is a GPU. This module
+replaces these functions by CPU counterparts, in this process only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
-    """Stands for a CUDA stream or event where everything runs in order."""
+    """Replaces CUDA streams and events. On the CPU everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -39,7 +39,7 @@ class _Stream:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU that Megatron wants on CUDA."""
+    """Makes tensors on the CPU when Megatron asks for CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -53,7 +53,7 @@ class _OnCpu(TorchFunctionMode):
 
 
 def run_on_cpu() -> None:
-    """Replace what needs CUDA, for this process, after Megatron-core is imported and before a rank is made."""
+    """Replace functions that need CUDA. Call this after importing Megatron-core and before making a rank."""
     assert not torch.cuda.is_available(), "a rank on the CPU sees a GPU"
     cuda: Any = torch.cuda
     cpu = torch.device("cpu")
@@ -78,7 +78,7 @@ def run_on_cpu() -> None:
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
     mappings._gather_along_first_dim = partial(_gathered, gather)
     mappings._reduce_scatter_along_first_dim = partial(_scattered, scatter)
-    # Compiling Megatron-core's small functions saves memory on GPUs, but here it would cost every rank seconds.
+    # Compiling Megatron-core's small functions would take seconds in every rank.
     torch.compiler.set_stance("force_eager")
     _OnCpu().__enter__()
 
@@ -94,7 +94,7 @@ def _gathered(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Gather rows as Megatron does, also different numbers per rank, which gloo does not support. A collective."""
+    """Gather rows as Megatron does. With gloo, ranks with fewer rows send padding. A collective."""
     if output_split_sizes is None or group.size() == 1:
         return gather(values, group, None, use_global_buffer)
     longest = max(output_split_sizes)
@@ -111,7 +111,7 @@ def _scattered(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Sum over ranks as Megatron does and give each rank some rows of the sum; see `_gathered`. A collective."""
+    """Sum over ranks as Megatron does, and give each rank some rows of the sum. A collective."""
     if input_split_sizes is None or group.size() == 1:
         return scatter(values, group, None, use_global_buffer)
     total = values.clone()

@@ -1,7 +1,7 @@
-"""This rank's part of a decoder.
+"""A part of a decoder on this rank.
 
-Place on the way: this rank's tokens, or hidden states of the stage before -> `HiddenGPT` -> hidden states for the next
-stage; on the last stage -> `loss_inputs`, which computes logprobs, or a critic's values, at the positions with loss.
+Place on the way: this rank's tokens, or hidden states from the previous stage -> `HiddenGPT` -> hidden states for the
+next stage. On the last stage `loss_inputs` computes logprobs, or a critic's values, at the positions with loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spurline_ranks.sequence_sharing import SequenceSharing
 
 @dataclass(frozen=True)
 class Groups:
-    """The place and the groups of this rank; `context` is None if each rank has its own sequences."""
+    """The place and the groups of this rank. `context` is None if each rank has its own sequences."""
 
     grid: Grid
     place: Place
@@ -41,8 +41,9 @@ class Groups:
 class HiddenGPT(GPTModel):
     """A part of a model. The first part has the embedding, and the last has the output layer or a critic's value head.
 
-    At most the logits of `chunk_tokens` positions exist at the same time. On a stage with several parts,
-    `virtual_stage` is the number of this part.
+    Args:
+        chunk_tokens: The number of positions whose logits are in memory at the same time.
+        virtual_stage: The number of this part, if the stage has several parts.
     """
 
     def __init__(
@@ -62,28 +63,28 @@ class HiddenGPT(GPTModel):
             config,
             submodules,  # pyright: ignore[reportArgumentType]
             vocab_size=padded_vocabulary(architecture, groups.grid),
-            # Rotary positions have no end.
+            # Rotary positions have no maximum.
             max_sequence_length=0,
             pre_process=is_first,
             post_process=is_last,
             share_embeddings_and_output_weights=architecture.tied and not critic,
-            # Attention itself turns queries and keys.
+            # `SegmentCoreAttention` rotates queries and keys.
             position_embedding_type="none",
             vp_stage=virtual_stage,
         )
         self._tensor = groups.tensor
         self._padding_token = architecture.padding_token
         self.score: VocabularyLogprobs | None = None
-        """Applies the output layer; None without one."""
+        """Applies the output layer. None if this part has no output layer."""
         if not is_last:
             return
         if critic:
             del self.output_layer
             with torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device()):
-                # Values are subtracted from each other: the head computes in fp32.
+                # The head computes in fp32: differences of its values must be exact.
                 self.value_head = ValueHead(config.hidden_size)
         else:
-            # The layer sees the hidden states of tokens with loss, out of those of all tokens.
+            # The output layer gets hidden states that are gathered already.
             self.output_layer.sequence_parallel = False
             self.score = VocabularyLogprobs(self._logits, groups.tensor, architecture.vocabulary, chunk_tokens)
 
@@ -97,16 +98,16 @@ class HiddenGPT(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=None)
         if self._padding_token is None:
             return embedded
-        # torch's embedding does so with `padding_idx`, which transformers sets.
+        # The padding token is not trained, as in torch's embedding with the `padding_idx` of transformers.
         is_padding = (input_ids[0] == self._padding_token)[:, None, None]
         if self.config.sequence_parallel:
             is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return hidden states [tokens, 1, H] instead of logits, on the last stage of all the tensor group's tokens."""
+        """Return hidden states [tokens, 1, H] instead of logits. The last stage has all tokens of the tensor group."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss, and takes the gradient of its own tokens without a sum.
+            # Every rank computes the same loss, so gradients are not summed: each rank takes those of its tokens.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
@@ -120,10 +121,16 @@ class HiddenGPT(GPTModel):
         needs: Collection[str],
         temperature: float,
     ) -> TokenLossInputs:
-        """Compute the inputs of a loss with these `needs`, on every rank of the tensor and context group.
+        """Compute the inputs of a loss, on every rank of the tensor and context group.
 
-        This rank has the tokens `part` of the stream, with hidden states [tokens, 1, H], and predicts `mine` of the
-        positions with loss.
+        Args:
+            hidden: Hidden states [tokens, 1, H].
+            part: The tokens of the stream that this rank has.
+            mine: The positions with loss that this rank predicts.
+            stream: The whole stream.
+            sharing: The ranks that share the stream.
+            needs: The columns and values that the loss needs.
+            temperature: Logits are divided by it.
         """
         chosen = hidden.squeeze(1).index_select(0, part.source)
         entropy = None

@@ -1,7 +1,7 @@
 """The places of ranks in tensor, context, expert, data and pipeline groups, and the layers that they hold.
 
-Ranks are numbered as in Megatron-core: tensor fastest, then context, data, and pipeline slowest, so that the groups
-that exchange most lie on one machine. Imports no torch.
+Ranks are numbered as in Megatron-core: neighbours differ in tensor, then in context, in data, and last in pipeline. So
+the groups that exchange most are on one machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's number in each of its groups. Experts have groups of their own, with three numbers."""
+    """The number of a rank in each of its groups. Experts have three kinds of groups of their own."""
 
     tensor: int
     context: int
@@ -25,7 +25,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Grid:
-    """The division of `ranks` processes. A pipeline stage holds `virtual_stages` parts of the model."""
+    """The division of `ranks` processes into groups. A pipeline stage holds `virtual_stages` parts of the model."""
 
     ranks: int
     tensor: int = 1
@@ -37,17 +37,17 @@ class Grid:
 
     @property
     def data(self) -> int:
-        """Ranks that compute different rows."""
+        """The number of shares of the rows."""
         return self.ranks // self.ranks_of_rows
 
     @property
     def ranks_of_rows(self) -> int:
-        """Ranks that compute the same rows together."""
+        """The number of ranks that compute the same rows together."""
         return self.tensor * self.context * self.pipeline
 
     @property
     def expert_data(self) -> int:
-        """Ranks that hold the same part of the same experts."""
+        """The number of ranks that hold the same part of the same experts."""
         return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
 
     @property
@@ -56,7 +56,7 @@ class Grid:
 
     @property
     def parallel_sizes(self) -> dict[str, Any]:
-        """The division in the words of Megatron-core, for its groups and for its model config."""
+        """The sizes under Megatron-core's names."""
         return {
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
@@ -76,12 +76,12 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks that compute the same rows: it has their logprobs."""
+        """Return whether this rank has the logprobs and answers for all ranks that compute the same rows."""
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 
     def rounded_up(self, microbatches: int) -> int:
-        """Round up the micro-batches of a step: interleaved stages take as many at a time as there are stages."""
+        """Round up the number of micro-batches of a step. Interleaved stages need a multiple of the stages."""
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
     def count_layers(self, num_layers: int, stage: int) -> int:
@@ -90,8 +90,8 @@ class Grid:
     def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
         """Return the numbers of the layers of each model part of this stage.
 
-        Parts are as equal as possible. The first and the last, which also have the embedding and the output layer, are
-        never larger than others.
+        Parts are as equal as possible. The first part also has the embedding, and the last part the output layer, so
+        these two are never larger than others.
         """
         sizes = part_sizes(num_layers, self.pipeline * self.virtual_stages)
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -102,7 +102,7 @@ class Grid:
 def part_sizes(num_layers: int, num_parts: int) -> list[int]:
     """Return the number of layers of each part of the model, in order."""
     size, extra = divmod(num_layers, num_parts)
-    # Parts in the middle take remaining layers, the later parts first: they keep fewer activations.
+    # Remaining layers go to parts in the middle, and to late parts first, since these keep fewer activations.
     order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]
     larger = set(order[:extra])
     return [size + (number in larger) for number in range(num_parts)]

@@ -1,7 +1,7 @@
-"""Find the layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
+"""Find layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
 
-Every layout is tried that divides model and ranks and keeps tensor groups inside machines. Bytes and waiting follow
-from the layout; speeds of devices and networks are not guessed.
+All layouts are tried that divide the model and the ranks, and that keep tensor groups inside machines. The bytes that
+are sent and the time spent waiting follow from the layout. Speeds of devices and networks are not guessed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Any
 from spurline.config.run_config import RunConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid, part_sizes
-from spurline_megatron_backend.layout import RANKS_OF_MACHINE, size_problems
-from spurline_megatron_backend.memory import MAIN_BYTES, estimate_fullest, held_values, microbatches, sequence_share
+from spurline_megatron_backend.planning import (
+    MAIN_BYTES,
+    RANKS_OF_MACHINE,
+    estimate_fullest,
+    held_values,
+    microbatches,
+    sequence_share,
+    size_problems,
+)
 from spurline_models.architecture import load_model_config
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.memory import COMPUTED_BYTES
@@ -26,31 +33,34 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.configs import MegatronBackendConfig
 
 MOST_IDLE = 0.1
-"""The share of a step that ranks may wait for other stages; layouts with more come last."""
+"""The share of a step that ranks may wait for other stages. Layouts with longer waits come last."""
 
 _SIZES = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
 _SHOWN = 5
-"""Layouts that a plan names."""
+"""The number of layouts that a plan shows."""
 _MICROBATCH = 4096
-"""Tokens of a micro-batch, where rows are shorter."""
+"""Tokens of a micro-batch. Longer rows make larger micro-batches."""
 _SMALL_SHARE = 1024
-"""Tokens of a row below which it is not shared among more ranks."""
+"""The tokens of a row that each rank of `context` must have at least."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, its memory on the fullest rank, the bytes that a rank sends in a step, and the share of waiting."""
+    """A layout with its costs."""
 
     config: MegatronBackendConfig
     memory: MemoryEstimate
+    """The memory of the fullest rank."""
     sent: int
+    """The bytes that a rank sends in a step."""
     idle: float
+    """The share of a step that ranks wait for other stages."""
 
 
 def suggested_layouts(
     config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
 ) -> Iterator[str]:
-    """Yield lines on how the ranks could be divided otherwise."""
+    """Yield lines for a plan: the costs of the run's own layout, then better layouts, the best first."""
     a = read_architecture(load_model_config(run.model))
     own = evaluate(config, run, a, row_length, tokens)
     fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_largest_part(own)}"
@@ -74,7 +84,7 @@ def find_layouts(
         for layout in _variants(divided, a, row_length, tokens):
             tried.append(evaluate(layout, run, a, row_length, tokens))
             if tried[-1].memory.peak <= usable_bytes and tried[-1].idle <= MOST_IDLE:
-                # The variants that follow take longer.
+                # All later variants are slower.
                 break
     fitting = [found for found in tried if found.memory.peak <= usable_bytes]
     # Recomputing whole layers takes a third more time.
@@ -83,7 +93,7 @@ def find_layouts(
 
 
 def evaluate(config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int) -> Candidate:
-    """Return the layout with its memory, the bytes that a rank sends, and how long it waits."""
+    """Return the layout with its costs."""
     memory = estimate_fullest(config, run, a, row_length, tokens)
     number, _ = microbatches(config, row_length, tokens)
     return Candidate(config, memory, sent_bytes(config, a, row_length, tokens), idle_share(config.grid, a, number))
@@ -92,8 +102,8 @@ def evaluate(config: MegatronBackendConfig, run: RunConfig, a: Architecture, row
 def idle_share(grid: Grid, a: Architecture, number: int) -> float:
     """Return the share of a step of so many micro-batches in which ranks wait for other stages.
 
-    With p stages of v parts and m micro-batches, filling and emptying takes p - 1 turns beside v m (Narayanan et al.
-    2021, arXiv:2104.04473). All wait for the part with most layers.
+    With p stages of v parts and m micro-batches, a step takes v m turns, and p - 1 more to fill and empty the pipeline
+    (Narayanan et al. 2021, arXiv:2104.04473). A turn takes as long as the part with most layers.
     """
     turns = grid.virtual_stages * number + grid.pipeline - 1
     most = max(part_sizes(a.num_layers, grid.pipeline * grid.virtual_stages))
@@ -104,16 +114,16 @@ def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, 
     """Return the bytes that a rank sends in a step: in each layer, between stages, and once for the gradients."""
     grid, share, computed = config.grid, sequence_share(config), COMPUTED_BYTES[config.computes_in]
     number, own = microbatches(config, row_length, tokens)
-    # Values for each token of the rank, in a layer and in one pass. A gather comes before and a sum after attention and
-    # the feed-forward layer; experts exchange tokens instead.
+    # The following counts are values that are sent for each token, in a layer and in one pass. Attention and the
+    # feed-forward layer both gather values before and sum them afterwards. Experts exchange tokens instead.
     by_tensor = (2 if a.num_experts else 4) * _others(grid.tensor) * a.hidden
-    # Queries, keys, values and results change from parts of rows to parts of heads and back. Keys and values are
-    # repeated until the ranks divide them evenly.
+    # Queries, keys, values and results are exchanged before and after attention. Keys and values are repeated until the
+    # ranks can divide them evenly.
     heads = a.heads // grid.tensor + math.lcm(a.key_value_heads // grid.tensor, grid.context)
     by_context = _others(grid.context) * 2 * heads * a.head_dim
-    # Copies of a token go to its experts, and to all ranks that divide one, and come back.
+    # Copies of a token are sent to all ranks with parts of its experts, and results come back.
     by_expert = 2 * a.experts_per_token * a.hidden / share * (_others(grid.expert) + grid.expert_tensor - 1)
-    # Forward and backward, and forward again where whole layers are recomputed.
+    # With full recomputation there are two forward passes and a backward pass.
     passes = 3 if config.recompute == "full" else 2
     of_token = passes * math.ceil(a.num_layers / grid.pipeline) * (by_tensor + by_context + by_expert)
     if grid.pipeline > 1:
@@ -125,7 +135,7 @@ def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, 
 
 
 def _others(ranks: int) -> float:
-    """Return the share that the other ranks of a group have."""
+    """Return the share of the other ranks in a group."""
     return (ranks - 1) / ranks
 
 
@@ -149,7 +159,7 @@ def _variants(
     """Yield layouts with these groups and micro-batches of a few rows, the fastest first."""
     share = max(row_length, math.ceil(tokens / config.grid.data))
     bound = min(share, max(1, _MICROBATCH // row_length) * row_length)
-    # With several parts to a stage ranks wait less and send more.
+    # If stages have several parts, ranks wait less and send more.
     parts = a.num_layers // config.pipeline // 4 if config.pipeline > 1 else 1
     for recompute in ("none", "selective", "full"):
         for virtual in sorted({1, max(1, parts)}):
@@ -158,7 +168,7 @@ def _variants(
 
 
 def _changes(config: MegatronBackendConfig, layout: MegatronBackendConfig) -> str:
-    """Return the settings of this layout that are not 1 or that the config now sets otherwise."""
+    """Return the options that change the config to this layout. Sizes that are 1 in both are left out."""
     sizes: dict[str, Any] = {key: getattr(layout, key) for key in _SIZES}
     values = {key: size for key, size in sizes.items() if size > 1 or getattr(config, key) > 1}
     if config.sequence_parallel is not None and config.sequence_parallel != layout.divides_tokens:

@@ -1,12 +1,12 @@
-"""Fill a rank's parameters with the weights of a Hugging Face folder: each rank reads its own values from the files.
+"""Fill a rank's parameters with the weights of a Hugging Face folder. Each rank reads its own values from the files.
 
-The first rank loads models without safetensors files and models with `init: random`, as the local backend does, and
-broadcasts them tensor by tensor. Files may hold experts one by one, and the embedding of a tied model under two names.
+If there are no safetensors files, or with `init: random`, the first rank loads the whole model and broadcasts it tensor
+by tensor. Files may hold experts one by one, and may hold the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +27,15 @@ from spurline_models.weight_files import safetensors_files
 from spurline_ranks.pieces import Box, Shape
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
-"""A rank's parameters with their contiguous values."""
+"""The parameters of a rank, each with a contiguous tensor for its values."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 
 _BASE = "model."
-"""A prefix of tensor names. Files of the model without its output layer lack it."""
+"""A prefix of tensor names, which is missing in files of a model without an output layer."""
 _IGNORED = "rotary_emb.inv_freq"
-"""Tables in old files; the config has them too."""
+"""Tables in old files. They follow from the config."""
 
 
 def load_weights(
@@ -47,10 +47,17 @@ def load_weights(
     *,
     critic: bool = False,
 ) -> None:
-    """Fill the parameters with the model's values, and padding of the vocabulary with 0. A collective.
+    """Fill the parameters with the values of the model. A collective.
 
-    Parameters may have any floating dtype and be on any device; ranks exchange tensors on `device`. The value head of a
-    critic begins with 0.
+    Padding of the vocabulary and the value head of a critic become 0.
+
+    Args:
+        held: The parameters, of any floating dtype and on any device.
+        model: The model whose files are read.
+        architecture: The architecture of the model.
+        seed: The seed for `init: random`.
+        device: The device on which ranks exchange tensors.
+        critic: Whether the model has a value head instead of the output layer.
 
     Raises:
         ModelError: If weights do not fit.
@@ -70,8 +77,8 @@ def load_weights(
 
 def _untied(model: ModelConfig) -> ModelError:
     return ModelError(
-        f"model.path: the config of {model.path} ties the output layer to the embedding, and its files have two that "
-        "differ. To train both set model.config_overrides: {tie_word_embeddings: false}."
+        f"model.path: the config of {model.path} ties the output layer to the embedding, but in its files the two "
+        "differ. To train both, set model.config_overrides: {tie_word_embeddings: false}."
     )
 
 
@@ -81,70 +88,40 @@ def _cleared(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A tensor that files hold as it is, under this key."""
+class _Stored:
+    """A tensor in the files: the box of a model's tensor that it holds, and its own shape, without leading ones."""
 
-    key: str
+    box: Box
     shape: Shape
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """The shape of every key in the files."""
-        return {self.key: self.shape}
 
-    def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
-        """Return the key with a box of the tensor, and its slices."""
-        return self.key, box.slices_in(Box.whole(self.shape))
-
-
-@dataclass(frozen=True)
-class _OfExperts:
-    """The tensor of all experts, which files hold one by one. Its rows are one kind of projection after another."""
-
-    at: str
-    kinds: tuple[str, ...]
-    shape: Shape
-
-    @property
-    def _rows(self) -> int:
-        return self.shape[1] // len(self.kinds)
-
-    def _key(self, expert: int, kind: str) -> str:
-        return f"{self.at}{expert}.{kind}_proj.weight"
-
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        keys = (self._key(expert, kind) for expert in range(self.shape[0]) for kind in self.kinds)
-        return dict.fromkeys(keys, (self._rows, self.shape[2]))
-
-    def find(self, box: Box) -> tuple[str, tuple[slice, ...]]:
-        """Find a box within one projection of one expert; see `_Whole.find`."""
-        expert, row, _ = box.offset
-        kind = row // self._rows
-        own = Box((expert, kind * self._rows, 0), (1, self._rows, self.shape[2]))
-        assert own.common(box) == box, (self, box)
-        return self._key(expert, self.kinds[kind]), box.slices_in(own)[1:]
-
-
-_Form = _Whole | _OfExperts
+_Form = Mapping[str, _Stored]
+"""The tensors in the files that together are one tensor of the model, by key."""
 
 
 def _forms(name: str, shape: Shape) -> Iterator[_Form]:
-    """Yield the forms in which files may hold a tensor."""
+    """Yield the forms in which files may hold a tensor of the model."""
     short = name.removeprefix(_BASE)
-    names = (name, short if short != name else f"{_BASE}{name}")
-    for known in names:
-        yield _Whole(known, shape)
+    for known in (name, short if short != name else f"{_BASE}{name}"):
+        yield {known: _Stored(Box.whole(shape), shape)}
         for suffix, kinds in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
             if known.endswith(f".mlp.experts.{suffix}"):
-                yield _OfExperts(known.removesuffix(suffix), kinds, shape)
+                at, rows = known.removesuffix(suffix), shape[1] // len(kinds)
+                yield {
+                    f"{at}{expert}.{kind}_proj.weight": _Stored(
+                        Box((expert, number * rows, 0), (1, rows, shape[2])), (rows, shape[2])
+                    )
+                    for expert in range(shape[0])
+                    for number, kind in enumerate(kinds)
+                }
 
 
 class WeightFiles:
-    """The safetensors files of a model; a context that closes them. Opening reads only headers.
+    """The safetensors files of a model. It is a context, which closes the files.
 
-    `missing` holds names that no file has, `unexpected` keys without a place in the model, and `mismatched` tuples of
-    key, shape in the files and shape in the model. Values can be read if none is missing or mismatched.
+    Opening reads only headers. Then `missing` has names that are in no file, `unexpected` has keys that the model does
+    not know, and `mismatched` has tuples of key, shape in the files and shape in the model. Values can be read if
+    `missing` and `mismatched` are empty.
     """
 
     def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
@@ -160,19 +137,19 @@ class WeightFiles:
         if critic:
             shapes.pop(HEAD, None)
         for name, shape in shapes.items():
-            # Files have a tied embedding under either name.
+            # A tied embedding may be under either name.
             forms = [*_forms(name, shape), *(heads if architecture.tied and name == EMBEDDING else ())]
-            found = next((form for form in forms if not form.shapes.keys().isdisjoint(self._stored)), None)
+            found = next((form for form in forms if not form.keys().isdisjoint(self._stored)), None)
             if found is None:
                 self.missing.append(name)
             else:
                 self._forms[name] = found
-                self.missing += found.shapes.keys() - self._stored.keys()
-        asked = {key: shape for form in self._forms.values() for key, shape in form.shapes.items()}
+                self.missing += found.keys() - self._stored.keys()
+        asked = {key: stored.shape for form in self._forms.values() for key, stored in form.items()}
         left = self._stored.keys() - asked.keys()
-        unused_heads = [form for form in heads if left & form.shapes.keys()] if critic or architecture.tied else []
+        unused_heads = [form for form in heads if left & form.keys()] if critic or architecture.tied else []
         self._second_embedding = unused_heads[0] if unused_heads and not critic else None
-        left -= {key for form in unused_heads for key in form.shapes}
+        left -= {key for form in unused_heads for key in form}
         self.unexpected = [key for key in left if not key.endswith(_IGNORED)]
         self.mismatched = [
             (key, found, asked[key])
@@ -187,7 +164,7 @@ class WeightFiles:
         self._opened.close()
 
     def fill(self, held: Held) -> None:
-        """Give the parameters their values, with host memory for one part."""
+        """Give the parameters their values. On the host this takes the memory of one part."""
         for parameter, tensor in held:
             values = _cleared(tensor)
             for part in parameter.parts:
@@ -197,7 +174,7 @@ class WeightFiles:
                     assert part.name == HEAD, part
 
     def heads_differ(self, held: Held) -> bool:
-        """Return whether the files of a tied model have another output layer than the embedding."""
+        """Return whether the files of a tied model have an output layer that differs from the embedding."""
         if self._second_embedding is None:
             return False
         parts = [part for parameter, _ in held for part in parameter.parts if part.name == EMBEDDING]
@@ -205,8 +182,8 @@ class WeightFiles:
         return any(not torch.equal(self._read(first, part.box), self._read(second, part.box)) for part in parts)
 
     def _read(self, form: _Form, box: Box) -> Tensor:
-        key, inside = form.find(box)
-        return self._stored[key][inside]
+        key, stored = next((key, stored) for key, stored in form.items() if stored.box.common(box) == box)
+        return self._stored[key][box.slices_in(stored.box)[-len(stored.shape) :]]
 
 
 def _hand_out(
@@ -231,10 +208,10 @@ def _hand_out(
 
 
 def _load_whole(model: ModelConfig, architecture: Architecture, seed: int) -> dict[str, Tensor]:
-    """Return the weights as the local backend has them, on CPU."""
+    """Load the weights with the local backend's loader, onto the CPU."""
     loaded = {name: value.detach() for name, value in load_model(model, device_profile("cpu"), seed).named_parameters()}
     if architecture.tied and HEAD in loaded:
-        # transformers does not tie what differs.
+        # transformers does not tie tensors that differ in the files.
         raise _untied(model)
     found = {name: tuple(value.shape) for name, value in loaded.items()}
     assert found == whole_shapes(architecture), (found, architecture)

@@ -1,4 +1,4 @@
-"""Build this rank's parts of a model out of Megatron-core's layers, with memory for the weights but no values."""
+"""Build this rank's parts of a model from Megatron-core's layers. Weights have memory but no values yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spurline_megatron_backend.gpt import Groups, HiddenGPT
 from spurline_megatron_backend.grid import Grid
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # 0.16.1 needs the name, and defines it only with TransformerEngine.
+    # Megatron-core 0.16.1 uses this name, but defines it only with TransformerEngine.
     cast(Any, moe_utils).te_general_gemm = None
 
 COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,7 +29,10 @@ COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class SharedNorm(nn.RMSNorm):
-    """An RMS norm that all ranks of a tensor group have. Megatron sums its gradients if the ranks divide the tokens."""
+    """An RMS norm with the same weights on all ranks of a tensor group.
+
+    Megatron sums its gradients if the ranks divide the tokens.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -40,7 +43,7 @@ class SharedNorm(nn.RMSNorm):
 def build_parts(
     architecture: Architecture, config: MegatronBackendConfig, groups: Groups, *, critic: bool = False
 ) -> list[HiddenGPT]:
-    """Build this rank's parts of the model in order; a critic has a value head instead of the output layer."""
+    """Build this rank's parts of the model in order. A critic has a value head instead of the output layer."""
     grid = groups.grid
     settings = transformer_config(architecture, config, grid)
     layer = _layer_spec(architecture)
@@ -60,7 +63,7 @@ def build_parts(
         )
         for index, numbers in enumerate(layers)
     ]
-    # Megatron makes routers on the CPU, and moves them when they are first used.
+    # Megatron makes routers on the CPU, and would move them only at their first use.
     return [part.to(device) for part in parts]
 
 
@@ -73,11 +76,11 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
             "num_moe_experts": a.num_experts,
             "moe_router_topk": a.experts_per_token,
             "moe_ffn_hidden_size": a.expert_ffn,
-            # The softmax over the chosen experts alone makes their weights sum to 1.
+            # A softmax over only the chosen experts makes their weights sum to 1.
             "moe_router_pre_softmax": not a.renormalizes,
             # The choice of experts depends on the last digits of scores.
             "moe_router_dtype": "fp32",
-            # A loss for balance would be added for each micro-batch, and gradients depend on the cut of a batch.
+            # Megatron's balance loss is added per micro-batch: gradients would depend on the number of micro-batches.
             "moe_router_load_balancing_type": "none",
         }
     if grid.pipeline > 1:
@@ -107,12 +110,12 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         bf16=dtype == torch.bfloat16,
         **grid.parallel_sizes,
         sequence_parallel=config.divides_tokens,
-        # Interleaved stages exchange tensors of one shape, as lengths sent beside them would overtake each other.
+        # Interleaved stages exchange tensors of one shape: messages with lengths would overtake each other.
         variable_seq_lengths=grid.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=False,
         deallocate_pipeline_outputs=True,
-        # Losses are already divided by the normalizer of the mini-batch: gradients are plain sums.
+        # Losses are already divided by the normalizer of the mini-batch, so gradients are only summed.
         calculate_per_token_loss=True,
         use_cpu_initialization=config.on == "cpu",
         deterministic_mode=config.deterministic,

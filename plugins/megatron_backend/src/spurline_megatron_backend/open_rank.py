@@ -1,7 +1,7 @@
 """Prepare a process for Megatron-core, and make the rank in it.
 
-Ranks are forked from a process that has imported this module. Without GPUs it imports Megatron-core, which takes
-seconds. With GPUs it does not, since Megatron-core looks at the process's device when it is imported.
+Ranks are forked from a process that has imported this module. Importing Megatron-core takes seconds, so this module
+does it at once if there are no GPUs. With GPUs each rank does it, since Megatron-core then looks at the rank's device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _import_rank() -> type[MegatronRank]:
     import megatron.core.jit
 
-    # Modules that are imported later would otherwise compile small functions for each new number of tokens.
+    # This must come before other imports. Otherwise small functions are compiled for each new number of tokens.
     megatron.core.jit.disable_jit_fuser()
     from spurline_megatron_backend.rank import MegatronRank
 

@@ -1,11 +1,11 @@
-"""Say which boxes of which Hugging Face tensors make up each Megatron parameter of a rank.
+"""Describe each Megatron parameter of a rank by boxes of Hugging Face tensors.
 
-Loading, gathering, checkpoints and plans use this table: no other module knows how Megatron lays weights out. Tensors
-have the names and shapes of a transformers model in memory, where experts of a layer are one tensor.
+Loading, gathering, checkpoints and plans use this table. No other module knows how Megatron arranges weights. Tensors
+have the names and shapes of a transformers model in memory, where the experts of a layer are one tensor.
 
-A parameter is its parts one after the other, each flattened row by row. This covers every rule of Megatron: whole
-parameters, division by rows or columns, queries, keys and values interleaved by group, gate and up projection together,
-and a padded vocabulary. Imports neither torch.distributed nor megatron.
+A flattened parameter consists of parts, and each part is a box that is flattened row by row. This covers all rules of
+Megatron: whole parameters, division by rows or columns, queries, keys and values interleaved by group, gate and up
+projection in one parameter, and a padded vocabulary. Imports neither torch.distributed nor megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_ranks.pieces import Box, Shape
 
 @dataclass(frozen=True)
 class Part:
-    """Values `begin` to `end` of a flattened parameter: this box of the tensor `name`, which has this shape."""
+    """The values `begin` to `end` of a flattened parameter: they are a box of the tensor `name` of this shape."""
 
     name: str
     shape: Shape
@@ -39,10 +39,10 @@ class HeldParameter:
 
     Attributes:
         shape: Its shape on this rank.
-        parts: Its parts in order; padding of the vocabulary with zeros comes last.
-        is_divided: Whether the ranks of its tensor group hold different parts.
-        is_expert: Whether it belongs to an expert, with groups of its own.
-        is_copy: Whether it is the output layer of a tied model on the last stage, a copy of the embedding.
+        parts: Its parts in order. Padding of the vocabulary, with zeros, comes after them.
+        is_divided: Whether the ranks of a tensor group hold different parts.
+        is_expert: Whether it belongs to an expert. Experts are divided among other groups.
+        is_copy: Whether it is a copy of the embedding: the output layer of a tied model on the last stage.
     """
 
     shape: Shape
@@ -53,11 +53,11 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`; layer 0 is the part's first."""
+"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layers count from the part's first."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
-    """Return the number of rows of the embedding, padded so that a tensor group divides them evenly."""
+    """Return the number of rows of the embedding. They are padded to a multiple of the tensor group."""
     return math.ceil(architecture.vocabulary / grid.tensor) * grid.tensor
 
 
@@ -66,7 +66,7 @@ def held_parameters(
 ) -> tuple[HeldParameters, ...]:
     """Return the parameters of the rank at this place, for each model part of its stage.
 
-    A critic has a value head at the end.
+    A critic has a value head instead of the output layer.
     """
     layers = grid.layers(architecture.num_layers, place.pipeline)
     last = len(layers) - 1
@@ -85,7 +85,7 @@ def held_parameters(
 
 
 def whole_shapes(architecture: Architecture, *, critic: bool = False) -> dict[str, Shape]:
-    """Return the shapes of all tensors of the model by name: tied ones once, in the order of the layers."""
+    """Return the shapes of all tensors of the model by name, in the order of the layers. Tied tensors come once."""
     grid = Grid(1)
     (parameters,) = held_parameters(architecture, grid, grid.place(0), critic=critic)
     return {part.name: part.shape for parameter in parameters.values() for part in parameter.parts}
@@ -113,7 +113,7 @@ def _part_of_model(
 
 @dataclass(frozen=True)
 class _Rules:
-    """How parameters are divided for the rank at this place."""
+    """The rules for dividing parameters, for the rank at this place."""
 
     architecture: Architecture
     grid: Grid
@@ -141,11 +141,11 @@ class _Rules:
             yield "mlp.linear_fc2.weight", self._columns(f"{at}mlp.down_proj.weight", a.hidden, a.ffn)
 
     def whole(self, name: str, *shape: int) -> HeldParameter:
-        """Give all ranks of a tensor group the same."""
+        """Give the whole tensor to all ranks of a tensor group."""
         return HeldParameter(shape, (Part(name, shape, Box.whole(shape), 0),), is_divided=False)
 
     def vocabulary(self, name: str, *, is_copy: bool = False) -> HeldParameter:
-        """Divide a parameter by rows. With padding, the last ranks may hold fewer rows of the tensor."""
+        """Divide a tensor by rows. Because of padding, the last ranks may hold fewer of its rows."""
         a, rank = self.architecture, self.place.tensor
         rows = padded_vocabulary(a, self.grid) // self.grid.tensor
         real = max(0, min(rows, a.vocabulary - rank * rows))
@@ -154,7 +154,7 @@ class _Rules:
         return HeldParameter((rows, a.hidden), parts, is_divided=True, is_copy=is_copy)
 
     def _columns(self, name: str, rows: int, columns: int) -> HeldParameter:
-        """Divide a parameter evenly by columns."""
+        """Divide a tensor evenly by columns."""
         mine = columns // self.grid.tensor
         box = Box((0, self.place.tensor * mine), (rows, mine))
         return HeldParameter((rows, mine), (Part(name, (rows, columns), box, 0),), is_divided=True)
@@ -175,7 +175,7 @@ class _Rules:
         return HeldParameter((groups * (queries + 2 * a.head_dim), *width), tuple(parts), is_divided=True)
 
     def _gated(self, names: list[str]) -> HeldParameter:
-        """Give a rank its rows of the gate, then its rows of the up projection."""
+        """Put the rank's rows of the gate before its rows of the up projection."""
         a = self.architecture
         rows = a.ffn // self.grid.tensor
         box = Box((self.place.tensor * rows, 0), (rows, a.hidden))
@@ -183,7 +183,7 @@ class _Rules:
         return HeldParameter((2 * rows, a.hidden), parts, is_divided=True)
 
     def _experts(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield this rank's experts, as rows of two tensors: gates above up projections, and down projections."""
+        """Yield this rank's experts. One tensor has gates above up projections, another has down projections."""
         a, place = self.architecture, self.place
         count = a.num_experts // self.grid.expert
         rows = a.expert_ffn // self.grid.expert_tensor

@@ -10,4 +10,4 @@ PLUGIN = Plugin("megatron_backend", api=API_VERSION, requires=("models", "ranks"
 
 @hookimpl
 def register_components(registry: ComponentRegistrar) -> None:
-    registry.add(MegatronBackendConfig, "spurline_megatron_backend.backend:MegatronBackend")
+    registry.add(MegatronBackendConfig, "spurline_ranks.backend:RankBackend")

@@ -1,8 +1,7 @@
-"""Check at start-up that ranks give each sequence the log-probabilities that it has alone.
+"""Check at start-up that packing and sharing do not change the log-probabilities of a sequence.
 
-Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. The probe compares this with
-each sequence alone, on a few random tokens. It runs forward passes of the trained model through all stages, and changes
-nothing.
+Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. The probe compares the result
+with each sequence alone, on a few random tokens. It runs forward passes through all stages, and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ def check_exactness(
     half_precision: bool,
     doing: Callable[[str], None],
 ) -> None:
-    """Raise ModelError with the difference and its fix: on all ranks or on none. A collective.
+    """Raise ModelError on all ranks if log-probabilities change. A collective.
 
-    In half precision the model has no exact forward pass, and small differences are allowed.
+    In half precision small differences are allowed.
     """
     sequences = probe_sequences(architecture.vocabulary)
     packed = probe_stream(sequences, profile)
@@ -50,7 +49,7 @@ def check_exactness(
         with model.computing_otherwise(sharing=alone, chunk_tokens=packed.num_tokens):
             expected = torch.cat(_logprobs(model, separate, grid, doing))
     distance = _distance(found, expected, half_precision).to(profile.device)
-    # Stages without logprobs get the distance too.
+    # Only the last stage has logprobs, but all stages need the distance.
     dist.all_reduce(distance, op=dist.ReduceOp.MAX)
     allowed = HALF_PRECISION_TOLERANCE if half_precision else TOLERANCE
     if distance > allowed:
@@ -64,7 +63,7 @@ def check_exactness(
 def _logprobs(
     model: StagedModel, streams: Sequence[TokenStream], grid: Grid, doing: Callable[[str], None]
 ) -> list[Tensor]:
-    """Return the logprobs of each stream on the last stage, and empty tensors on all others."""
+    """Return the logprobs of each stream on the last stage. Other stages return empty tensors."""
     found = [torch.zeros(0) for _ in streams]
 
     def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
@@ -72,7 +71,7 @@ def _logprobs(
         return inputs.logprobs.sum()
 
     numbered = [(np.array([number]), stream) for number, stream in enumerate(streams)]
-    # Interleaved stages take as many micro-batches at a time as there are stages.
+    # Interleaved stages need a multiple of the stages.
     missing = grid.rounded_up(len(numbered)) - len(numbered)
     model.run([*numbered, *numbered[:1] * missing], visit, (), 1.0, doing=doing, backward=False)
     return found
@@ -81,8 +80,8 @@ def _logprobs(
 def _distance(values: Tensor, reference: Tensor, half_precision: bool) -> Tensor:
     """Return the largest difference of a token, in standard deviations of the reference.
 
-    In half precision this is the mean difference, since a router may choose another expert for a single token. Ranks
-    without values have 0, and NaN becomes infinite.
+    In half precision this is the mean difference, since a router may choose another expert for a single token. The
+    distance is 0 if there are no values, and infinite if one is NaN.
     """
     if not len(reference):
         return torch.zeros(())

@@ -50,16 +50,15 @@ from spurline_ranks.worker import RankWorker, Wire
 
 
 class MegatronRank(RankWorker):
-    """A `Worker`."""
+    """The `RankWorker` of this backend."""
 
     _saved_model = SavedModel
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         super().__init__(place, run, registry, total_updates)
-        # Without `ranks` the config counts GPUs, and a rank sees only one.
+        # Without the setting `ranks` the config counts GPUs, and a rank sees only one.
         grid = replace(self._config.grid, ranks=place.world)
         self._groups = _open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
-        # Ranks that compute the same rows compute the same loss on the last stage, and one of them counts it.
         self._counts = grid.speaks(place.rank)
 
     def build(self) -> None:
@@ -84,14 +83,14 @@ class MegatronRank(RankWorker):
         self._reference: StagedModel | None = None
         if self._run.trained_critic is not None:
             self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
-        # This gives names and shapes as the local backend has them: all its weights are fp32.
+        # This gives the names, shapes and dtypes of the local backend.
         causal = build_without_memory(config, self._run.model)
         nn.Module.to(causal, torch.float32)
         named = NamedWeights(causal, adapted=False)
         grid, policy, read = self._groups.grid, self._policy, self._memory.read
         exact = WeightsOfRanks(self._architecture, grid, policy.exact(), read=read, prepare=policy.show_exact)
         self._gatherings = {"model": WeightGathering(named, exact)}
-        # Engines get weights in the dtype of forward passes here.
+        # Engines get weights in the dtype of the forward pass.
         used = WeightsOfRanks(self._architecture, grid, policy.model.parameters(), read=read)
         published = {"model": WeightGathering(named, used)}
         self._publishing = Publishing(self._place, published, COMPUTED[self._config.computes_in])
@@ -137,7 +136,7 @@ class MegatronRank(RankWorker):
             return None
         result = torch.zeros(batch.num_rows * batch.length)
         if values:
-            # A copy waits for the device, and other stages wait too: all values are copied at once.
+            # All values are copied at once: each copy would let the other stages wait.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
 
@@ -191,7 +190,7 @@ class MegatronRank(RankWorker):
             model.run(streams, visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
-        """Return the same number of streams on all ranks, some idle, so that exchanges stay in step."""
+        """Return the streams of this rank. All ranks have the same number, as some streams are idle."""
         columns = [name for name in needs if name != ENTROPY]
         streams = list(share_streams(share, columns, self._profile))
         missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
@@ -199,18 +198,12 @@ class MegatronRank(RankWorker):
         return [*streams, *[(nobody, TokenStream.idle(columns, self._profile))] * missing]
 
     def _train(self, recipe: OptimizationRecipe, *, critic: bool = False) -> TrainedModel:
-        model, exact = self._model(critic=critic)
+        model, exact, digest = self._model(critic=critic)
         shapes = whole_shapes(self._architecture, critic=critic)
-        digest = self._digest(model, exact, critic=critic)
         return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
 
-    def _digest(self, model: StagedModel, exact: Sequence[Tensor], *, critic: bool = False) -> str:
-        """Return the digest of the fp32 values, which does not depend on the precision."""
-        held = [(entry, values) for (entry, _), values in zip(model.parameters(), exact, strict=True)]
-        return weights_digest(self._architecture, held, self._profile.device, critic=critic)
-
-    def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor]]:
-        """Return a model with its weights from the files, and the same weights in fp32, in the same order."""
+    def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor], str]:
+        """Return a model with its weights from the files, the same weights in fp32, and the digest of the latter."""
         architecture, groups = self._architecture, self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
         choices = router_choices(parts, groups.tensor, replay=not critic)
@@ -226,20 +219,19 @@ class MegatronRank(RankWorker):
         with torch.no_grad():
             for (_, parameter), values in zip(pairs, exact, strict=True):
                 parameter.copy_(values)
-        return model, exact
+        return model, exact, weights_digest(architecture, held_exact, self._profile.device, critic=critic)
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
-        """Lend the model of this role for forward passes, on the device."""
+        """Lend the model of this role for forward passes. It is on the device."""
         if role != "reference":
             yield self._trained[role].model
             return
         if self._reference is None:
             self._place.doing("loading the reference model")
-            self._reference, exact = self._model()
+            self._reference, _, found = self._model()
             for _, parameter in self._reference.parameters():
                 parameter.requires_grad_(False)
-            found = self._digest(self._reference, exact)
             check_initial_weights(found, self._policy.initial_weights, self._run.model.path)
         try:
             self._reference.to(self._profile.device)
@@ -251,10 +243,10 @@ class MegatronRank(RankWorker):
 
 
 def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
-    """Open the groups, with the time limit of an exchange and the seed of Megatron's generators. A collective."""
+    """Open the groups, and seed the generators of Megatron. A collective. `timeout_s` is the limit of an exchange."""
     parallel_state.initialize_model_parallel(
         **grid.parallel_sizes,
-        # Megatron passes it to timedelta, which takes parts of minutes.
+        # Megatron passes this to timedelta, which takes fractions.
         distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
         create_gloo_process_groups=False,
     )

@@ -1,9 +1,9 @@
 """Send tokens to the experts that the engine chose, and count the tokens of each expert.
 
 Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
-the router of the layer. Weights come from the router's logits, so gradients reach it. Megatron's own replay keeps all
-routers of the process in one list, so that the reference would replay into the policy. Here each router has a choice of
-its own.
+the router of the layer. The weights of experts still come from the router, so it gets gradients. Megatron has its own
+replay, but with one list of routers for the process: policy and reference would mix. Here each router has its own
+object.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spurline_models.experts.router_replay import ExpertLoads
 
 
 class RouterChoice:
-    """The choice of one router: the given experts of a token if there are any, else the router's own.
+    """Chooses experts for one router: the given experts of a token, or those with the highest scores if none are given.
 
     Args:
-        layer: The number of the layer in the whole model, from 0.
-        group: Ranks that each route a consecutive part of the tokens; None if this rank routes all tokens.
+        layer: The number of the layer in the whole model, counted from 0.
+        group: The ranks that divide the tokens. Each routes consecutive tokens. None if this rank routes all tokens.
         replays: Whether given experts are used.
     """
 
@@ -36,12 +36,12 @@ class RouterChoice:
         self._given: Tensor | None = None
         self._num_fill = 0
         self.loads: ExpertLoads | None = None
-        """Counts the tokens of each expert while it is set."""
+        """Gets the number of tokens of each expert, unless it is None."""
 
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the experts from the arguments of the layer's attention, as a hook before it.
+        """Take the given experts from the arguments of the layer's attention. This is a hook before attention.
 
-        Recomputation calls attention again with the same arguments, even after other micro-batches.
+        If layers are recomputed, attention is called again with the same arguments.
         """
         params = kwargs.get("packed_seq_params")
         assert isinstance(params, StreamParams), type(params)
@@ -62,7 +62,7 @@ class RouterChoice:
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Choose from scores [tokens, experts]; return scores and numbers of the chosen, both [tokens, topk]."""
+        """Choose experts by scores [tokens, experts]; return their scores and numbers, both [tokens, topk]."""
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         given, self._given = self._given, None
@@ -76,7 +76,7 @@ class RouterChoice:
 
 
 def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: bool) -> list[RouterChoice]:
-    """Replace the choices of a model's routers. With `replay` the routers use the experts that a stream brings."""
+    """Give each router of a model a `RouterChoice`. With `replay` it uses the experts that a stream brings."""
     choices: list[RouterChoice] = []
     for part in parts:
         group = tensor if part.config.sequence_parallel else None

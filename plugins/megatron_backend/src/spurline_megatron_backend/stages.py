@@ -1,6 +1,6 @@
-"""A model whose parts lie on the stages of a pipeline: run micro-batches through it, forward or forward and backward.
+"""Run micro-batches through a model whose parts lie on the stages of a pipeline, forward or forward and backward.
 
-Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which bring hidden states from
+Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which send hidden states from
 stage to stage -> `visit` with logprobs on the last stage. All ranks of a pipeline get the same rows, and make the same
 exchanges in the same order.
 """
@@ -27,16 +27,17 @@ from spurline_megatron_backend.parts import HeldParameter, HeldParameters
 from spurline_megatron_backend.router_replay import RouterChoice
 from spurline_models.dealing import Rows
 from spurline_models.experts.router_replay import ExpertLoads
+from spurline_models.streams.stream_model import evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
 Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
-"""Computes on the last stage the scalar whose gradient is taken."""
+"""A function that the last stage calls with the logprobs of a micro-batch. It returns the scalar to differentiate."""
 
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A stream with this rank's part of it, and the slice of the positions with loss that the part predicts."""
+    """A stream, this rank's part of it, and the slice of the positions with loss that the part predicts."""
 
     rows: Rows
     stream: TokenStream
@@ -45,7 +46,7 @@ class _MicroBatch:
 
 
 class StagedModel:
-    """The parts of one model that this rank holds, in order, with the table of each part's parameters."""
+    """The parts of a model that this rank holds, in order. `held` describes the parameters of each part."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class StagedModel:
         self._rotary = rotary
         self._held = held
         self.runs: Sequence[torch.nn.Module] = self.parts
-        """The modules that the schedules call: the parts, or wrappers that sum the gradients of the parts."""
+        """The modules that the schedules call: the parts, or wrappers of the parts that sum gradients."""
 
     @property
     def config(self) -> TransformerConfig:
@@ -93,9 +94,10 @@ class StagedModel:
         backward: bool,
         whole_gradients: bool = False,
     ) -> None:
-        """Run all micro-batches forward, with `backward` also backward.
+        """Run all micro-batches forward, and with `backward` also backward.
 
-        Each rank gets the sums of the gradients that it optimizes, or with `whole_gradients` of all its gradients.
+        Afterwards each rank has the summed gradients of the values that it optimizes, or with `whole_gradients` of all
+        its parameters.
         """
         unit = self._grid.tensor if self.config.sequence_parallel else 1
         longest = 0
@@ -117,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # This is for sums that begin during the last backward pass. The schedule starts the others.
+                # Sums that begin during the last backward pass read this. The schedule has an argument for the others.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else torch.no_grad():
@@ -126,7 +128,7 @@ class StagedModel:
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
                 model=list(self.runs),
                 num_microbatches=len(microbatches),
-                # Interleaved stages exchange tensors of this length, which context ranks divide. Others send lengths.
+                # Interleaved stages exchange tensors of this length, divided by context. Others send lengths too.
                 seq_length=microbatches[0].part.num_tokens * self._grid.context,
                 micro_batch_size=1,
                 forward_only=not backward,
@@ -136,7 +138,7 @@ class StagedModel:
     def _visited(
         self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the tuple that the schedules expect: the scalar, an unused number of tokens, and no metrics."""
+        """Return the scalar, and an unused number of tokens and no metrics, which the schedules expect."""
         last = self.parts[-1]
         inputs = last.loss_inputs(
             hidden, microbatch.part, microbatch.mine, microbatch.stream, self._sharing, needs, temperature
@@ -146,7 +148,7 @@ class StagedModel:
 
     @contextmanager
     def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:
-        """Count the tokens that this rank sends to each expert, while the context is open."""
+        """Add up the tokens that this rank sends to each expert, while the context is open."""
         for choice in self._choices:
             choice.loads = loads
         try:
@@ -162,7 +164,7 @@ class StagedModel:
 
     @contextmanager
     def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
-        """Use another sharing of sequences, unless it is None, and other chunks of logits in the context."""
+        """Use other chunks of logits in the context, and another sharing of sequences unless it is None."""
         own_sharing, score = self._sharing, self.parts[-1].score
         own_chunks = chunk_tokens if score is None else score.chunk_tokens
         self._sharing = sharing or own_sharing
@@ -178,10 +180,5 @@ class StagedModel:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Compute in evaluation mode in the context."""
-        for part in self.parts:
-            part.eval()
-        try:
+        with evaluation_mode(torch.nn.ModuleList(self.parts)):
             yield
-        finally:
-            for part in self.parts:
-                part.train()

@@ -1,9 +1,8 @@
-"""A model on its ranks with its optimizer: gradients summed over data-parallel ranks, the norm, clipping, the step.
+"""A model on its ranks with its optimizer: sums of gradients, the norm, clipping and the step.
 
-Megatron-core keeps the gradients of a model in flat buffers, and sums each buffer so that every data-parallel rank gets
-one range of it (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank keeps fp32 values and optimizer state
-of its own range only; after a step all ranks gather the new weights. The run's optimizer steps on flat ranges of
-parameters.
+Megatron-core keeps the gradients of a model in flat buffers. When it sums a buffer, each data-parallel rank gets one
+range of the result (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank keeps fp32 values and optimizer
+state only for its own ranges, and the run's optimizer steps on these ranges. Then all ranks gather the new weights.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Shard:
 
     Attributes:
         main: The fp32 values that the optimizer steps on.
-        weights: The same values in the model's dtype; an fp32 model shares the memory of `main`.
-        gradient: The gradients, summed over all ranks at the end of a backward pass.
+        weights: The same values in the model's dtype. If the model is fp32, they share the memory of `main`.
+        gradient: The gradients. At the end of a backward pass they are summed over all ranks.
     """
 
     held: HeldParameter
@@ -50,8 +49,8 @@ class Owned:
     """The range `span` of a flattened parameter that this rank alone optimizes.
 
     Attributes:
-        values: float32 [end - begin], the optimizer's own memory.
-        state: The optimizer's own mapping of its state by key; empty before the first step.
+        values: The fp32 values, in the optimizer's own memory.
+        state: The optimizer's own mapping of its state by key. It is empty before the first step.
     """
 
     held: HeldParameter
@@ -64,9 +63,9 @@ class TrainedModel:
     """A model on its ranks with the optimizer of all its parameters. Making one is a collective.
 
     Args:
-        shapes: Shapes of all tensors of the whole model, by name.
+        shapes: The shapes of all tensors of the whole model, by name.
         tensor_rank: The number of this rank in its tensor group.
-        exact: fp32 values of the parameters, in the order of `StagedModel.parameters`.
+        exact: The fp32 values of the parameters, in the order of `StagedModel.parameters`.
         initial_weights: The digest of all weights.
     """
 
@@ -89,16 +88,16 @@ class TrainedModel:
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():
-            # Gradients of experts are summed over the ranks that have the same experts. Megatron does so only if
-            # `expert` is more than 1, but ranks of a tensor group may have the same experts and different tokens.
+            # Gradients of experts must be summed over the ranks with the same experts. Megatron sets this only if
+            # `expert` is above 1. But ranks of a tensor group may have the same experts and different tokens.
             cast(Any, parameter).allreduce = not held.is_expert
-        # Each bucket of gradients is summed as soon as the last micro-batch has gone backward through it.
+        # With overlap each bucket of gradients is summed as soon as the last backward pass has filled it.
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
         )
         self._wrapped = [DistributedDataParallel(model.config, settings, part) for part in model.parts]
         model.runs = self._wrapped
-        # The schedules want one function, or as many as there are parts.
+        # The schedules need one function, or a list if there are several parts.
         waits = [wrapped.no_sync for wrapped in self._wrapped]
         model.config.no_sync_func = cast(Any, waits if len(waits) > 1 else waits[0])
         model.config.finalize_model_grads_func = _sum_gradients
@@ -111,16 +110,16 @@ class TrainedModel:
         """The settings of the optimizer's groups when it was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether the device was given away when `show_exact` wrote the fp32 values; None before it has."""
+        """Whether the device was yielded when `show_exact` wrote the fp32 values. None if they are not written."""
 
     @property
     def optimizer_name(self) -> str:
         return self.recipe.config.name
 
     def owned(self) -> list[Owned]:
-        """Return the parameters of this rank's optimizer, with their state from the first step on.
+        """Return the ranges that this rank optimizes.
 
-        While others have the device, these are copies on the host, which may only be read.
+        While the device is yielded, these are copies on the host, which may only be read.
         """
         read, states = self._memory.read, self.optimizer.state
         if not self._memory.is_given:
@@ -136,7 +135,7 @@ class TrainedModel:
         ]
 
     def tensors(self) -> DeviceTensors:
-        """Return what lies on the device between two updates: flat buffers of parameters, shards, and states."""
+        """Return what lies on the device between two updates."""
         self._shown_while_given = None
         buffers = [buffer for wrapped in self._wrapped for buffer in _buffers(wrapped)]
         weights = [*self.model.tensors(), *(buffer.param_data for buffer in buffers)]
@@ -150,20 +149,20 @@ class TrainedModel:
             wrapped.zero_grad_buffer()
 
     def totals(self, loss: float) -> StepTotals:
-        """Join norm and loss of all ranks; see `StepTotals.of`. A collective."""
+        """Join gradient norm and loss of all ranks. See `StepTotals.of`. A collective."""
         squares = [shard.gradient.double().square().sum() for shard in self.shards if self._counts(shard)]
         device = self.model.parameters()[0][1].device
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
-        """Return whether this rank counts a shard: it alone has the values, or is the first of several that do."""
+        """Return whether this rank counts a shard. If several ranks have the same values, the first counts them."""
         if shard.held.is_copy:
             return False
         return shard.held.is_divided or self._tensor_rank == 0
 
     def step(self, grad_norm: float) -> dict[str, float]:
-        """Clip, and update the weights; return the learning rates as metrics. A collective."""
+        """Clip gradients and update the weights; return the learning rates as metrics. A collective."""
         factor = clip_factor(grad_norm, self.recipe.config.max_grad_norm)
         for shard in self.shards:
             if factor is not None:
@@ -178,7 +177,7 @@ class TrainedModel:
         return rates
 
     def fill_from_owned(self) -> None:
-        """Give all data-parallel ranks the weights that each of them has optimized. A collective."""
+        """Copy the optimized values into the weights, and gather them on all data-parallel ranks. A collective."""
         self._shown_while_given = None
         with torch.no_grad():
             for shard in self.shards:
@@ -188,7 +187,7 @@ class TrainedModel:
                 wrapped.start_param_sync(force_sync=True)
 
     def exact(self) -> list[tuple[HeldParameter, Tensor]]:
-        """Return every parameter in fp32. The values are valid from `show_exact` until a step or a load begins."""
+        """Return every parameter in fp32. Values are valid from `show_exact` until the next step or load begins."""
         return [
             (held, value.detach() if value.dtype == torch.float32 else cast(Any, value).main_grad)
             for held, value in self.model.parameters()
@@ -197,9 +196,9 @@ class TrainedModel:
     def show_exact(self) -> None:
         """Write the fp32 values of all parameters to the tensors that `exact` returns. A collective.
 
-        Models in another dtype use the memory of the gradients, which hold nothing between steps.
+        If the model is not fp32, these tensors are the gradients, whose memory is free between steps.
         """
-        # `DeviceMemory.take` frees scratch memory on the host, and with it values that were shown there.
+        # When the device is taken back, gradients on the host are freed, with the values in them.
         if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
             return
         read = self._memory.read
@@ -211,7 +210,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # The group exchanges only on the device, which holds one bucket even while others have it.
+                        # Ranks exchange only on the device. Even while it is yielded, one bucket fits there.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -221,20 +220,20 @@ class TrainedModel:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sum gradients over all ranks without dividing them by a number of tokens: losses are divided already."""
+    """Sum gradients over all ranks. They are not divided by a number of tokens, since losses are divided already."""
     finalize_model_grads(model, None, **options)
 
 
 def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
-    """Return the buffers of dense parameters, then the buffers of experts, with other data-parallel groups."""
+    """Return the buffers of dense parameters, then the buffers of experts. Their data-parallel groups differ."""
     owner: Any = wrapped
     return [*owner.buffers, *owner.expert_parallel_buffers]
 
 
 def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldParameter, Tensor]]) -> list[Shard]:
-    """Return the ranges of this part's parameters that this rank optimizes.
+    """Return the ranges of this model part that this rank optimizes.
 
-    `known` has the table entry and the fp32 values of each parameter, by its id.
+    `known` has the `HeldParameter` and the fp32 values of each parameter, by the id of the parameter.
     """
     shards: list[Shard] = []
     for buffer in _buffers(wrapped):
@@ -265,9 +264,9 @@ def _optimizer(
     parameters: Sequence[tuple[HeldParameter, Parameter]],
     shards: Sequence[Shard],
 ) -> Any:
-    """Return the run's optimizer of these shards. All ranks have the same groups, some without parameters."""
+    """Make the run's optimizer for these shards. All ranks have the same groups, but some groups may be empty."""
     device = parameters[0][1].device
-    # Settings look at names and dimensions; shards take the place of these parameters.
+    # Only names and numbers of dimensions count for the settings. Then shards replace these parameters.
     named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
     optimizer = recipe.make_optimizer(named)
     names = {id(parameter): name for name, parameter in named.items()}
@@ -276,7 +275,7 @@ def _optimizer(
         group["params"] = []
         group[PEAK] = group["lr"]
     for shard in shards:
-        # A part of an embedding with nothing but padding is not optimized.
+        # A part of an embedding that is only padding is not optimized.
         if shard.held.parts:
             group_of[shard.held.parts[0].name]["params"].append(shard.main)
     return optimizer

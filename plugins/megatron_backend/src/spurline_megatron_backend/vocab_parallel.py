@@ -1,8 +1,9 @@
-"""Compute logprobs and entropy where ranks of a tensor group each compute the logits of a part of the vocabulary.
+"""Compute logprobs and entropy when each rank of a tensor group has the logits of a part of the vocabulary.
 
-Place on the way: hidden states at positions with loss, the same on all ranks of the group -> each rank's logits, a
-chunk of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered: ranks exchange
-the largest logit, the sum of exponentials and the target's logit of each position. All functions are collectives.
+Place on the way: hidden states at positions with loss, the same on all ranks of the group -> the logits of each rank,
+for a chunk of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered. For each
+position ranks exchange the largest logit, the sum of exponentials and the target's logit. All functions are
+collectives.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ class VocabularyLogprobs:
     The logits of several chunks are recomputed in the backward pass.
 
     Args:
-        logits: Computes this rank's logits [N, V] of hidden states [N, H]; rank r has the tokens from r * V on.
+        logits: Computes this rank's logits [N, V] from hidden states [N, H]. Rank r has the tokens from r * V on.
         group: The ranks that divide the vocabulary.
-        vocabulary: The number of tokens; columns beyond are padding.
-        chunk_tokens: Positions of a chunk.
+        vocabulary: The number of tokens. Further columns are padding.
+        chunk_tokens: The number of positions in a chunk.
     """
 
     def __init__(
@@ -45,10 +46,10 @@ class VocabularyLogprobs:
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] or None.
+        """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
 
-        Both are of softmax(logits / temperature). All ranks of the group have equal arguments and the same loss, which
-        counts once.
+        The distribution is softmax(logits / temperature). All ranks of the group have the same arguments and the same
+        loss, and this loss counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute chunks in the same order, so that their exchanges match.
@@ -73,7 +74,7 @@ class VocabularyLogprobs:
 
 
 class _Scores(torch.autograd.Function):
-    """Turns each rank's logits [N, V] into logprobs, and entropies if wanted: [1 or 2, N], the same on every rank.
+    """Turns the logits [N, V] of each rank into logprobs, and entropies if wanted: [1 or 2, N], the same on every rank.
 
     Targets are int64 [N], counted from this rank's first column. All ranks get the same gradient of the result.
     """

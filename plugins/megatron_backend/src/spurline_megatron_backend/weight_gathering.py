@@ -1,8 +1,8 @@
-"""Bring whole tensors together out of the boxes that ranks hold.
+"""Join the boxes that ranks hold to whole tensors.
 
 Place on the way: parameters of each rank -> boxes of Hugging Face tensors, sent by their owners to the ranks that want
 them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from the sizes
-of the model and the grid, so ranks agree on all messages without asking each other.
+of the model and the grid, so ranks know all messages without asking each other.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from spurline_megatron_backend.parts import HeldParameter, Part, held_parameters
 from spurline_ranks.pieces import Box, Shape
 
 IN_FLIGHT_BYTES = 64 << 20
-"""Bytes that arrive at a time."""
+"""The bytes that a rank receives at a time."""
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
-"""A rank's parameters, or tensors of their shapes, such as gradients."""
+"""The parameters of a rank, each with a tensor of its shape: its values or its gradient."""
 
 
 @dataclass(frozen=True)
 class OwnedBox:
-    """A part of a tensor, and the rank that sends it to others."""
+    """A box of a tensor, and the rank that sends it to others."""
 
     name: str
     box: Box
@@ -40,18 +40,18 @@ class OwnedBox:
 
 @dataclass(frozen=True)
 class BoxOwners:
-    """The owners of the parts of each tensor: the first rank that holds a part owns it.
+    """The owner of each box of a tensor. It is the first rank that holds the box.
 
     Attributes:
         shapes: Shapes of all tensors, by name.
-        boxes: Boxes of each tensor in the order of their owners; together they are the tensor.
+        boxes: The boxes of each tensor, in the order of their owners. Together they are the tensor.
     """
 
     shapes: Mapping[str, Shape]
     boxes: Mapping[str, tuple[OwnedBox, ...]]
 
     def most_of(self, names: Collection[str]) -> int:
-        """Return the rank that owns most values of these tensors; the first of several."""
+        """Return the rank that owns most values of these tensors. If several do, return the first."""
         values: dict[int, int] = {}
         for name in names:
             for part in self.boxes[name]:
@@ -59,9 +59,9 @@ class BoxOwners:
         return min(values, key=lambda rank: (-values[rank], rank))
 
     def rounds(self, names: Collection[str], dtype: torch.dtype, max_bytes: int) -> Iterator[list[OwnedBox]]:
-        """Yield the parts of these tensors by owner, in rounds of at most so many bytes in this dtype.
+        """Yield the boxes of these tensors in rounds of at most `max_bytes`, in the order of their owners.
 
-        A larger part has a round of its own.
+        A larger box has a round of its own.
         """
         parts = sorted((part for name in names for part in self.boxes[name]), key=lambda part: part.owner)
         taken: list[OwnedBox] = []
@@ -79,7 +79,7 @@ class BoxOwners:
 
 @cache
 def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) -> BoxOwners:
-    """Find the owners of the parts of a model, with a value head for a critic."""
+    """Find the owners of the boxes of a model. A critic has a value head."""
     shapes: dict[str, Shape] = {}
     boxes: dict[str, dict[Box, OwnedBox]] = {}
     for rank, part in _parts_by_rank(architecture, grid, critic=critic):
@@ -92,7 +92,7 @@ def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) 
 
 
 def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
-    """Yield (rank, part) of ranks in order, without copies, and without ranks that hold what an earlier rank holds."""
+    """Yield (rank, part) in the order of ranks. Ranks and parameters are skipped if an earlier rank has the same."""
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
@@ -108,15 +108,15 @@ def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> I
 
 
 class WeightsOfRanks:
-    """Puts tensors together on the ranks that want them; a `Gathers`.
+    """Joins tensors on the ranks that want them; a `Gathers`.
 
     Args:
         architecture: The model.
-        grid: How ranks are divided.
+        grid: The division of the ranks.
         held: Contiguous tensors of this rank, in one dtype on all ranks.
         critic: Whether the model has a value head.
-        max_bytes: Bytes that arrive at a time; a larger box comes alone.
-        read: Returns a tensor with the values of a held tensor, which may be elsewhere.
+        max_bytes: The bytes that a rank receives at a time. A larger box comes alone.
+        read: Returns the values of a held tensor. While the device is yielded, they are elsewhere.
         prepare: Puts the values into the held tensors before they are gathered. A collective.
     """
 
@@ -141,11 +141,11 @@ class WeightsOfRanks:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors, on whatever rank."""
+        """Names of all tensors of the model."""
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See `Gathers`. Takes memory for a rank's tensors, and `max_bytes` for each rank that wants other ones."""
+        """See `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank that it sends to."""
         if self._prepare is not None:
             self._prepare()
         kind = dtype or self._dtype
@@ -167,7 +167,7 @@ class WeightsOfRanks:
     def _exchange(
         self, wanted: Sequence[tuple[int, Sequence[OwnedBox]]], dtype: torch.dtype, whole: Mapping[str, Tensor]
     ) -> None:
-        """Bring parts to the ranks that want them, in one message of each owner, and put this rank's into `whole`."""
+        """Send boxes to the ranks that want them, in one message per owner, and put this rank's boxes into `whole`."""
         exchanges: list[dist.P2POp] = []
         arriving: list[tuple[OwnedBox, Tensor]] = []
         outgoing: dict[tuple[OwnedBox, ...], Tensor] = {}
@@ -181,7 +181,7 @@ class WeightsOfRanks:
                         _place(part, self._values(part), whole)
                     continue
                 if self._rank == owner:
-                    # A message for several ranks is put together once.
+                    # A message for several ranks is made once.
                     message = outgoing.get(wanted_parts := tuple(own))
                     if message is None:
                         message = outgoing[wanted_parts] = self._empty(own, dtype)
@@ -192,8 +192,8 @@ class WeightsOfRanks:
                     message = self._empty(own, dtype)
                     arriving += zip(own, _spaces(message, own), strict=True)
                     exchanges.append(dist.P2POp(dist.irecv, message, owner))
-        # In one batch: otherwise NCCL makes a communicator for every pair of ranks, and two ranks that send to each
-        # other wait for each other.
+        # All messages are one batch. Without it NCCL makes a communicator for every pair of ranks, and two ranks that
+        # send to each other wait forever.
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
         for part, values in arriving:
@@ -203,7 +203,7 @@ class WeightsOfRanks:
         return torch.empty(sum(part.box.num_values for part in parts), dtype=dtype, device=self._device)
 
     def _values(self, part: OwnedBox) -> Tensor:
-        """Return the values of a part as a view of the parameter, or of its copy on the host."""
+        """Return the values of a box, as a view of the parameter or of its copy on the host."""
         tensor, here = self._held[part.name, part.box]
         if self._read is not None:
             tensor = self._read(tensor)
@@ -211,7 +211,7 @@ class WeightsOfRanks:
 
 
 def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
-    """Return the view of each part in their message."""
+    """Return the place of each box in a message."""
     return message.split([part.box.num_values for part in parts])
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +37,7 @@ from spurline_ranks.publishing import buckets_of_ranks
 
 
 class RankBackend:
-    """A `Backend` whose model is in ranks. Each rank gets its own rows, unless a subclass lets ranks share rows."""
-
-    worker: ClassVar[str] = ""
-    """`module:Class` of the `RankWorker` in every rank."""
+    """A `Backend` whose model is divided among ranks."""
 
     def __init__(self, config: RankBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
@@ -54,7 +51,7 @@ class RankBackend:
         self._is_device_given = False
         request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
         arguments = plain_run(run), total_updates
-        self._ranks = open_ranks(request, self.worker, arguments, config.limits, cluster_request(run))
+        self._ranks = open_ranks(request, config.worker, arguments, config.limits, cluster_request(run))
         try:
             self._ranks.call("build")
         except BaseException:
@@ -173,22 +170,14 @@ class RankBackend:
             hidden=self._hidden,
         )
 
-    def _share_of(self, rank: int) -> int:
-        """Return the number of this rank's share of the rows. Ranks that compute rows together get the same share."""
-        return rank
-
-    def _counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with the same share. Shares and such ranks have one order."""
-        return True
-
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
         """Return the wire form of each rank's share."""
         wires = [share.to_wire() for share in dealing.shares]
-        return [wires[self._share_of(rank)] for rank in range(self._ranks.size)]
+        return [wires[self._config.share_of(rank)] for rank in range(self._ranks.size)]
 
     def _counting(self, answers: Sequence[Any]) -> Sequence[Any]:
         """Return one answer for each share."""
-        return [answer for rank, answer in enumerate(answers) if self._counts(rank)]
+        return [answer for rank, answer in enumerate(answers) if self._config.counts(rank)]
 
     def _check_device_here(self, what: str) -> None:
         """Raise RunFailedError while the devices are yielded to others."""

@@ -25,16 +25,18 @@ from spurline_ranks.group import TimeLimits
 class RankBackendConfig(ModelBackendConfig):
     """The settings of a backend whose model is divided among ranks.
 
-    A config must not import torch. So the code of some methods is in modules of the backend's `package`: `layout` has
-    the functions `check_model`, `describe_layout` and `savings`, and `memory` has `estimate_memory`. A function takes
-    the config, and then the arguments of the method with the same name.
+    A config must not import torch. So the code of some methods is in the module `planning` of the backend's package: in
+    functions `check_model`, `describe_layout`, `savings` and `estimate_memory`. A function takes the config, and then
+    the arguments of the method.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
         "runtime_env": "Write it in the section `cluster`: it is for all processes on the cluster."
     }
     package: ClassVar[str] = ""
-    """The package with these modules, such as `spurline_fsdp_backend`."""
+    """The package with this module, such as `spurline_fsdp_backend`."""
+    worker: ClassVar[str] = ""
+    """`module:Class` of the `RankWorker` in every rank."""
     doctor_rank: ClassVar[str] = ""
     """`module:Class` of the backend's `DoctorRank`."""
 
@@ -115,6 +117,14 @@ class RankBackendConfig(ModelBackendConfig):
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         """Yield problems of the settings that divide the ranks into groups."""
         return ()
+
+    def share_of(self, rank: int) -> int:
+        """Return the number of this rank's share of the rows. Ranks that compute rows together get the same share."""
+        return rank
+
+    def counts(self, rank: int) -> bool:
+        """Return whether this rank answers for all ranks with its share. Such ranks are in the order of the shares."""
+        return True
 
     def _launch_problems(self) -> Iterable[Problem]:
         if self.launch != "ray":
@@ -202,24 +212,24 @@ class RankBackendConfig(ModelBackendConfig):
     def check_model(self, run: RunConfig) -> None:
         if self.launch == "ray":
             check_ray()
-        self._part("layout:check_model")(self, run)
+        self._part("planning:check_model")(self, run)
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
         """Return sentences for `spurline plan` that describe the ranks, their machines and their groups."""
-        return list(self._part("layout:describe_layout")(self, run))
+        return list(self._part("planning:describe_layout")(self, run))
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
         """Return lines with other ways to divide the ranks, the best way first."""
         return ()
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        return self._part("layout:savings")(self, run, row_length, tokens)
+        return self._part("planning:savings")(self, run, row_length, tokens)
 
     def device_bytes(self) -> int | None:
         return resolve("spurline_ranks.layout:device_bytes", f"backend '{self.name}'")(self)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-        return self._part("memory:estimate_memory")(self, run, row_length, tokens)
+        return self._part("planning:estimate_memory")(self, run, row_length, tokens)
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """Start the ranks without a model, and yield findings for `spurline doctor`."""

@@ -214,7 +214,7 @@ class PieceIndex:
         for key, entries in found.items():
             shape, dtype, _ = entries[0]
             pieces = tuple(piece for _, _, piece in entries)
-            # A digest shows that a file has changed. The count shows that a file is missing or that there is one too many.
+            # The count shows a missing file, or one too many. Changed files are found by their digests.
             held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
             if held != needed:
                 files = ", ".join(sorted({piece.file for piece in pieces}))

@@ -1,0 +1,352 @@
+"""Plan the division among ranks: describe it, refuse models that do not fit it, and estimate memory.
+
+This reads the model's config but no weights. The memory is that of the fullest rank. Weights, gradients and optimizer
+are exact sums over the table of parts. Activations are the tensors that a layer keeps for the backward pass, times the
+micro-batches that a stage has begun and not finished. They are counted as in Korthikanti et al. 2022
+(arXiv:2205.05198), for gated SiLU, shared keys and attention that keeps no scores.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import Parameter
+
+from spurline.config.run_config import RunConfig
+from spurline.errors import ConfigError, Problem
+from spurline.protocols.optimizer import OptimizerConfig
+from spurline_megatron_backend.architecture import Architecture, read_architecture
+from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.parts import held_parameters, padded_vocabulary
+from spurline_models.architecture import load_model_config
+from spurline_models.backend_config import MemoryEstimate
+from spurline_models.memory import COMPUTED_BYTES
+from spurline_models.optimizers.groups import settings_of
+from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
+
+if TYPE_CHECKING:
+    from spurline_megatron_backend.configs import MegatronBackendConfig
+
+MAIN_BYTES = 4
+"""Bytes of the optimizer's copy of a weight, and of a summed gradient."""
+_UNEVEN_EXPERTS = 1.2
+"""The assumed load of the busiest rank that divides experts, relative to an even share. No router is even."""
+
+RANKS_OF_MACHINE = 8
+"""The number of devices that is assumed if the machine is not known. A DGX has so many."""
+
+
+def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
+    """Yield sentences on ranks, machines and groups."""
+    grid, local = config.grid, ranks_of_machine(config)
+    yield from describe_ranks(config, _product(grid))
+    if grid.tensor > 1:
+        tokens = ", and the tokens outside of matrices" if config.divides_tokens else ""
+        yield f"{grid.tensor} neighbouring ranks divide each matrix{tokens}"
+    if grid.context > 1:
+        yield f"{grid.context} ranks share each sequence"
+    if grid.pipeline > 1:
+        layers = read_architecture(load_model_config(run.model)).num_layers
+        counts = sorted({grid.count_layers(layers, stage) for stage in range(grid.pipeline)})
+        each = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
+        yield f"{grid.pipeline} stages of {each} layers each{turns}"
+    if grid.expert > 1:
+        yield f"{grid.expert} ranks divide the experts of each layer; {grid.expert_data} have the same ones"
+    if grid.expert_tensor > 1:
+        yield f"{grid.expert_tensor} neighbouring ranks divide each expert"
+    shards = grid.data * grid.context
+    if shards > 1:
+        yield f"the optimizer is divided among the {counted(shards, 'rank')} with the same part of the model"
+    if local is not None:
+        for name, stride, ranks in (("tensor", 1, grid.tensor), ("context", grid.tensor, grid.context)):
+            if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
+                yield f"groups of {name} lie across machines, as each has {local} ranks: slow"
+
+
+def _product(grid: Grid) -> str:
+    sizes = {"data": grid.data, "pipeline": grid.pipeline, "context": grid.context, "tensor": grid.tensor}
+    return " x ".join(f"{size} {name}" for name, size in sizes.items() if name == "data" or size > 1)
+
+
+def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
+    """Raise ConfigError if the ranks cannot divide the model, ModelError if the model is not supported."""
+    architecture = read_architecture(load_model_config(run.model))
+    problems = [
+        *size_problems(config, architecture),
+        *_group_problems("optimizer", run.optimizer, architecture, critic=False),
+    ]
+    if run.trained_critic is not None:
+        problems += _group_problems("critic.optimizer", run.trained_critic.optimizer, architecture, critic=True)
+    if problems:
+        raise ConfigError(problems)
+
+
+def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Problem]:
+    """Yield the problems of sizes that do not divide this model."""
+    grid = config.grid
+    divided = {"attention heads": a.heads, "key and value heads": a.key_value_heads}
+    if not a.num_experts:
+        divided["columns of the feed-forward layer"] = a.ffn
+    common = math.gcd(*divided.values())
+    if common % grid.tensor:
+        counts = ", ".join(f"{count} {name}" for name, count in divided.items() if count % grid.tensor)
+        fitting = _fitting("tensor", common, grid.ranks // (grid.pipeline * grid.context))
+        yield Problem("backend.tensor", f"is {grid.tensor}, which does not divide the model's {counts}. {fitting}")
+    elif a.heads // grid.tensor % grid.context:
+        fitting = _fitting("context", a.heads // grid.tensor, grid.ranks // (grid.pipeline * grid.tensor))
+        yield Problem(
+            "backend.context",
+            f"is {grid.context}, which does not divide the {a.heads // grid.tensor} attention heads that a rank has "
+            f"(backend.tensor is {grid.tensor}). {fitting}",
+        )
+    parts = grid.pipeline * grid.virtual_stages
+    if parts > a.num_layers:
+        key, count = ("pipeline", grid.pipeline) if grid.virtual_stages == 1 else ("virtual_stages", parts)
+        what = "stages" if grid.virtual_stages == 1 else "parts of stages"
+        yield Problem(
+            f"backend.{key}",
+            f"makes {count} {what}, and each needs one of the model's {a.num_layers} layers. Make it smaller.",
+        )
+    if a.num_experts and grid.tensor > 1 and not config.divides_tokens:
+        yield Problem("backend.sequence_parallel", "is false, but experts need it with tensor above 1. Remove it.")
+    experts = {
+        "expert": (a.num_experts, "experts of a layer", grid.expert_tensor),
+        "expert_tensor": (a.expert_ffn, "columns of an expert", grid.expert),
+    }
+    for key, (count, what, others) in experts.items():
+        size = getattr(grid, key)
+        if not a.num_experts and size > 1:
+            yield Problem(f"backend.{key}", f"is {size}, and the model has no experts. Set {key} to 1.")
+        elif count % size:
+            fitting = _fitting(key, count, grid.ranks_of_stage // others)
+            yield Problem(f"backend.{key}", f"is {size}, which does not divide the {count} {what}. {fitting}")
+
+
+def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, critic: bool) -> Iterator[Problem]:
+    """Yield a problem if the optimizer's groups give different settings to weights that are one Megatron parameter."""
+    alone = Grid(1)
+    (parameters,) = held_parameters(a, alone, alone.place(0), critic=critic)
+    for held in parameters.values():
+        names = list(dict.fromkeys(part.name for part in held.parts))
+        # Only the name and the number of dimensions count for the settings.
+        like = Parameter(torch.empty((0,) * len(held.shape)))
+        if len({settings_of(optimizer, name, like) for name in names}) > 1:
+            yield Problem(
+                f"{key}.groups",
+                f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Let one "
+                "pattern fit all of them, or choose backend fsdp.",
+            )
+            return
+
+
+def _fitting(key: str, number: int, ranks: int) -> str:
+    """Return a sentence with the sizes that divide both numbers."""
+    fitting = divisors(math.gcd(number, ranks))
+    return f"Choose one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else f"Set {key} to 1."
+
+
+def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
+    """Yield settings that need less memory, the cheapest in time first."""
+    if config.recompute == "none":
+        yield {"recompute": "selective"}
+    yield from smaller_microbatches(config, row_length, tokens)
+    if config.reference == "device" and has_reference(run):
+        yield {"reference": "host"}
+    if config.recompute != "full":
+        yield {"recompute": "full"}
+    yield from _finer_grids(config, read_architecture(load_model_config(run.model)))
+    yield from more_ranks(config)
+
+
+def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
+    """Yield settings with which each copy of the model has more of the ranks."""
+    grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
+    expert, tensor = grid.expert, grid.tensor
+    experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
+    for size in divisors(experts):
+        # Experts exchange tokens, which is slow across machines.
+        if size > expert and size * grid.expert_tensor <= local:
+            expert = size
+            yield {"expert": size}
+    divided = math.gcd(a.heads // grid.context, a.key_value_heads, 0 if a.num_experts else a.ffn)
+    for size in divisors(divided):
+        fits = local % size == 0 and grid.ranks % (size * grid.context * grid.pipeline) == 0
+        if size > tensor and fits and config.sequence_parallel is not False:
+            tensor = size
+            yield {"tensor": size}
+    for size in divisors(grid.ranks // (tensor * grid.context)):
+        fits = grid.ranks // size % (grid.expert_tensor * expert) == 0
+        if grid.pipeline < size <= a.num_layers // grid.virtual_stages and fits:
+            yield {"pipeline": size}
+
+
+def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
+    """Estimate the memory of a step of so many tokens on the fullest rank. Raises ModelError, ConfigError."""
+    return estimate_fullest(config, run, read_architecture(load_model_config(run.model)), row_length, tokens)
+
+
+def estimate_fullest(
+    config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int
+) -> MemoryEstimate:
+    """Estimate the memory of a step of so many tokens of this model on the fullest rank."""
+    stages = [_of_stage(config, run, a, stage, row_length, tokens) for stage in range(config.pipeline)]
+    found = max(stages, key=lambda estimate: estimate.peak)
+    local = ranks_of_machine(config)
+    if config.reference != "host" or not has_reference(run) or local is None:
+        return found
+    return replace(found, host=local * max(estimate.kept["weights"] for estimate in stages))
+
+
+def has_reference(run: RunConfig) -> bool:
+    """Return whether the ranks hold a reference model."""
+    return run.loss.uses_reference or run.source.facts.uses_reference
+
+
+def _of_stage(
+    config: MegatronBackendConfig, run: RunConfig, a: Architecture, stage: int, row_length: int, tokens: int
+) -> MemoryEstimate:
+    grid, computed = config.grid, COMPUTED_BYTES[config.computes_in]
+    values = sum(held_values(a, grid, stage))
+    parts = {
+        "weights": computed * values,
+        # One buffer holds all gradients. It stays from step to step.
+        "gradients": MAIN_BYTES * values,
+        "optimizer": _optimizer_bytes(grid, held_values(a, grid, stage), run.optimizer, computed),
+    }
+    if run.trained_critic is not None:
+        of_critic = held_values(a, grid, stage, critic=True)
+        parts["critic"] = (computed + MAIN_BYTES) * sum(of_critic)
+        parts["critic"] += _optimizer_bytes(grid, of_critic, run.trained_critic.optimizer, computed)
+    if has_reference(run) and config.reference == "device":
+        parts["reference"] = computed * values
+    number, own = microbatches(config, row_length, tokens)
+    update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
+    if config.divides_tokens:
+        # Divided matrices are multiplied with the inputs of all tokens, and with their gradients.
+        update["gathered activations"] = 2 * own * a.hidden * computed
+    if stage == grid.pipeline - 1:
+        # The backward pass has log-softmax and its gradient in fp32, and the gradient of the logits as computed.
+        columns = padded_vocabulary(a, grid) // grid.tensor
+        update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
+    if run.source.facts.replays_experts:
+        # These are int16 numbers for all tokens of a step, and a copy for the tokens of this rank.
+        share = math.ceil(tokens / grid.data)
+        of_token = 2 * a.num_layers * a.experts_per_token
+        update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
+    moments = [update]
+    if has_reference(run) and config.reference == "host":
+        moments.append({"reference, while it scores": computed * values})
+    return MemoryEstimate(parts, tuple(moments))
+
+
+def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) -> tuple[int, int]:
+    """Return the number of micro-batches of a step, and the tokens that a rank has of each."""
+    share = math.ceil(tokens / config.grid.data)
+    # A row is never divided between micro-batches.
+    size = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
+    number = config.grid.rounded_up(max(1, math.ceil(share / max(1, size))))
+    return number, math.ceil(size / config.grid.context)
+
+
+def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False) -> tuple[int, int]:
+    """Count the values that each rank of a stage holds in its experts, and in everything else with padding."""
+    # All layers are alike, so one layer is counted and multiplied.
+    layers = grid.count_layers(a.num_layers, stage)
+    of_experts, of_rest = _values_of_layer(a, grid.tensor, grid.expert, grid.expert_tensor)
+    _, beside = _count_values(replace(a, num_layers=0), grid, stage, critic)
+    return layers * of_experts, layers * of_rest + beside
+
+
+@lru_cache(maxsize=256)
+def _values_of_layer(a: Architecture, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int]:
+    # The second of three stages has only a layer.
+    grid = Grid(3 * tensor * expert * expert_tensor, tensor, 3, expert=expert, expert_tensor=expert_tensor)
+    return _count_values(replace(a, num_layers=3), grid, 1, critic=False)
+
+
+def _count_values(a: Architecture, grid: Grid, stage: int, critic: bool) -> tuple[int, int]:
+    place = grid.place(stage * grid.ranks_of_stage)
+    held = [parameter for part in held_parameters(a, grid, place, critic=critic) for parameter in part.values()]
+    experts = sum(math.prod(parameter.shape) for parameter in held if parameter.is_expert)
+    return experts, sum(math.prod(parameter.shape) for parameter in held) - experts
+
+
+def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerConfig, computed_bytes: int) -> int:
+    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies if weights are narrower."""
+    expert, dense = math.ceil(values[0] / grid.expert_data), math.ceil(values[1] / (grid.data * grid.context))
+    copies = MAIN_BYTES * (dense + expert) if computed_bytes < MAIN_BYTES else 0
+    return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, MAIN_BYTES)
+
+
+def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
+    """Count the micro-batches, out of `number`, whose activations a stage keeps at its peak.
+
+    Without `virtual_stages` these are as many as there are stages from this one to the last (PipeDream-Flush, Narayanan
+    et al. 2021, arXiv:2104.04473). For interleaved stages see Korthikanti et al. 2022, section 4.2.3, and Megatron's
+    `get_pp_rank_microbatches`.
+    """
+    behind, parts = grid.pipeline - stage - 1, grid.virtual_stages
+    if parts == 1:
+        return min(number, behind + 1)
+    return min(number * parts, 2 * behind + (parts - 1) * grid.pipeline + 1) / parts
+
+
+def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
+    """Count the values that a stage keeps for each token of a micro-batch."""
+    grid, share = config.grid, sequence_share(config)
+    layers = grid.count_layers(a.num_layers, stage)
+    whole_layer = kept_values(config, a, _UNEVEN_EXPERTS if grid.expert > 1 else 1.0)
+    of_layer = a.hidden / share if config.recompute == "full" else whole_layer
+    values = microbatches_in_flight(grid, stage, number) * layers * of_layer
+    if config.recompute == "full":
+        values += whole_layer
+    if stage == grid.pipeline - 1:
+        # Hidden states are kept before and after the last norm, then for all tokens, then for tokens with loss.
+        values += a.hidden * (2 / share + 2)
+    return values
+
+
+def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: float = 1.0) -> float:
+    """Count the values that a layer keeps for its backward pass, for each token of a rank.
+
+    The experts of a rank get `expert_load` times an even share of the tokens.
+    """
+    grid, share = config.grid, sequence_share(config)
+    norms = 4 * a.hidden / share
+    attention = _kept_of_attention(config, a)
+    if not a.num_experts:
+        # The layer keeps gate, up projection and their product.
+        return norms + attention + 3 * a.ffn / grid.tensor
+    # Experts keep a copy of each token, in every rank that divides the expert, with gate, up projection and weighted
+    # product. Routers keep scores and weights in fp32.
+    copies = expert_load * a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
+    return norms + attention + (copies + 4 * a.num_experts) / share
+
+
+def sequence_share(config: MegatronBackendConfig) -> int:
+    """Return the number of ranks that divide the tokens in layers whose weights are not divided, such as norms."""
+    return config.tensor if config.divides_tokens else 1
+
+
+def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:
+    queries, keys = a.heads // config.tensor, a.key_value_heads // config.tensor
+    # The projection is one tensor, which stays because keys and values are views of it. Queries are copied.
+    projected = queries + 2 * keys
+    # A norm reads the copied queries and the keys, and makes new ones.
+    normed = queries + keys if a.qk_norm else 0
+    if config.recompute != "none":
+        return a.head_dim * (projected + queries + normed + queries)
+    read = queries if a.qk_norm else 0
+    if config.context == 1:
+        # This adds rotated queries and keys, and results. The values are in the projection.
+        return a.head_dim * (projected + read + queries + keys + queries)
+    # Keys and values are repeated until the ranks can divide them evenly. Results are kept before and after their
+    # exchange.
+    exchanged = queries + 2 * math.lcm(keys, config.context)
+    return a.head_dim * ((projected + read if a.qk_norm else 0) + exchanged + 2 * queries)
