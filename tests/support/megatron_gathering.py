@@ -106,7 +106,7 @@ class GatheringWorker:
         with torch.device("meta"):
             without_values = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self._gathering = WeightGathering(NamedWeights(without_values, adapted=False), self._gathers)
-        self._publishing = Publishing(self._place, {"model": self._gathering}, torch.float32)
+        self.publishing = Publishing(self._place, {"model": self._gathering}, torch.float32)
 
     def gather(
         self, wanted: Mapping[int, Sequence[str]], dtype: str | None = None
@@ -129,27 +129,18 @@ class GatheringWorker:
         assert failure is None, failure
         return alive.peak
 
-    def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        self._messages = []
-        return self._publishing.num_buckets(choice)
-
-    def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        return self._publishing.make(choice, version, number)
-
-    def bucket_taken(self) -> None:
-        self._publishing.taken()
-
     def messages(self) -> list[Message]:
-        """Return the messages sent to make buckets."""
-        return self._messages
+        """Return the messages sent to make buckets since the last call."""
+        found, self._messages = self._messages, []
+        return found
 
     def peak_of_making(self, choice: Mapping[str, Any]) -> int:
         """Bytes of tensors that this rank has at most while all buckets are made and none is given back before the
         next; what a maker allocates counts too."""
         with Alive(self._held) as alive:
-            for number in range(1, self.num_buckets(choice) + 1):
-                self.make_bucket(choice, 1, number)
-        self.bucket_taken()
+            for number in range(1, self.publishing.num_buckets(choice) + 1):
+                self.publishing.make(choice, 1, number)
+        self.publishing.taken()
         return alive.peak
 
     def _recorded(self, exchanges: Iterable[dist.P2POp]) -> Any:

@@ -84,7 +84,7 @@ class FsdpRank(RankWorker):
         self._gatherings = {"model": WeightGathering(NamedWeights(model.causal, adapted=adapted), gathers)}
         if adapted:
             self._gatherings["adapter"] = WeightGathering(AdapterWeights(model.causal), gathers)
-        self._publishing = Publishing(self._place, self._gatherings, _PUBLISHED[self._config.computes_in])
+        self.publishing = Publishing(self._place, self._gatherings, _PUBLISHED[self._config.computes_in])
         self._reference: ShardedStreamModel | None = None
         if self._run.trained_critic is not None:
             critic = build_trained(self._run.model, self._config, self._meshes, self._run.seed, critic=True)

@@ -147,7 +147,11 @@ def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshe
 
 def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
     """Move parameters and buffers of a model without adapters into the adapted model. Both are sharded alike."""
-    places = _places(adapted)
+    places = {
+        without_adapters(f"{path}.{leaf}" if path else leaf): (module, leaf)
+        for path, module in adapted.named_modules()
+        for leaf in (*module._parameters, *module._buffers)
+    }
     # A tied parameter comes under both names.
     for name, value in plain.named_parameters(remove_duplicate=False):
         owner, leaf = places[name]
@@ -172,15 +176,6 @@ def _draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) ->
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
         adapted.get_submodule(path).register_parameter(leaf, Parameter(shard))
-
-
-def _places(adapted: PreTrainedModel) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module that has a parameter or buffer, and its name there, by the whole name without adapters."""
-    places: dict[str, tuple[nn.Module, str]] = {}
-    for path, module in adapted.named_modules():
-        for leaf in (*module._parameters, *module._buffers):
-            places[without_adapters(f"{path}.{leaf}" if path else leaf)] = (module, leaf)
-    return places
 
 
 def _build(

@@ -28,6 +28,7 @@ from spurline_models.optimizers.optimization import OptimizationRecipe
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
+from spurline_models.saved_weights import saved_adapter, saved_weights
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.weight_files import WeightStream
 from spurline_ranks.checkpoint import StoredModel
@@ -156,11 +157,12 @@ def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]
     """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
     lora = cast(FsdpBackendConfig, run.backend).lora
     dtype = torch.float32 if lora is None else base_dtype(lora, run.model)
-    return SavedModel.read_policy(run, folder, digests, lora, dtype)
+    return saved_weights(SavedModel.read_saved(folder, digests, dtype), run.model, lora, run.seed)
 
 
 def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
     """Read the adapter in one process, without ranks. See `BackendFacts.adapter_reader`."""
     lora = cast(FsdpBackendConfig, run.backend).lora
     assert lora is not None
-    return SavedModel.read_adapter(run, folder, digests, lora)
+    # The dtype of the frozen weights does not matter here, as adapters are in fp32.
+    return saved_adapter(SavedModel.read_saved(folder, digests, torch.float32), run.model, lora, run.seed)

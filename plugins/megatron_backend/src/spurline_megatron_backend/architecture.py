@@ -144,7 +144,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     has_experts = "num_experts" in defaults
     for field, value, needed in _unknown(config, defaults, has_experts=has_experts):
         raise ModelError(
-            f"model.path: the config of {_name(config)} has {field}: {_short(value)}, and backend megatron {needed} "
+            f"model.path: the config of {_name(config)} has {field}: {value!r:.60}, and backend megatron {needed} "
             "Train it with backend fsdp or local."
         )
     copied = _COPIED | (_COPIED_OF_EXPERTS if has_experts and config.num_experts else {})
@@ -211,8 +211,3 @@ def _is_off(value: Any) -> bool:
 
 def _name(config: PretrainedConfig) -> str:
     return f"{config.name_or_path} ({type(config).__name__})" if config.name_or_path else type(config).__name__
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

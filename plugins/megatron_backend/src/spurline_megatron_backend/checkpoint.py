@@ -23,6 +23,7 @@ from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
 from spurline_models.optimizers.state import OptimizerState, changed_groups, check_state, describe, is_plain, unsaveable
+from spurline_models.saved_weights import saved_weights
 from spurline_models.weight_files import WeightStream
 from spurline_models.weights import digest_of_samples
 from spurline_ranks.checkpoint import StoredModel, digest_of_ranks
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from spurline_megatron_backend.trained_model import Owned, TrainedModel
 
 _NOTHING_FROZEN = digest_of_samples([])
-
 
 Models = Mapping[Role, "TrainedModel"]
 
@@ -246,7 +246,7 @@ def join(states: Sequence[OptimizerState]) -> OptimizerState:
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
     """Read the policy in one process, without ranks. See `BackendFacts.checkpoint_reader`."""
-    return SavedModel.read_policy(run, folder, digests, lora=None, frozen_dtype=torch.float32)
+    return saved_weights(SavedModel.read_saved(folder, digests, torch.float32), run.model, None, run.seed)
 
 
 def weights_digest(

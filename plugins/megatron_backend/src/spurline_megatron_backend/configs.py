@@ -68,8 +68,8 @@ class MegatronBackendConfig(RankBackendConfig):
     """Let the ranks of `tensor` also divide the tokens outside of matrices, which needs less memory. null does so if
     `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """What to recompute in the backward pass: nothing, attention (`selective`), or whole layers (`full`). `full` needs
-    least memory and about a third more time."""
+    """Recompute nothing, attention (`selective`), or whole layers (`full`) in the backward pass. `full` needs least
+    memory and about a third more time."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
     """The memory that holds the reference model while it is not used. `host` copies it to the device for each use."""
 

@@ -53,7 +53,7 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layers count from the part's first."""
+"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layer 0 is the part's first."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:

@@ -93,7 +93,7 @@ class MegatronRank(RankWorker):
         # Engines get weights in the dtype of the forward pass.
         used = WeightsOfRanks(self._architecture, grid, policy.model.parameters(), read=read)
         published = {"model": WeightGathering(named, used)}
-        self._publishing = Publishing(self._place, published, COMPUTED[self._config.computes_in])
+        self.publishing = Publishing(self._place, published, COMPUTED[self._config.computes_in])
 
     def gradients(
         self, wire: Wire, plain_objective: Mapping[str, Any], role: Role

@@ -121,18 +121,13 @@ class TrainedModel:
 
         While the device is yielded, these are copies on the host, which may only be read.
         """
-        read, states = self._memory.read, self.optimizer.state
-        if not self._memory.is_given:
-            return [Owned(shard.held, shard.span, shard.main.detach(), states[shard.main]) for shard in self.shards]
-        return [
-            Owned(
-                shard.held,
-                shard.span,
-                read(shard.main.detach()),
-                {key: read(it) if isinstance(it, Tensor) else it for key, it in states[shard.main].items()},
-            )
-            for shard in self.shards
-        ]
+        owned: list[Owned] = []
+        for shard in self.shards:
+            state = self.optimizer.state[shard.main]
+            if self._memory.is_given:
+                state = {key: self._memory.read(it) if isinstance(it, Tensor) else it for key, it in state.items()}
+            owned.append(Owned(shard.held, shard.span, self._memory.read(shard.main.detach()), state))
+        return owned
 
     def tensors(self) -> DeviceTensors:
         """Return what lies on the device between two updates."""

@@ -18,16 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spurline.config.run_config import RunConfig
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.protocols.backend import Role
-from spurline_models.adapters.adapter_weights import AdapterStream
-from spurline_models.configs import LoraConfig
 from spurline_models.optimizers.state import OptimizerState
 from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
-from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
-from spurline_models.weight_files import WeightStream
+from spurline_models.saved_weights import SavedTensors
 from spurline_models.weights import digest_of_samples, sampled_positions
 from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
 
@@ -150,30 +146,11 @@ class StoredModel:
             raise CheckpointError(f"{where}: {error}") from error
 
     @classmethod
-    def read_policy(
-        cls,
-        run: RunConfig,
-        folder: Path,
-        digests: Mapping[str, FileDigest],
-        lora: LoraConfig | None,
-        frozen_dtype: torch.dtype,
-    ) -> WeightStream:
-        """Read the policy in one process, one whole tensor after another. See `BackendFacts.checkpoint_reader`.
+    def read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
+        """Open the policy in a single process, which reads one whole tensor after another.
 
         `frozen_dtype` is the dtype in which ranks hold frozen weights.
         """
-        return saved_weights(cls._read_saved(folder, digests, frozen_dtype), run.model, lora, run.seed)
-
-    @classmethod
-    def read_adapter(
-        cls, run: RunConfig, folder: Path, digests: Mapping[str, FileDigest], lora: LoraConfig
-    ) -> AdapterStream:
-        """Read only the adapter. See `BackendFacts.adapter_reader`."""
-        # The dtype of the frozen weights does not matter here, as adapters are in fp32.
-        return saved_adapter(cls._read_saved(folder, digests, torch.float32), run.model, lora, run.seed)
-
-    @classmethod
-    def _read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
         verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
         stored = cls.of(folder / _POLICY)
         tensors = stored.index.tensors

@@ -149,7 +149,7 @@ class RankGroup(ABC):
         """Call a method of the worker on all ranks, and wait for all answers. May be called on any thread.
 
         Args:
-            method: The name of the method.
+            method: The name of the method, or of an object in the worker and its method, such as `publishing.make`.
             common: Arguments for all ranks: plain data and numpy arrays. Answers consist of the same types.
             per_rank: The first argument of each rank. The common arguments follow it.
 

@@ -31,7 +31,13 @@ def device_bytes(config: RankBackendConfig) -> int | None:
 def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
     """Yield sentences on the machines of the ranks and their `groups`, such as `4 data x 2 context`."""
     local = ranks_of_machine(config)
-    yield f"{counted(config.num_ranks, 'rank')} on {_where(config, local)}, {config.on}, {config.computes_in}: {groups}"
+    if config.launch == "local":
+        where = "this machine"
+    elif local is None:
+        where = "a Ray cluster"
+    else:
+        where = f"{counted(-(-config.num_ranks // local), 'machine')} of a Ray cluster"
+    yield f"{counted(config.num_ranks, 'rank')} on {where}, {config.on}, {config.computes_in}: {groups}"
     if local is None:
         yield "the number of machines is not known: set backend.ranks_per_node to plan for it"
     if config.device == "auto" and config.on == "cpu":
@@ -39,14 +45,6 @@ def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
             "there is no GPU here, so ranks compute on the CPU in fp32. To plan for GPUs of another machine: "
             "--set backend.device=cuda --set backend.ranks=8 --gpu-gib 80"
         )
-
-
-def _where(config: RankBackendConfig, local: int | None) -> str:
-    if config.launch == "local":
-        return "this machine"
-    if local is None:
-        return "a Ray cluster"
-    return f"{counted(-(-config.num_ranks // local), 'machine')} of a Ray cluster"
 
 
 def counted(count: int, noun: str) -> str:

@@ -23,10 +23,10 @@ from spurline_ranks.weight_gathering import Bucket, WeightGathering
 def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
     """Ask the ranks for one bucket after another. See `MakesBuckets`."""
     plain = asdict(choice)
-    for number in range(first, ranks.call("num_buckets", plain)[0] + 1):
-        made = [answer for answer in ranks.call("make_bucket", plain, version, number) if answer is not None]
+    for number in range(first, ranks.call("publishing.num_buckets", plain)[0] + 1):
+        made = [answer for answer in ranks.call("publishing.make", plain, version, number) if answer is not None]
         yield join_buckets([WeightBucket.from_plain(answer) for answer in made])
-    ranks.call("bucket_taken")
+    ranks.call("publishing.taken")
 
 
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:

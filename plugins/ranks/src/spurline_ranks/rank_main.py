@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any
 
@@ -72,7 +73,7 @@ class RankMain:
         """Call a method of the worker; return the packed outcome."""
         self.say(f"in `{method}`")
         try:
-            return pack(Value(getattr(self._worker, method)(*arguments)))
+            return pack(Value(attrgetter(method)(self._worker)(*arguments)))
         except BaseException as error:  # noqa: BLE001 - raised where the call was made
             return pack(Raised.of(error))
         finally:

@@ -89,7 +89,8 @@ class RankWorker:
     _saved_model: ClassVar[type[StoredModel]]
     _gatherings: Mapping[str, WeightGathering]
     """Gather the weights of the policy: `model` all weights, and `adapter` its adapter if it has one."""
-    _publishing: Publishing
+    publishing: Publishing
+    """Makes buckets. The controller calls its methods, such as `publishing.num_buckets`."""
     _policy: Any
     """This rank's part of the policy, with its optimizer."""
     _critic: Any = None
@@ -164,15 +165,6 @@ class RankWorker:
         """Write whole weights as in `Backend.write_weights`; return the error of this rank, if there is one."""
         failure = self._gatherings["model"].write(Path(folder), dtype, max_file_bytes, self._place.doing)
         return None if failure is None else OSError(self._named(failure))
-
-    def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        return self._publishing.num_buckets(choice)
-
-    def make_bucket(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        return self._publishing.make(choice, version, number)
-
-    def bucket_taken(self) -> None:
-        self._publishing.taken()
 
     def yield_device(self, keep_weights: bool) -> None:
         self._place.doing("moving tensors to host memory")
