@@ -166,7 +166,7 @@ def test_a_plan_finds_a_model_that_the_ranks_cannot_divide(config: dict[str, Any
     [
         ({"replicas": 3}, "backend.replicas is 3, which does not divide the 8 ranks. Choose one of 1, 2, 4, 8, or"),
         ({"gpus": [0, 1]}, "backend.gpus names 2 GPUs, and each of the 8 ranks needs one. Name 6 more"),
-        ({"gpus": [0, 0], "ranks": 2}, "backend.gpus names 1 GPUs, and there are 2 ranks"),
+        ({"gpus": [0, 0], "ranks": 2}, "backend.gpus names 1 GPUs, and each of the 2 ranks needs one"),
         ({"gpus": [], "ranks": None}, "backend.ranks takes all GPUs of this machine, and there are none"),
         ({"launch": "ray", "ranks_per_node": 3}, "backend.ranks_per_node is 3, which does not divide the 8 ranks"),
         ({"replicas": 2, "expert": 2}, "backend.expert together with replicas is not supported"),

@@ -90,7 +90,7 @@ def cluster_request(run: RunConfig) -> ClusterRequest:
 
 @contextmanager
 def room_on_cluster(run: RunConfig) -> Iterator[None]:
-    """Reserve all room of the run on the cluster while the context is open. Check the machines first.
+    """Reserve all room of the run on the cluster while the context is open, and check that the machines are equal.
 
     Raises:
         ConfigError: If there is too little room, or machines differ or do not share the run directory.

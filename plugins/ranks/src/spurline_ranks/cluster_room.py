@@ -167,7 +167,7 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """Return a placement group that is ready with its machines, which are among the machines of the cluster."""
+    """Return the place of a placement group that is ready. `machines` are all machines of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])

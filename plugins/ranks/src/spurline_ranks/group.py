@@ -21,7 +21,7 @@ from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, erro
 START = "start"
 """The name that messages give to the start: processes come up, join each other and make their workers."""
 PATIENCE_S = 60.0
-"""Seconds without an answer after which a line names the missing ranks. Such a line comes again after each interval."""
+"""After so many seconds without an answer, a line names the missing ranks. The line comes again at this interval."""
 
 
 @dataclass(frozen=True)

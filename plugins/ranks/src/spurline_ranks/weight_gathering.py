@@ -34,7 +34,7 @@ class Gathers(Protocol):
         """Send whole tensors to the ranks that want them. A collective.
 
         Args:
-            wanted: The names that each rank wants. All ranks pass the same mapping. Ranks without wishes may be absent.
+            wanted: The names that each rank wants. The same on all ranks. Ranks that want nothing may be left out.
             dtype: The dtype to which floating point values are cast before they are sent, or None.
 
         Returns:
