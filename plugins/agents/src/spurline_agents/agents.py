@@ -1,7 +1,7 @@
-"""Run the agent of an attempt: a Python function, or a program with a supervisor that ends all it has started.
+"""Run the agent of an attempt: a Python function, or a program below a supervisor that ends all its processes.
 
-When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function is left behind
-on its thread, where its requests are refused.
+When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function cannot be
+stopped: its thread goes on, and its requests are refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 
 CANCEL_TIMEOUT_S = 20.0
-"""Seconds that a cancelled part of an attempt may take to end; less than the attempt itself may take."""
+"""Seconds that an agent or a request may take to end once it is cancelled."""
 TERM_TIMEOUT_S = 5.0
-"""Seconds a program may take to end by itself when it is told to."""
+"""Seconds between SIGTERM and SIGKILL for a program."""
 _KILL_TIMEOUT_S = 10.0
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _HARMLESS = """
@@ -44,7 +44,7 @@ HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_pr
 OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS TOKENIZERS_PARALLELISM
 CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE
 """
-"""Variables of the run's environment that a program gets. The others may be keys and tokens."""
+"""Environment variables that a program gets. All others may hold keys and tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,32 @@ class Session:
     """One attempt at one prompt, as its agent sees it."""
 
     base_url: str
-    """The attempt's own address, for any OpenAI client. All that is asked there becomes the attempt's trajectory; it
+    """The attempt's own address, for any OpenAI client. All requests to it become part of the attempt's trajectory. It
     serves nothing once the attempt has ended."""
     api_key: str = field(repr=False)
     model: str
     row: Mapping[str, Any]
     """The dataset row."""
     messages: Sequence[Mapping[str, Any]]
-    """The row's conversation up to the answer; empty where the row is no chat."""
+    """The row's conversation up to the answer; empty if the row is no chat."""
     prompt: str | None
-    """The text to go on from, where the row is plain text."""
+    """The text to continue, if the row is plain text."""
     reference: str | None
-    """The expected answer, where the row has one."""
+    """The expected answer, if the row has one."""
     uid: str
-    """Names the prompt."""
+    """The id of the prompt."""
     sample: int
     """Number of this attempt at the prompt, from 0."""
     location: str
-    """Names the row in messages."""
+    """The place of the row, for messages."""
 
 
 Agent = Callable[[Session], Awaitable[Any]]
-"""Makes an attempt and returns what the agent returns. It ends when it is cancelled."""
+"""Makes an attempt and returns the agent's result. It ends when it is cancelled."""
 
 
 def function_agent(path: str) -> Agent:
-    """Return the agent at `module:function` or `file.py:function`, async or not."""
+    """Return the agent at `module:function` or `file.py:function`, which may be async."""
     function = load_function(path, "environment's agent")
     return function if is_async(function) else partial(in_thread, function)
 
@@ -91,13 +91,13 @@ def command_agent(command: Sequence[str], pass_env: Collection[str] = (), memory
         memory_gb: GiB of address space that each of its processes may take. If None, there is no limit.
 
     Raises:
-        PluginError: There is no program of that name.
-        ConfigError: A variable of `pass_env` is not set.
+        PluginError: If the program is not found.
+        ConfigError: If a variable of `pass_env` is not set.
     """
     if shutil.which(command[0]) is None:
         raise PluginError(
             f"The environment's command names the program '{command[0]}', which is not on the PATH or cannot be "
-            "executed. Install it, or give its whole path."
+            "executed. Install it, or give its full path."
         )
     return partial(_run_program, command, agent_variables(pass_env, os.environ), int((memory_gb or 0) * 2**30))
 
@@ -106,10 +106,10 @@ async def _run_program(
     command: Sequence[str], variables: Mapping[str, str], memory_bytes: int, session: Session
 ) -> Any:
     """Return the value of the last line that the program prints."""
-    # Address and key are in its environment.
+    # The program gets address and key in its environment.
     task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
     environment = {**variables, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
-    # Files, not pipes: a full pipe would hold the program up.
+    # With pipes in place of files, a full pipe would block the program.
     with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
         given.write(json.dumps(task, default=str).encode() + b"\n")
         given.seek(0)
@@ -120,43 +120,43 @@ async def _run_program(
             stdout=printed,
             stderr=complaints,
             env=environment,
-            # Ctrl-C is the run's to handle.
+            # Otherwise Ctrl-C would end the program before the run does.
             start_new_session=True,
         )
         try:
             code = await process.wait()
         finally:
             await _end(process, session.base_url)
-        last_words = _text_of(complaints)
+        stderr = _text_of(complaints)
         if code != 0:
-            raise AttemptFailedError(f"The agent's program ended with {_ending(code)}. {last_words}".strip())
+            raise AttemptFailedError(f"The agent's program ended with {_ending(code)}. {stderr}".strip())
         lines = [line for line in _text_of(printed).splitlines() if line.strip()]
     try:
         return json.loads(lines[-1]) if lines else None
     except (ValueError, RecursionError) as error:
         raise AttemptFailedError(
             f"The last line that the agent's program printed is not JSON ({error}): {lines[-1][:200]!r}. Print the "
-            f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {last_words}'.strip()
+            f'rewards, such as 1.0 or {{"solved": 1.0}}, last. {stderr}'.strip()
         ) from error
 
 
 def agent_variables(pass_env: Collection[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this environment that a program gets: harmless ones and those in `pass_env`.
+    """Return the harmless variables of this environment and those in `pass_env`.
 
     Raises:
-        ConfigError: A variable of `pass_env` is not set.
+        ConfigError: If a variable of `pass_env` is not set.
     """
     if missing := [name for name in pass_env if name not in environment]:
         raise ConfigError.at(
             "source.environment.pass_env",
-            f"names environment variables that are not set: {listing(missing)}. Set them where the run is started, or "
+            f"names environment variables that are not set: {listing(missing)}. Set them before the run starts, or "
             "remove them.",
         )
     return {name: value for name, value in environment.items() if name in pass_env or _is_harmless(name, value)}
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    # A proxy's address may hold a password, with or without `http://` before it.
+    # The address of a proxy may hold a password, with or without `http://` before it.
     has_login = re.search("://[^/]*@", value) or ("@" in value and name.lower().endswith("_proxy"))
     return (name in _HARMLESS.split() or name.startswith("LC_")) and not has_login
 
@@ -167,7 +167,10 @@ def _text_of(file: IO[bytes]) -> str:
 
 
 def _ending(code: int) -> str:
-    """Describe the exit code of the supervisor: 128 + a signal for the program, negative if it was killed itself."""
+    """Describe the exit code of the supervisor.
+
+    It is 128 + a signal if the program was killed, and negative if the supervisor was.
+    """
     if code < 0:
         return f"its supervisor, which was killed by {signal.Signals(-code).name}"
     with suppress(ValueError):
@@ -176,7 +179,7 @@ def _ending(code: int) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
-    """Ask the program and all that it has started to end; then let the supervisor kill them."""
+    """Let the supervisor end the program and its processes: first by SIGTERM, later by SIGKILL."""
     if process.returncode is None:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -186,15 +189,15 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
                 await process.wait()
         except TimeoutError as error:
             raise RunFailedError(
-                f"The agent's program was killed, but has processes that still run {_KILL_TIMEOUT_S:g} s later: see "
-                f"the children of process {process.pid}, which goes on trying."
+                f"The agent's program was killed, but some of its processes still run {_KILL_TIMEOUT_S:g} s later. "
+                f"Look at the children of process {process.pid}, which goes on killing them."
             ) from error
     if process.returncode is not None and process.returncode < 0:
         mark = f"OPENAI_BASE_URL={base_url}"
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                # The killed supervisor has left these. Only processes of this attempt have the variable; one that has
-                # cleared its environment is not found.
+                # The supervisor was killed and has left these. Only processes of this attempt have the variable. A
+                # process that has cleared its environment is not found.
                 while left := _processes_with(mark.encode()):
                     for pid in left:
                         with suppress(ProcessLookupError, PermissionError):
@@ -203,15 +206,15 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
         except TimeoutError as error:
             raise RunFailedError(
                 "The supervisor of the agent's program was killed, and processes of the program still run "
-                f"{_KILL_TIMEOUT_S:g} s later: see those that have {mark} in their environment."
+                f"{_KILL_TIMEOUT_S:g} s later. They have {mark} in their environment."
             ) from error
 
 
 def _processes_with(variable: bytes) -> list[int]:
-    """Return the processes that have this variable in their environment. Only Linux tells them."""
+    """Return the processes with this variable in their environment; none on systems without /proc."""
     found: list[int] = []
     for file in Path("/proc").glob("[0-9]*/environ"):
-        # The process has ended, or belongs to another user.
+        # A process may have ended, or belong to another user.
         with suppress(OSError):
             if variable in file.read_bytes().split(b"\0"):
                 found.append(int(file.parent.name))

@@ -1,7 +1,6 @@
 """Read the bodies of requests as OpenAI's API defines them.
 
-An unknown field is ignored, as by vLLM's server. A field that would change what is sampled or shown to the model is
-refused, never silently left out.
+Unknown fields are ignored, as vLLM's server does. A field that changes the sampling or the prompt is refused.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed. Its client gets this error.
+    """An error that is sent to the client of a request.
 
     Args:
         status: HTTP status.
-        message: Text for people.
-        param: The field of the request that the error is about.
-        code: Name of the error for programs.
+        message: The error in words.
+        param: The field of the request that is wrong.
+        code: The name of the error for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -42,11 +41,11 @@ class ApiError(Exception):
         self.code = code
 
     def response(self) -> web.Response:
-        """Return the answer to send."""
+        """Return the error as OpenAI's API sends it."""
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        # Some messages quote the request.
+        # A message may quote the request, which may be long.
         error = {"message": str(self)[:2000], "type": kind, "param": self.param, "code": self.code}
-        # OpenAI's clients repeat requests after 408, 429 and 5xx of their own accord, unless this header forbids it.
+        # Without this header, OpenAI's clients repeat requests after 408, 429 and 5xx.
         return web.json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
 
 
@@ -60,7 +59,7 @@ _OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "bad_words": ([],),
 }
-"""Fields that change the distribution that tokens are drawn from, with the values that do not."""
+"""Fields that change the distribution of tokens. The values that leave it as it is are accepted."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
@@ -78,22 +77,22 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields that the endpoint does not support, with the values that ask for nothing."""
+"""Fields that the endpoint does not support. The values that ask for nothing are accepted."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _BYTES_PER_VALUE = 16
-"""Bytes of the largest request for each JSON value in it. Python takes up to 50 ms to make 256 Ki values, and does
-nothing else on any thread meanwhile."""
+"""A request may have one JSON value for each of these bytes of the largest request. Python takes up to 50 ms to make
+256 Ki values, and stops all other threads for this time."""
 
 _Name = Annotated[str, Field(max_length=1024)]
-# Without fail_fast each wrong item of a long list would be an error of its own.
+# Without fail_fast, pydantic would make an error for each wrong item of a long list.
 _Objects = list[dict[str, Any]]
 
 BodyT = TypeVar("BodyT", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. With `include_usage` its last chunk counts tokens."""
+    """Options of a stream. With `include_usage`, its last chunk has the counts of tokens."""
 
     include_usage: bool = False
 
@@ -117,7 +116,7 @@ class Body(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the longest response asked for."""
+        """Return the longest response that the request allows."""
         return self.max_tokens
 
     @property
@@ -149,7 +148,7 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return each prompt. Raises ApiError when there is none, or something else."""
+        """Return all prompts. Raises ApiError if there is none, or if one is neither text nor token ids."""
         prompts: list[Any] = (
             self.prompt if isinstance(self.prompt, list) and not _is_prompt(self.prompt) else [self.prompt]
         )
@@ -174,15 +173,15 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
     Args:
         raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
-        max_bytes: Bytes of the largest request. They bound the number of values in this one.
+        max_bytes: Bytes of the largest request, which limit the number of values in this one.
         ignore_sampling: Whether to ignore fields that ask for another distribution.
 
     Raises:
-        ApiError: The request is malformed, or a field is wrong or cannot be kept; names the field.
+        ApiError: If the request is malformed, or a field is wrong or not supported; names the field.
     """
     _require_few_values(raw, max_bytes)
     try:
-        # Strict: UTF-8 alone, no half of a surrogate pair, no NaN, 200 levels at most.
+        # This parser takes only UTF-8, no lone surrogates, no NaN, and at most 200 levels.
         given = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"The request is not valid JSON: {error}.", code="invalid_json") from error
@@ -212,7 +211,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
 
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
-    """Return how to sample for this request: as the run does, within its limits, and as the request asks."""
+    """Return the sampling of the run with the changes that this request asks for, within the run's limits."""
     most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
     sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
     if ignore_sampling:
@@ -226,10 +225,10 @@ def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling
 
 
 def sampling_error(name: str, value: str, instead: str) -> ApiError:
-    """Return the refusal of a request that asks for another distribution than the run samples from."""
+    """Return the error of a request that asks for another distribution than the run's."""
     return ApiError(
         400,
-        f"{name} is {value}, but this run {instead}, and tokens that are sampled differently cannot be trained on. "
+        f"{name} is {value}, but this run {instead}, and cannot train on tokens that are sampled differently. "
         f"Leave {name} out of the request, or set the environment's ignore_sampling: true.",
         param=name,
         code="sampling_differs",
@@ -237,7 +236,7 @@ def sampling_error(name: str, value: str, instead: str) -> ApiError:
 
 
 def _require_few_values(raw: bytes, max_bytes: int) -> None:
-    """Raise ApiError for a body that would take long to parse, whether as JSON or as texts that hold JSON."""
+    """Raise ApiError for a body that would take long to parse."""
     most = max(1024, max_bytes // _BYTES_PER_VALUE)
     count = sum(map(raw.count, (b"[", b"{", b":", b",")))
     if count > most:

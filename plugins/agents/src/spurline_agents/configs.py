@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HarnessConfig(EnvironmentConfig):
-    """Any agent that takes the base URL of an OpenAI-compatible endpoint."""
+    """An agent that takes the base URL of an OpenAI-compatible endpoint."""
 
     retired: ClassVar[tuple[str, ...]] = (
         "max_buffered_bytes",
@@ -32,36 +32,36 @@ class HarnessConfig(EnvironmentConfig):
 
     name: str = "harness"
     agent: Annotated[str | None, FunctionSetting(), OnResume.BY_NAME] = Field(default=None, pattern=FUNCTION_PATH)
-    """`my_module:my_function` or `file.py:my_function`, which gets a session (base URL, key, row) and returns the
-    attempt's rewards."""
+    """The agent: `my_module:my_function` or `file.py:my_function`. It gets a session (base URL, key, row) and returns
+    the attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A program with its arguments instead, started for each attempt: it reads the row as JSON from its standard input,
-    and the last line it prints is the rewards as JSON."""
+    """A program with its arguments, in place of `agent`. It is started for each attempt, and reads the row as JSON from
+    its standard input. The last line that it prints is the rewards as JSON."""
     pass_env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], OnResume.FREE] = ()
-    """Names of environment variables that the program gets besides harmless ones such as PATH, HOME and LANG. Keys and
-    tokens are not passed to it otherwise; their values belong in the environment, not here."""
+    """Names of environment variables that the program gets, besides harmless ones such as PATH, HOME and LANG. It gets
+    no other keys or tokens."""
     memory_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """GiB of address space that each process of the program may take (RLIMIT_AS); null for no limit."""
+    """GiB of address space that each process of the program may take (RLIMIT_AS). If null, there is no limit."""
     rewards: RewardTable | None = None
     """Reward components that score the agent's answer. The agent then returns the answer as text, or nothing."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: the prompt of a later turn begins with the tokens that the model saw and wrote, and a chat template that
-    rewrites them is an error. `retokenize`: each prompt is rendered and encoded from its messages, as at inference."""
+    """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
+    rewrites them is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
     ignore_sampling: bool = False
-    """Ignore the temperature, top_p, top_k, penalties and seed of a request, instead of refusing it where the run
-    samples differently."""
+    """Ignore the temperature, top_p, top_k, penalties and seed of a request. Without it, a request that asks for other
+    sampling than the run's is refused."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
-    """Turns of the model that one attempt may ask for; further requests are refused."""
+    """Turns of the model that one attempt may ask for. Further requests are refused."""
     host: Annotated[str, OnResume.FREE] = "127.0.0.1"
     """Address to listen on. Other machines can connect to an address that is not loopback; they need the key too."""
     port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. With 0, the system chooses a free one."""
     public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
-    """The address that agents are told if it is not host and port: `http://10.0.0.3:8000`."""
+    """The address that agents get in place of host and port, such as `http://10.0.0.3:8000`."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
     """Largest request. It may have one bracket, brace, colon or comma for each 16 of these bytes."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one request may take, waiting for the engine and for an update of the weights included."""
+    """Seconds that one request may take. This includes waiting for the engine and for an update of the weights."""
 
     @property
     def reward_terms(self) -> Collection[str] | None:
@@ -69,18 +69,18 @@ class HarnessConfig(EnvironmentConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.agent is None) == (self.command is None):
-            given = "neither is given" if self.agent is None else "both are given"
+            given = "Neither is given" if self.agent is None else "Both are given"
             yield Problem(
                 "agent",
-                f"or `command` says what makes an attempt, and {given}. Set agent: my_module:my_function, or "
-                "command: [program, argument].",
+                f"or `command` is needed, not both. {given}. Set agent: my_module:my_function, or command: [program, "
+                "argument].",
             )
         for key in ("pass_env", "memory_gb"):
             if self.command is None and getattr(self, key):
-                yield Problem(key, "is for programs (`command`); a function runs within the run. Remove it.")
+                yield Problem(key, "is for programs (`command`), and this agent is a function. Remove it.")
         if self.host in ("", "0.0.0.0", "::") and self.public_url is None:
             yield Problem(
                 "public_url",
-                f"is missing: no agent can connect to host '{self.host}'. Set public_url: http://ADDRESS:PORT as "
-                "agents see this machine, and a port.",
+                f"is missing, and agents cannot connect to host '{self.host}'. Set public_url: http://ADDRESS:PORT "
+                "with this machine's address, and a port.",
             )

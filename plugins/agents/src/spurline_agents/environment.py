@@ -1,7 +1,7 @@
-"""Run attempts of any agent that talks to the model over HTTP: the environment `harness`.
+"""Run attempts of agents that talk to the model over HTTP: the environment `harness`.
 
-Place on the way: row -> Session -> agent; its requests -> server -> policy; what it returns -> reward terms ->
-Trajectory with one Turn per answer that the agent received.
+A row becomes a Session for the agent. The agent's requests go to the server and from there to the policy. Each answer
+that the agent receives is one Turn of the Trajectory. The agent's result gives the rewards.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from spurline_text.rows.rows import BadRowError
 
 
 class HarnessEnvironment:
-    """An environment that serves the model to agents. Its server starts with the first attempt, on its event loop.
+    """An environment that serves the model to agents. The first attempt starts its server.
 
-    The `info` of a trajectory has these texts: the prompt of the first turn, the response (the agent's answer, or the
-    last turn) and the reference. It also has the messages of the last conversation, the number of `turns`, and the
-    number of `conversations`. A second one begins where the agent changes the model's words.
+    The `info` of a trajectory has the `prompt` of the first turn, the `response` (the agent's answer, or the last
+    turn), the `reference`, the `messages` of the last conversation, and the numbers of `turns` and `conversations`. An
+    agent that changes the model's words begins a further conversation.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class HarnessEnvironment:
         return await self._trajectory(live, session, value)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Close the rewards, and the server where one was started; await the returned task."""
+        """Close the rewards and the server, if it was started. Return a task to await until the server has ended."""
         close_all(self._rewards)
         server, self._server = self._server, None
         return None if server is None else asyncio.get_running_loop().create_task(server.stop())
@@ -89,12 +89,12 @@ class HarnessEnvironment:
         return self._server
 
     async def _attempt(self, live: LiveSession, session: Session) -> Any:
-        """Return what the agent returns. The caller limits its time."""
+        """Run the agent and return its result. The caller limits its time."""
         agent = asyncio.ensure_future(self._agent(session))
         failed = asyncio.ensure_future(live.failed.wait())
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-            # The agent's own error may follow from this one.
+            # This failure comes first, since it may be the cause of the agent's own error.
             if live.failure is not None:
                 raise live.failure
             return agent.result()
@@ -105,8 +105,8 @@ class HarnessEnvironment:
         turns = live.policy.turns
         if not turns:
             raise AttemptFailedError(
-                f"{live.where}: the agent has returned without an answer of the model, so there is nothing to train "
-                "on. Does it use the session's base_url and api_key?"
+                f"{live.where}: the agent has ended without an answer of the model, so there is nothing to train on. "
+                "Check that it uses the session's base_url and api_key."
             )
         last = str(self._tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))
         answer = value if self._rewards and isinstance(value, str) else last
@@ -131,13 +131,13 @@ class HarnessEnvironment:
             return {str(name): checked_score(str(name), number, answer) for name, number in given.items()}
         if value is not None and not isinstance(value, str):
             raise AttemptFailedError(
-                f"{live.where}: the agent has returned {value!r:.200}, but the environment's `rewards` score it. "
-                "Return the answer as text, or nothing for the model's last turn; or remove `rewards`."
+                f"{live.where}: the agent has returned {value!r:.200}. With `rewards` set, it must return the answer "
+                "as text, or nothing if the answer is the model's last turn. Change that, or remove `rewards`."
             )
         return await reward_terms(self._rewards, answer)
 
     def _question(self, task: Task) -> ChatQuestion | TextQuestion | None:
-        """Return the row as a question, or None where its format is unknown. Raises DataError for a malformed row."""
+        """Return the row as a question, or None if its format is unknown. Raises DataError for a malformed row."""
         try:
             return read_question(task.row, task.dataset)
         except BadRowError as error:

@@ -1,7 +1,7 @@
 """Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
-Knows nothing of HTTP. A turn is finished before its first chunk is sent, so that an error has its proper status; a
-stream is the same answer in another form. `token_ids` and `prompt_token_ids` stand where vLLM's server puts them.
+A stream begins when the turn is finished, so that an error has its proper status. `token_ids` and `prompt_token_ids`
+have the same places as in answers of vLLM's server.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from spurline_text.rows.rows import BadRowError
 T = TypeVar("T")
 
 MODEL_NAME = "policy"
-"""The model that `/v1/models` lists. Requests may name any."""
+"""The model that `/v1/models` lists. Requests may give any other name."""
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express, as in vLLM's server."""
+"""Stands for minus infinity, which JSON cannot express. vLLM's server does the same."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Choice:
     Attributes:
         text: The answer without end token, special tokens and stop text.
         finish_reason: `stop`, `length` or `tool_calls`.
-        result: The answer as it is trained on.
-        prompt_ids: The tokens that it answers.
-        tool_calls: The calls as OpenAI writes them.
+        result: The tokens and logprobs of the answer, which are trained on.
+        prompt_ids: The tokens of the prompt.
+        tool_calls: The tool calls in OpenAI's format.
     """
 
     text: str
@@ -78,7 +78,7 @@ Generate = Callable[[], Awaitable[list[Choice]]]
 class Answering:
     """Answers requests of any session.
 
-    `read_chat` and `read_completion` read a request, count its turns and lay out its prompt. They may run on a thread,
+    `read_chat` and `read_completion` read a request, count its turns and encode its prompt. They may run on a thread,
     since a large prompt takes long. They return the body, and a function that generates the choices.
     """
 
@@ -90,10 +90,10 @@ class Answering:
     def read_chat(self, session: LiveSession, raw: bytes) -> tuple[ChatBody, Generate]:
         """Prepare `n` turns of a conversation. Raises ApiError, PrefixError, or AttemptFailedError."""
         body = self._read(raw, ChatBody)
-        with _requests_fault():
+        with _errors_as_api_errors():
             messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
         session.take_turns(body.n)
-        with _requests_fault():
+        with _errors_as_api_errors():
             chat, key = session.find(messages, tools)
             chat.open_turn()
             branches = [chat.fork() for _ in range(body.n)]
@@ -110,7 +110,7 @@ class Answering:
         return body, generate
 
     def read_completion(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
-        """Prepare `n` continuations of each prompt, prompt by prompt. Raises ApiError or AttemptFailedError."""
+        """Prepare `n` continuations of each prompt. Raises ApiError or AttemptFailedError."""
         body = self._read(raw, CompletionBody)
         prompts = body.prompts
         session.take_turns(body.n * len(prompts))
@@ -136,7 +136,7 @@ class Answering:
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
-            # The policy refuses what cannot be trained on. The request is at fault if it asked for that.
+            # The policy refuses sampling that it cannot train on. The client gets the error if it asked for that.
             for name in ("temperature", "top_p", "top_k"):
                 if getattr(sampling, name) != getattr(run, name):
                     own = f"samples with {getattr(run, name):g}"
@@ -151,8 +151,8 @@ class Answering:
         result = reply.result
         prompt = session.policy.prompt_of(result)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # If one call is malformed, all is text, so that the agent sees what the model wrote. A name in JSON may hold
-        # half of a surrogate pair, which no client can send back.
+        # If one call is malformed, the agent gets the whole answer as text. A name may hold half of a surrogate pair,
+        # which no client can send back.
         if not calls or any(call.problem or not call.name.isprintable() for call in calls):
             return Choice(self._text(result, body), result.finish_reason, result, prompt)
         finish_reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
@@ -170,20 +170,20 @@ class Answering:
         if not isinstance(prompt, str):
             bad = next((token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary), None)
             if bad is not None:
-                text = f"prompt: {bad} is no token; the tokenizer has {self._vocabulary} of them."
+                text = f"prompt: {bad} is not the id of a token. The tokenizer has {self._vocabulary} tokens."
                 raise ApiError(400, text, param="prompt")
             return prompt
         [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
         ids = list(encoding.ids)
-        # A tokenizer that ends every text would ask the model to go on after the end.
+        # Some tokenizers add an end token to every text. The model could not continue after it.
         if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
 
 
 @contextmanager
-def _requests_fault() -> Generator[None, None, None]:
-    """Turn errors of messages that cannot be read, or that the template refuses, into ApiError."""
+def _errors_as_api_errors() -> Generator[None, None, None]:
+    """Turn errors in reading messages, and errors of the chat template, into ApiError."""
     try:
         yield
     except PrefixError:
@@ -211,7 +211,7 @@ def chat_completion(tokenizer: PreTrainedTokenizerBase, body: ChatBody, choices:
                 {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
                 for text, logprob in _tokens(tokenizer, choice)
             ]
-            # The engine reports the sampled token alone.
+            # The engine reports only the logprob of the sampled token.
             logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
         written.append({"message": {"refusal": None, **choice.message()}, "logprobs": logprobs})
     prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
@@ -240,7 +240,7 @@ def text_completion(
 
 
 def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # A prompt with several answers counts once.
+    # Each prompt counts once, however many choices it has.
     prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
     completion = sum(len(choice.result.token_ids) for choice in choices)
     return {
@@ -262,14 +262,14 @@ def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Seque
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, choice: Choice) -> list[tuple[str, float]]:
-    """Return text and logprob of each token. Logprobs are those of the distribution that was sampled from."""
+    """Return text and logprob of each token. The logprobs belong to the distribution that was sampled."""
     texts = [str(tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
     logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
     return list(zip(texts, logprobs, strict=True))
 
 
 def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the answer as chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
+    """Yield the chunks of a stream: the parts of each choice, then the usage if the request asks for it."""
     head = {name: value for name, value in answer.items() if name not in ("choices", "usage")}
     is_chat = isinstance(body, ChatBody)
     if is_chat:
@@ -283,7 +283,7 @@ def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _deltas(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the role, the content with its tool calls, and the end."""
+    """Yield three parts of a choice: the role, the content with its tool calls, and the finish reason."""
     index, message = choice["index"], choice["message"]
     yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
     delta: dict[str, Any] = {"content": message["content"] or ""}

@@ -11,7 +11,6 @@ import base64
 import hmac
 import json
 import logging
-import math
 import resource
 import secrets
 import time
@@ -42,7 +41,7 @@ _READ_TIMEOUT_S = 60.0
 _WRITE_TIMEOUT_S = 60.0
 """Seconds that a client may take to receive an answer."""
 _IDLE_TIMEOUT_S = 60.0
-"""Seconds that a connection may be idle, or take to send the head of a request."""
+"""Seconds that a connection may be idle, and seconds that a client may take to send the head of a request."""
 _STOP_TIMEOUT_S = 10.0
 """Seconds that open connections may take to end."""
 _MOST_CONNECTIONS = 4096
@@ -50,10 +49,10 @@ _BACKLOG = 1024
 _MOST_CALLS = 64
 """Requests of one session that may be under way. Each keeps a connection open."""
 _BYTES_PER_TOKEN = 32
-"""Writing a token of an answer takes about as long as reading so many bytes of a request."""
+"""Writing one token of an answer takes about as long as reading this many bytes of a request."""
 
 _quiet = logging.getLogger("spurline_agents.http")
-# A client gets an answer to broken HTTP; what aiohttp would log of it could fill a log.
+# The client gets an answer to broken HTTP. A log line for each such request could fill the disk.
 _quiet.setLevel(logging.CRITICAL)
 
 
@@ -68,8 +67,8 @@ class HarnessServer:
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # The key of a session follows from its name. So a wrong key is refused in the same way for a session that is
-        # open, one that has ended, and one that never was.
+        # The key of a session is computed from its name, so a wrong key is refused alike whether the session is open,
+        # has ended, or never existed.
         self._secret = secrets.token_bytes(32)
         self._answering = Answering(tokenizer, config)
         self._sessions: dict[str, LiveSession] = {}
@@ -77,11 +76,11 @@ class HarnessServer:
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
-        # The time when the last request of a connection ended, or when it was opened; inf during a request.
-        self._idle_since: dict[web.RequestHandler, float] = {}
+        # The connections that have a request under way.
+        self._busy: set[web.RequestHandler] = set()
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address is taken or belongs to another machine."""
+        """Listen for requests. Raises ConfigError if the address is taken or belongs to another machine."""
         config = self._config
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
@@ -94,7 +93,7 @@ class HarnessServer:
             app,
             logger=_quiet,
             access_log=None,
-            # A client that hangs up ends what it asked for.
+            # When a client hangs up, its request is cancelled.
             handler_cancellation=True,
             keepalive_timeout=_IDLE_TIMEOUT_S,
             shutdown_timeout=_STOP_TIMEOUT_S,
@@ -120,35 +119,24 @@ class HarnessServer:
         """Return the protocol of a new connection.
 
         Connections take at most half of the files that the run may open. Beyond that, a new connection takes the place
-        of the one that has been idle longest, so that no agent can lock the others out with idle connections.
+        of the oldest one without a request. So no agent can lock the others out with idle connections.
         """
         server = self._runner and self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
-        now = asyncio.get_running_loop().time()
         connections = server.connections
-        is_full = len(connections) >= most
-        if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
-            # No event tells which connections have closed.
-            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
-        if is_full:
-            idle = [
-                (self._idle_since[connection], transport)
-                for connection in connections
-                if (transport := connection.transport) is not None and not transport.is_closing()
-            ]
-            since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
-            if transport is None or since == math.inf:
+        if len(connections) >= most:
+            idle = (connection.transport for connection in connections if connection not in self._busy)
+            oldest = next((transport for transport in idle if transport and not transport.is_closing()), None)
+            if oldest is None:
                 return _Refusal()
-            # A client that does not read would hold up an orderly end.
-            transport.abort()
-        protocol = server()
-        self._idle_since[protocol] = now
-        return protocol
+            # An orderly end would wait for the client to read.
+            oldest.abort()
+        return server()
 
     def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
-        """Serve a new session. Returns the session, its name, and the base URL and the key for its agent."""
+        """Serve a new session. Return the session, its name, and the base URL and key for its agent."""
         session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
         name = secrets.token_urlsafe(18)
         self._sessions[name] = session
@@ -159,7 +147,7 @@ class HarnessServer:
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
     async def end(self, name: str) -> None:
-        """Stop serving this session. Its requests under way end and are not recorded."""
+        """Stop serving this session. Cancel its requests that are under way; they are not recorded."""
         session = self._sessions.pop(name, None)
         if session is not None:
             await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
@@ -176,7 +164,7 @@ class HarnessServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        self._idle_since[request.protocol] = math.inf
+        self._busy.add(request.protocol)
         try:
             self._authorize(request)
             return await handler(request)
@@ -185,7 +173,7 @@ class HarnessServer:
         except web.RequestPayloadError as error:
             return ApiError(400, f"The request's body is broken: {error}.", code="invalid_body").response()
         except (ConnectionError, TimeoutError):
-            # The client is gone, or does not read.
+            # The client is gone, or does not read its answer.
             raise
         except web.HTTPException as error:
             text = f"{request.method} {request.path}: {error.reason}. There are /v1/models, /v1/chat/completions"
@@ -198,13 +186,13 @@ class HarnessServer:
                 raise
             return _fail(session, error).response()
         finally:
-            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
+            self._busy.discard(request.protocol)
 
     def _authorize(self, request: web.Request) -> None:
         """Raise ApiError for a wrong key, whether the session exists or not."""
         base, _, path = request.path.lstrip("/").partition("/")
         if base != "sessions":
-            # No handler serves other paths.
+            # No handler serves this path, so the answer is 404.
             return
         shown, key = request.headers.get("Authorization", ""), self._key_of(path.partition("/")[0])
         if not hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {key}".encode()):
@@ -231,17 +219,17 @@ class HarnessServer:
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
         write: Callable[[PreTrainedTokenizerBase, BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Send the model's answer. Once it is sent, its turns count as received."""
+        """Generate the answer to a request and send it. Count its turns as received once they are sent."""
         session = self._session(request)
         if len(session.calls) >= _MOST_CALLS:
             raise ApiError(
                 429,
-                f"{session.where}: {_MOST_CALLS} requests of the attempt are under way. Wait for some to end.",
+                f"{session.where}: the attempt has {_MOST_CALLS} requests under way. Wait until some have ended.",
                 code="too_many_requests",
             )
 
         async def prepare() -> tuple[BodyT, Generate]:
-            # A separate function, so that the bytes are freed before the model writes.
+            # This is a function of its own, so that the bytes are freed before the model writes.
             async with session.bodies:
                 raw = await _receive(request, self._config.max_body_bytes)
                 return await session.work(len(raw), lambda: read(session, raw))
@@ -267,14 +255,14 @@ class HarnessServer:
                 await response.write(parts[-1])
                 await response.write_eof()
         except TimeoutError:
-            # Without this the unread rest would stay in memory until the client reads it.
+            # Otherwise the unread rest of the answer would stay in memory.
             if request.transport is not None:
                 request.transport.abort()
             raise
         return response
 
     async def _in_session(self, session: LiveSession, call: asyncio.Future[T]) -> T:
-        """Return the result of `call`. It is cancelled when its client hangs up, its session ends or its time is up."""
+        """Return the result of `call`. Cancel it when its client hangs up, its session ends or its time is up."""
         session.calls.add(call)
         try:
             await asyncio.wait([call], timeout=self._config.request_timeout_s)
@@ -294,7 +282,7 @@ class HarnessServer:
 
 
 class _Refusal(asyncio.Protocol):
-    """Closes a connection that is one too many."""
+    """Answers a connection beyond the limit with status 503, and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -303,9 +291,9 @@ class _Refusal(asyncio.Protocol):
 
 
 async def _receive(request: web.Request, limit: int) -> bytes:
-    """Read the body; aiohttp keeps no copy. Raises ApiError if it is compressed, too large or too slow."""
+    """Return the body of the request. Raises ApiError if it is compressed, too large or too slow."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-        raise ApiError(415, "Compressed requests are not read. Send it as it is.", code="unsupported_encoding")
+        raise ApiError(415, "The request is compressed. Send it uncompressed.", code="unsupported_encoding")
     too_large = ApiError(
         413, f"The request is larger than {limit} bytes (environment.max_body_bytes).", code="body_too_large"
     )
@@ -314,7 +302,7 @@ async def _receive(request: web.Request, limit: int) -> bytes:
     data = bytearray()
     try:
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            # `request.read` would keep the body for as long as the request.
+            # `request.read` would keep a copy of the body until the request ends.
             while chunk := await request.content.readany():
                 data += chunk
                 if len(data) > limit:
@@ -325,18 +313,18 @@ async def _receive(request: web.Request, limit: int) -> bytes:
 
 
 def _parts(body: Body, answer: dict[str, Any]) -> list[bytes]:
-    """Return the answer as it is sent."""
+    """Return the parts in which the answer is sent: one JSON object, or the events of a stream."""
     if not body.stream:
         return [json.dumps(answer).encode()]
     return [*(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks(body, answer)), b"data: [DONE]\n\n"]
 
 
 def _no_session() -> ApiError:
-    return ApiError(404, "There is no such session: its attempt has ended.", code="unknown_session")
+    return ApiError(404, "This session does not exist: its attempt has ended.", code="unknown_session")
 
 
 def _fail(session: LiveSession, error: Exception) -> ApiError:
-    """End the attempt with an error that is not the request's fault, and return the error for the client."""
+    """End the attempt with an error that the request did not cause, and return the error for the client."""
     session.fail(error)
     if isinstance(error, PrefixError):
         return ApiError(400, str(error), param="messages", code="history_rewritten")

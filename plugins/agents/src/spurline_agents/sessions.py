@@ -1,7 +1,7 @@
-"""Keep one attempt as the server sees it: its turns, its conversations, its requests under way, and its failure.
+"""Keep the state of one attempt on the server: its turns, its conversations, its running requests, and its failure.
 
-The API has no state, so a client sends the whole conversation each time. The model's turns in it are found by their
-text and kept as the tokens that the model wrote. Messages that follow no turn of the session begin a new conversation.
+The API has no state, so a client sends the whole conversation with each request. A session recognises the model's turns
+in it by their text, and uses the tokens that the model wrote. Other messages begin a new conversation.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from spurline_text.rows.messages import Message
 T = TypeVar("T")
 
 SMALL_BYTES = 16 * 1024
-"""Requests of this size take a few milliseconds, not much more than to wake a thread on a busy machine."""
+"""A request up to this size is read on the event loop, which takes a few milliseconds. A thread would not be faster."""
 _MOST_BODIES = 4
-"""Bodies of one session that are in memory at a time; further requests wait."""
+"""Bodies of one session that are in memory at a time. Further requests wait."""
 _REFUSALS = 16
-"""Requests over the limit of turns that an agent may still make before its attempt is ended."""
+"""Requests beyond the limit of turns that are refused before the attempt is ended."""
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
-    """Return the parts that must be equal for two messages to be the same.
+    """Return the parts that two messages must share to count as the same.
 
-    Clients change much of an assistant message that they send back, and some strip white space.
+    Clients change other parts of an assistant message when they send it back, and some strip white space.
     """
     if message["role"] != "assistant":
         return message
@@ -53,14 +53,14 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 class DeliveredPolicy:
-    """A PolicyHandle without the turns that no client has received, such as those of a client that hung up."""
+    """A PolicyHandle that leaves out the turns that no client has received, as when a client hangs up."""
 
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
         self.sampling = policy.sampling
-        # In the order of the requests, which is that of `policy.turns`; None until the answer is there.
+        # The results have the order of the requests, as `policy.turns` have. None stands for an answer to come.
         self._results: list[GenerationResult | None] = []
-        # Both by `id` of the result.
+        # The keys are the `id` of the result.
         self._prompts: dict[int, Sequence[int]] = {}
         self._delivered: set[int] = set()
 
@@ -72,7 +72,7 @@ class DeliveredPolicy:
         )
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """Ask the policy for its next turn. Raises ApiError when the context is full."""
+        """Ask the policy for its next turn. Raises ApiError if the context is full."""
         number = len(self._results)
         self._results.append(None)
         try:
@@ -84,11 +84,11 @@ class DeliveredPolicy:
         return result
 
     def prompt_of(self, result: GenerationResult) -> Sequence[int]:
-        """Return the tokens that this result answered."""
+        """Return the prompt of this result."""
         return self._prompts[id(result)]
 
     def deliver(self, results: Iterable[GenerationResult]) -> None:
-        """Count these as received by a client."""
+        """Record that a client has received these results."""
         self._delivered |= {id(result) for result in results}
 
     def finish(
@@ -98,7 +98,7 @@ class DeliveredPolicy:
         turn_rewards: Sequence[float] | None = None,
         info: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        assert turn_rewards is None, "an agent does not know turns"
+        assert turn_rewards is None, "an agent gives no rewards of single turns"
         return replace(self._policy.finish(rewards, info=info), turns=self.turns)
 
 
@@ -109,8 +109,8 @@ class LiveSession:
         policy: The attempt's handle on the model.
         tokenizer: The tokenizer of the model.
         config: Settings of the environment.
-        where: Names the attempt in messages.
-        threads: Where large requests are read.
+        where: The name of the attempt in messages.
+        threads: Threads that read large requests.
     """
 
     def __init__(
@@ -124,30 +124,30 @@ class LiveSession:
         self.policy = DeliveredPolicy(policy)
         self.where = where
         self.num_conversations = 0
-        """Requests that went on from no earlier turn."""
+        """Conversations that the agent has begun."""
         self.last_chat: ChatFront | None = None
-        """The conversation that the model took its last turn in."""
+        """The conversation with the model's last turn."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
-        """A request holds it from when its body is read until its prompt is laid out and the bytes are freed."""
+        """A request holds it while its body is in memory."""
         self.calls: set[asyncio.Future[Any]] = set()
         """The requests that are under way."""
         self.failed = asyncio.Event()
         self.failure: Exception | None = None
-        """The error that ends the attempt whatever its agent does."""
+        """The error that ends the attempt."""
         self._tokenizer = tokenizer
         self._config = config
         self._threads = threads
         self._work = asyncio.Lock()
         self._known: dict[bytes, ChatFront] = {}
-        """Conversations that end with a turn, by their messages."""
+        """Conversations that end with a turn, by the digest of their messages."""
         self._num_turns = 0
         self._num_refused = 0
 
     async def work(self, num_bytes: int, function: Callable[[], T]) -> T:
-        """Return the result of the function. It runs on a thread if it has many bytes to handle.
+        """Return the result of the function, which runs on a thread if `num_bytes` is large.
 
-        The functions of one session run one at a time, in the order of the calls: an agent that asks for much waits for
-        itself, and the order of its turns does not depend on threads.
+        The functions of one session run one at a time, in the order of the calls. So an agent with many large requests
+        slows only itself, and the order of its turns does not depend on threads.
         """
         async with self._work:
             if num_bytes <= SMALL_BYTES:
@@ -156,17 +156,17 @@ class LiveSession:
             try:
                 return await asyncio.shield(working)
             except asyncio.CancelledError:
-                # The thread goes on. Waiting for it keeps the session from occupying the other threads too.
+                # The thread cannot be stopped. Waiting for it keeps the session from using a second thread.
                 await asyncio.wait([working])
                 raise
 
     def find(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None) -> tuple[ChatFront, bytes]:
-        """Return a conversation that ends with these messages, and the key that `remember` wants.
+        """Return a conversation that ends with these messages, and its key for `remember`.
 
         Raises:
-            DataError: The tokenizer has no chat template.
+            DataError: If the tokenizer has no chat template.
         """
-        # The template shows the tools at the beginning, so other tools make another conversation.
+        # The template shows the tools at the beginning, so a request with other tools begins another conversation.
         key = _digest(b"", tools)
         known, start = None, 0
         for number, message in enumerate(messages):
@@ -183,15 +183,15 @@ class LiveSession:
         return chat, key
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
-        """Remember that `chat` has taken its turn, which the client gets as `message`."""
+        """Remember that the model has taken a turn in `chat`, which the client gets as `message`."""
         self._known[_digest(key, _identity(message))] = chat
 
     def take_turns(self, count: int) -> None:
         """Count the turns that a request asks for.
 
         Raises:
-            ApiError: The attempt has fewer turns left.
-            AttemptFailedError: Its agent has been refused several times.
+            ApiError: If the attempt has fewer turns left.
+            AttemptFailedError: If the agent was refused too often.
         """
         most = self._config.max_turns
         if self._num_turns + count <= most:
@@ -199,14 +199,14 @@ class LiveSession:
             return
         self._num_refused += 1
         text = (
-            f"{self.where}: the attempt may take {most} turns (environment.max_turns); {self._num_turns} "
-            f"are taken, and {count} more are asked for."
+            f"{self.where}: the request asks for {count} turns, and the attempt has taken {self._num_turns} of its "
+            f"{most} turns (environment.max_turns)."
         )
         if self._num_refused > _REFUSALS:
-            raise AttemptFailedError(f"{text} The agent has asked again {_REFUSALS} times.")
+            raise AttemptFailedError(f"{text} The agent was already refused {_REFUSALS} times.")
         raise ApiError(429, text, code="max_turns")
 
     def fail(self, error: Exception) -> None:
-        """End the attempt with this error; the first one counts."""
+        """End the attempt with this error. Later errors are ignored."""
         self.failure = self.failure or error
         self.failed.set()

@@ -1,13 +1,14 @@
-"""Run a program and let nothing that it has started outlive it.
+"""Run a program, and end all processes that it has started when it ends.
 
-`python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`, see `main`. One such process stands between the run and the
-program of an attempt. On Linux it is the subreaper of all descendants of the program, including those that leave its
-session or lose their parent. It ends them all when the program has ended, when it gets SIGTERM, and when the run has
-died. If the supervisor itself is killed, the program dies with it, and the run kills the other processes that have the
-attempt's address in their environment (`agents`). On other systems it ends the program's process group.
+The run starts one supervisor for the program of each attempt: `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`
+with the arguments of `main`. On Linux the supervisor is the subreaper of all descendants of the program, including
+those that leave its session or lose their parent. It ends them all when the program ends, when the supervisor gets
+SIGTERM, and when the run dies. If the supervisor is killed, the program dies with it, and `agents` kills the other
+processes. On other systems the supervisor ends the program's process group only.
 
-The supervisor keeps only the end of the program's output, so that no amount of it fills memory or disk. It exits with
-the program's exit code, or 128 + the number of its signal. It imports the standard library alone.
+The supervisor keeps only the end of the program's output, so that a long output fills neither memory nor disk. It exits
+with the program's exit code, or with 128 + the number of the signal that killed the program. It imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import time
 from contextlib import suppress
 
 STDOUT_KEPT = 2**20
-"""Bytes of standard output that are kept, from the end."""
+"""Last bytes of standard output that are kept."""
 STDERR_KEPT = 2000
 CANNOT_BE_RUN = 127
 _READ = 2**16
@@ -41,12 +42,12 @@ class Tail:
         self._thread = threading.Thread(target=self._read, daemon=True)
 
     def start(self) -> None:
-        """Begin to read. Call it when the program has its end of the pipe."""
+        """Begin to read. Call this after the fork, when the program has the pipe's other end."""
         os.close(self.writer)
         self._thread.start()
 
     def copy_to(self, target: int) -> None:
-        """Write the kept bytes to this open file, after waiting shortly for what the pipe still holds."""
+        """Write the kept bytes to this file descriptor. Wait up to 5 s for bytes that are still in the pipe."""
         self._thread.join(5.0)
         data = memoryview(bytes(self._data[-self._kept :]))
         while data:
@@ -60,7 +61,7 @@ class Tail:
 
 
 def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int:
-    """Run a program, end what it has started, and return its exit code.
+    """Run a program, end its processes, and return its exit code.
 
     Args:
         run: Process id of the parent.
@@ -80,7 +81,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
     if program == 0:
         _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
     with suppress(OSError):
-        # The program does the same: the group must exist whichever process is faster.
+        # The program does the same, so that the group exists whichever process is faster.
         os.setpgid(program, program)
     signal.signal(signal.SIGALRM, lambda *_: _kill(program))
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
@@ -90,7 +91,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         code = _wait_for(program)
     finally:
-        # No signal may interrupt the ending.
+        # No signal may interrupt the cleanup.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGALRM})
         _signal_group(program, signal.SIGKILL)
         _end_descendants()
@@ -100,7 +101,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
 
 
 def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memory_bytes: int) -> None:
-    """Replace this process, a new child of the supervisor, by the program."""
+    """Replace this process, which is a new child of the supervisor, by the program."""
     try:
         os.setpgid(0, 0)
         if _ON_LINUX:
@@ -111,12 +112,12 @@ def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memor
         os.dup2(stderr, 2)
         if memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-        # Python ignores these signals, and the program would inherit that.
+        # Python ignores these signals. Without this, the program would ignore them too.
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.execvp(command[0], command)
-    except Exception as error:  # noqa: BLE001 - reported; nothing may go on in this copy of the supervisor
+    except Exception as error:  # noqa: BLE001 - the error is reported, and this copy of the supervisor exits
         os.write(2, f"{command[0]} cannot be run: {error}\n".encode(errors="replace"))
     finally:
         os._exit(CANNOT_BE_RUN)
@@ -130,7 +131,7 @@ def _ask_to_end(program: int, grace_s: float) -> None:
 
 
 def _wait_for(program: int) -> int:
-    """Return the program's exit code, reaping descendants that have lost their parent meanwhile."""
+    """Wait for the program and return its exit code. Reap descendants that have lost their parent."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == program:
@@ -139,7 +140,7 @@ def _wait_for(program: int) -> int:
 
 
 def _end_descendants() -> None:
-    """Kill until none is left, however fast they multiply. One that loses its parent becomes this process's child."""
+    """Kill descendants until none is left, even if they fork fast. Orphans become children of this process."""
     pause_s = 0.0
     while True:
         try:
@@ -151,7 +152,7 @@ def _end_descendants() -> None:
         for process in _descendants():
             _kill(process)
         time.sleep(pause_s)
-        # A process that waits for its disk ends late, and one of another user never. The run does not wait for them.
+        # A process that waits for its disk ends late, and a process of another user cannot be killed.
         pause_s = min(pause_s + 0.001, 0.1)
 
 
@@ -161,7 +162,7 @@ def _descendants() -> list[int]:
     for name in os.listdir("/proc") if _ON_LINUX else ():
         if name.isdecimal():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # pid (name of the program, which may hold anything) state parent ...
+                # The line is: pid (name) state parent ... The name may hold spaces and parentheses.
                 children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
     found = [os.getpid()]
     for process in found:
@@ -170,13 +171,13 @@ def _descendants() -> list[int]:
 
 
 def _kill(process: int) -> None:
-    # It has ended meanwhile, or belongs to another user.
+    # The process may have ended, or belong to another user.
     with suppress(ProcessLookupError, PermissionError):
         os.kill(process, signal.SIGKILL)
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    # The group is gone, or, on some systems, all its processes have ended but are not reaped yet.
+    # The group may be gone. Some systems report PermissionError if all its processes have ended but are not reaped.
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, number)
 
