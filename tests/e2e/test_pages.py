@@ -31,7 +31,7 @@ pytest.importorskip("uvicorn", reason="needs the extra spurline-insight[view]")
 
 import uvicorn
 
-from spurline_insight.view import app, server
+from spurline_insight.view import app, command
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
 from spurline_planning.data_preview import viewing as samples
@@ -232,7 +232,7 @@ def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
     asked: list[Path] = []
     monkeypatch.setattr(samples, "read_samples", lambda run_dir: asked.append(run_dir) or read)
     run = write_run(tmp_path / "run", 1)
-    with server._listening(0) as listener, closing(Browser(tmp_path / "profile")) as page:
+    with command._listening(0) as listener, closing(Browser(tmp_path / "profile")) as page:
         port = listener.getsockname()[1]
         guard = Guard(app.make_app(open_runs([run])), "a-token", port)
         serving = uvicorn.Server(uvicorn.Config(guard, lifespan="off", ws="none", log_level="warning"))

@@ -70,7 +70,7 @@ def test_nothing_is_said_of_healthy_losses(mean: Callable[[int], float], deviati
 def test_a_loss_that_leaves_for_good_has_diverged_and_belongs_to_how_the_run_ended(losses: list[float]) -> None:
     [finding] = [found for found in findings(lines_of(losses), CONFIG) if found.kind == "diverged"]
     assert finding.lasts
-    assert finding.places[-1] == len(losses) - 1
+    assert finding.steps[-1] == len(losses)
     assert f"The loss is at {sorted(losses[-5:])[-3]:.4g}"[:20] in finding.words or len(losses) < 5
     assert "Lower optimizer.learning_rate" in finding.words
 
@@ -79,8 +79,8 @@ def test_one_jump_of_the_loss_is_a_spike_and_passes_by() -> None:
     losses = noisy(lambda step: 2.0, 0.05, count=60)
     losses[30] = 9.0
     [finding] = findings(lines_of(losses), CONFIG)
-    assert (finding.kind, finding.places, finding.lasts) == ("loss_spike", (30,), False)
-    assert finding.when(range(1, 61)) == "Step 31 (1 of 60)"
+    assert (finding.kind, finding.steps, finding.lasts) == ("loss_spike", (31,), False)
+    assert finding.when == "Step 31 (1 of 60)"
 
 
 def test_a_loss_that_came_back_is_told_but_is_not_how_the_run_ended() -> None:
@@ -130,8 +130,8 @@ def test_an_event_loop_that_stays_busy_is_told(shares: list[float], is_told: boo
 def test_a_watch_fed_step_by_step_says_what_the_report_says() -> None:
     lines = lines_of([5.7, *(5.0 for _ in range(20)), *(400.0 for _ in range(10))])
     watch = HealthWatch(CONFIG)
-    live = [(place, kind) for place, line in enumerate(lines) for kind in watch.judge(line["step"], line)]
-    assert set(live) == {(place, found.kind) for found in findings(lines, CONFIG) for place in found.places}
+    live = [(line["step"], kind) for line in lines for kind in watch.judge(line["step"], line)]
+    assert set(live) == {(step, found.kind) for found in findings(lines, CONFIG) for step in found.steps}
 
 
 @pytest.fixture

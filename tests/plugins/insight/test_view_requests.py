@@ -19,7 +19,7 @@ pytest.importorskip("httpx", reason="Starlette's test client needs httpx")
 from starlette.testclient import TestClient
 
 from spurline.errors import PluginError, RunDirectoryError, UserError
-from spurline_insight.view import server
+from spurline_insight.view import command
 from spurline_insight.view.app import make_app
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
@@ -102,11 +102,11 @@ def test_every_answer_forbids_scripts_of_others_frames_and_reading_by_other_site
 
 
 def test_it_listens_on_the_loopback_alone() -> None:
-    with server._listening(0) as listener:
+    with command._listening(0) as listener:
         address, port = listener.getsockname()
         assert address == "127.0.0.1"
         with pytest.raises(UserError, match=f"port {port} cannot be used"):
-            server._listening(port)
+            command._listening(port)
         assert listener.family == socket.AF_INET
 
 
@@ -403,7 +403,7 @@ def test_samples_that_cannot_be_read_are_an_error_in_words(run: Path, monkeypatc
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
     monkeypatch.setattr(samples.subprocess, "run", hang)
-    assert "were not read within 300 s" in client.get("/api/samples", params={"run": 0}).json()["error"]
+    assert "was not read within 300 s" in client.get("/api/samples", params={"run": 0}).json()["error"]
     assert client.get("/api/samples", params={"run": 7}).status_code == 404
 
 

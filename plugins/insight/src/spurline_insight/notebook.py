@@ -1,18 +1,15 @@
-"""Draw plots that grow while a run trains in a notebook, and give its metrics as a DataFrame.
+"""Draw plots in a notebook while a run trains, and return its metrics as a DataFrame.
 
-`Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`. Outside of a notebook a LivePlot draws nothing.
-A plot is an SVG without a script, whose text and axes take the colour of the page.
+A plot is an SVG without a script. Its text and axes take the colour of the page.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import math
 import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from spurline.errors import UserError
@@ -23,26 +20,25 @@ from spurline_insight.report.markup import text
 __all__ = ["LivePlot", "metrics_frame"]
 
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""Name -> steps, in order, and the value at each."""
+"""Steps and values by name."""
 
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
 _COLORS = ("#2a78d6", "#d9772b", "#2c9d62", "#b8479a", "#8a6fd1", "#b3891d", "#1c9bb0", "#d0504d")
 """Eight colors that are easy to tell apart on light and on dark pages."""
-_ROUNDING = 1e-12
-"""Ticks of a range that is a smaller part of its values would fall on each other."""
-_SMALLEST, _LARGEST = 1e-300, 1e300
-"""A range of values between them can be divided."""
+_NUM_TICKS = 5
+_LARGEST = 1e300
+"""Larger values are left out, so that differences do not overflow."""
 
 
 class LivePlot:
-    """Plots below the cell that are replaced in place as steps are done; for `Run(on_step=...)`.
+    """Plots below the cell that follow a run: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
 
-    One object may follow several runs, one after the other: each gets its own plots.
+    Outside of a notebook, nothing is drawn. If one object follows several runs in turn, each run gets its own plots.
 
     Args:
-        metrics: One plot each: a metric's name, or a pattern such as `reward/*`, whose metrics share a plot.
-        every_s: Least seconds between two pictures; the last picture has all steps.
+        metrics: Names of metrics, or patterns such as `reward/*`. Each gets a plot, with all metrics that match it.
+        every_s: Seconds between two updates, at least. The last update has all steps.
     """
 
     def __init__(self, metrics: str | Sequence[str] = ("loss",), *, every_s: float = 1.0) -> None:
@@ -86,7 +82,7 @@ class LivePlot:
                 plots.append(line_plot(pattern, {name: self._series[name] for name in names}))
             elif self._series:
                 known = ", ".join(sorted(self._series))
-                plots.append(f"<p>No step has a metric {text(pattern)} yet. There are: {text(known)}.</p>")
+                plots.append(f"<p>No step has a metric {text(pattern)} yet. The metrics are: {text(known)}.</p>")
         return plots
 
     def _draw(self) -> None:
@@ -110,13 +106,11 @@ def _is_notebook() -> bool:
 
 
 def line_plot(title: str, series: Series) -> str:
-    """Return one plot of all series. A value that is not finite, or too large, is a gap."""
+    """Return one plot of all series. Values that are not finite or too large are left out."""
     known = {name: _finite(steps, values) for name, (steps, values) in series.items()}
     shown = {name: points for name, points in known.items() if points[0]}
-    every_step = [step for steps, _ in shown.values() for step in steps] or [0]
-    every_value = [value for _, values in shown.values() for value in values] or [0.0]
-    low, high = _widened(min(every_value), max(every_value))
-    first, last = _widened(min(every_step), max(every_step))
+    low, high = _range([value for _, values in shown.values() for value in values])
+    first, last = _range([step for steps, _ in shown.values() for step in steps])
 
     def x(step: float) -> float:
         return _LEFT + (step - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
@@ -125,13 +119,14 @@ def line_plot(title: str, series: Series) -> str:
         return _HEIGHT - _BOTTOM - (value - low) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
 
     parts = [f'<text x="{_LEFT}" y="18" font-weight="600">{text(title)}</text>']
-    for tick in _ticks(low, high):
+    for number in range(_NUM_TICKS):
+        tick = low + (high - low) * number / (_NUM_TICKS - 1)
         parts.append(
             f'<path stroke="currentColor" d="M{_LEFT},{y(tick):.1f}H{_WIDTH - _RIGHT}" opacity="0.15"/>'
             f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
         )
-    for tick in _ticks(first, last, whole=True):
-        parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{tick:,.0f}</text>')
+    for tick in sorted({round(first + (last - first) * number / (_NUM_TICKS - 1)) for number in range(_NUM_TICKS)}):
+        parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{tick:,}</text>')
     legend = _LEFT + 8.5 * len(title) + 16
     for number, (name, (steps, values)) in enumerate(shown.items()):
         color = _COLORS[number % len(_COLORS)]
@@ -153,21 +148,8 @@ def _finite(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
     return thinned([step for step, _ in pairs], [value for _, value in pairs])
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Return a range that can be divided, also around a single value, or around values that differ by rounding."""
-    size = max(abs(low), abs(high))
-    if high - low > max(size * _ROUNDING, _SMALLEST):
-        return low, high
-    room = size * 0.1 if size > _SMALLEST else 1.0
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest and the highest value, or a range around them if they are equal."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    room = 0.0 if high > low else abs(low) * 0.1 or 1.0
     return low - room, high + room
-
-
-def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
-    """Return three to six round numbers within the range."""
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    unit = next(unit * power for unit in (1, 2, 5, 10) if unit * power >= rough)
-    unit = max(1.0, float(round(unit))) if whole else unit
-    ticks = [number * unit for number in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
-    assert all(before < after for before, after in pairwise(ticks)), (low, high, ticks)
-    return ticks

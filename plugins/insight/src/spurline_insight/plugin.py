@@ -1,4 +1,4 @@
-"""Register panels and the report, watch each run, and write its report; imports neither torch nor transformers."""
+"""Register panels and the settings of the report, watch each run, and write its report. Imports no torch."""
 
 from __future__ import annotations
 

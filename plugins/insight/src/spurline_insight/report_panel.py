@@ -22,12 +22,12 @@ class ReportConfig(Section):
     enabled: bool = True
     """Write the page when the run ends."""
     panels: tuple[Annotated[ReportPanelConfig, Component("report_panel")], ...] | None = None
-    """Panels in page order; null shows every panel of core and of the enabled plugins."""
+    """Panels in page order. If null, the page has every panel of the enabled plugins."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A finished or running run, as panels read it."""
+    """The record of a finished or running run, for panels."""
 
     run_dir: Path
     metrics: Sequence[Mapping[str, float]]
@@ -35,10 +35,10 @@ class RunRecord:
     config: Mapping[str, Any]
     """The resolved settings."""
     summary: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The content of summary.json: counts of data, lengths of samples, versions; may be empty."""
+    """The content of summary.json: counts of data, lengths of samples, versions. It may be empty."""
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric, at the steps that have it."""
+        """Return the steps that have this metric, and their values."""
         points = [(int(line["step"]), float(line[name])) for line in self.metrics if name in line]
         return [step for step, _ in points], [value for _, value in points]
 
@@ -47,15 +47,15 @@ DEFAULT_ORDER = 500
 
 
 class ReportPanel(Protocol):
-    """A section of the report. Factory: `Class(config)`.
+    """A section of the report, made by `Class(config)`.
 
-    `title` is the heading above the panel. A panel may also have a number `order`, its place on a page for which no
-    panels were chosen: smaller ones come first, equal ones as they were registered. Ours have 0 (the summary) to
-    430, and 900 for very long ones; the default is `DEFAULT_ORDER`.
+    `title` is the heading of the panel. A panel may also have a number `order`. If the config chooses no panels, they
+    are sorted by it, and `DEFAULT_ORDER` stands for a missing one. The panels of this package have 0 (the summary) to
+    430, and 900 if they are very long.
     """
 
     title: str
 
     def render(self, record: RunRecord) -> str | None:
-        """Return an HTML fragment that loads nothing, or None when this run has nothing to show here."""
+        """Return an HTML fragment that loads nothing, or None if the run has nothing to show here."""
         ...

@@ -27,6 +27,6 @@ def report(
         typer.echo(write_comparison(run_dirs, out or Path(COMPARISON_FILE)))
         return
     if out is not None:
-        raise UserError("--out is for a comparison of several runs: the report of one is RUN_DIR/report.html.")
+        raise UserError("--out is for a comparison of several runs. The report of one run is RUN_DIR/report.html.")
     check_run_directory(run_dirs[0])
     typer.echo(write_run_report(load_run(run_dirs[0]), RunDirectory(run_dirs[0])))

@@ -1,7 +1,7 @@
-"""Compare several runs on one page: their results, the settings that differ, and their curves over each other.
+"""Compare several runs on one page: their results, the settings that differ, and their curves in common plots.
 
-Run directories go in, one HTML file comes out. A run has the same colour everywhere. Curves are drawn of metrics that
-at least two runs recorded; the usual ones are open, the others are folded by the first part of their names.
+A run has the same colour in the header and in all plots. Metrics that at least two runs recorded get a plot. The usual
+ones are open. The others are folded, in groups by the first part of their names.
 """
 
 from __future__ import annotations
@@ -15,30 +15,28 @@ from typing import Any
 
 from spurline.errors import UserError, listing
 from spurline.files import replace_file
-from spurline.run.directory import RunDirectory
 from spurline.trackers.readout import score
 from spurline_insight.report.document import document
 from spurline_insight.report.figure import Trace, line, one_of_several, series_color, step_figure
 from spurline_insight.report.markup import block, caption, footer, scalar, status_mark, table, text
-from spurline_insight.report.page import facts_of, record_of, steps_of
-from spurline_insight.report.record import distinct_names
+from spurline_insight.report.page import facts_of, steps_of
+from spurline_insight.report.record import distinct_names, read_record
 from spurline_insight.report_panel import RunRecord
 
 COMPARISON_FILE = "comparison.html"
-"""Name of the page in the working directory, where no other is given."""
+"""The page in the working directory, if no other file is given."""
 MOST_RUNS = 20
-"""More curves in one plot cannot be told apart."""
+"""Largest number of runs. More curves in one plot cannot be told apart."""
 
 _HEADLINES = ("loss", "reward/mean", "grad_norm", "response/length", "mismatch/kl", "time/step")
 _FOLDED_POINTS = 100
-_SHOWN_SETTING = 100
-"""Characters of a setting."""
+_LONGEST_SETTING = 100
 _NOTHING = "\u2013"
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run with its name, colour and dashes on the page."""
+    """A run with its name and line style on the page."""
 
     name: str
     record: RunRecord
@@ -50,18 +48,13 @@ class ComparedRun:
     def metrics(self) -> frozenset[str]:
         return frozenset(name for line in self.record.metrics for name in line) - {"step"}
 
-    @property
-    def mark(self) -> str:
-        """Return the name with its colour, as HTML."""
-        return f'<span class="swatch" style="background:var({self.color})"></span>{text(self.name)}'
-
 
 def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     """Compare the runs of these folders on the page `out`, and return its path.
 
     Raises:
-        RunDirectoryError: A folder holds no run.
-        UserError: A folder is given twice, there are too many, or the runs recorded no metric in common.
+        RunDirectoryError: If a folder holds no run.
+        UserError: If a folder is given twice, if there are too many, or if the runs have no metric in common.
     """
     places = [run_dir.resolve() for run_dir in run_dirs]
     twice = [str(run_dir) for run_dir, place in zip(run_dirs, places, strict=True) if places.count(place) > 1]
@@ -70,14 +63,14 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
     if len(run_dirs) > MOST_RUNS:
         raise UserError(f"{len(run_dirs)} runs are too many for one page. Give at most {MOST_RUNS}.")
     runs = [
-        ComparedRun(name, record_of(RunDirectory(run_dir)), series_color(number), "solid" if number < 8 else "dot")
+        ComparedRun(name, read_record(run_dir), series_color(number), "solid" if number < 8 else "dot")
         for number, (run_dir, name) in enumerate(zip(run_dirs, distinct_names(run_dirs), strict=True))
     ]
     recorded = Counter(name for run in runs for name in run.metrics)
     shared = sorted(name for name, count in recorded.items() if count > 1)
     if not shared:
         found = "; ".join(f"{run.name}: {listing(sorted(run.metrics)[:8]) or 'nothing yet'}" for run in runs)
-        raise UserError(f"These runs have recorded no metric in common, so there is nothing to compare ({found}).")
+        raise UserError(f"These runs have recorded no metric in common, so they cannot be compared ({found}).")
     title = f"{', '.join(run.name for run in runs)} · Spurline comparison"
     replace_file(out, document(title, _page(runs, shared)).encode(errors="replace").decode())
     return out
@@ -104,7 +97,8 @@ def _header(runs: Sequence[ComparedRun]) -> str:
         steps = f"{finished:,} of {total:,} steps" if total is not None else f"{finished:,} steps"
         facts = " · ".join([steps, *facts_of(run.record.config, run.record.summary)])
         status = status_mark(str(run.record.summary.get("status", "unknown")))
-        entries.append(f'<li><strong>{run.mark}</strong> {status} <span class="facts">{text(facts)}</span></li>')
+        name = f'<span class="swatch" style="background:var({run.color})"></span>{text(run.name)}'
+        entries.append(f'<li><strong>{name}</strong> {status} <span class="facts">{text(facts)}</span></li>')
     return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{"".join(entries)}</ul></header>'
 
 
@@ -116,15 +110,14 @@ def _results(runs: Sequence[ComparedRun]) -> str:
     names = _usual({name for run in runs for name in run.metrics})
     rows = [[text(name), *(_result(run, name) for run in runs)] for name in names]
     note = "The last value of each metric, then the lowest and the highest with their steps."
-    return block(caption(note), _run_table("Metric", runs, rows), wide=True)
+    return block(caption(note), table(["Metric", *(run.name for run in runs)], rows), wide=True)
 
 
 def _usual(names: Iterable[str]) -> list[str]:
-    """Return the metrics that everybody looks at: the headlines and all evaluations, without their times."""
+    """Return those of the names that are headlines or evaluation metrics, without times of evaluations."""
     given = set(names)
-    return [name for name in _HEADLINES if name in given] + sorted(
-        name for name in given if name.startswith("eval/") and not name.endswith("/time")
-    )
+    evaluations = sorted(name for name in given if name.startswith("eval/") and not name.endswith("/time"))
+    return [name for name in _HEADLINES if name in given] + evaluations
 
 
 def _result(run: ComparedRun, name: str) -> str:
@@ -138,21 +131,20 @@ def _result(run: ComparedRun, name: str) -> str:
 def _settings(runs: Sequence[ComparedRun]) -> str:
     flat = [_flat(run.record.config) for run in runs]
     keys = dict.fromkeys(key for settings in flat for key in settings)
-    # The run_dir always differs, and is the name of the run.
-    differing = [
-        key for key in keys if key != "run_dir" and len({settings.get(key, _NOTHING) for settings in flat}) > 1
-    ]
-    if not differing:
+    rows: list[list[str]] = []
+    for key in keys:
+        values = [settings.get(key, _NOTHING) for settings in flat]
+        # The run_dir differs always, and the name of the run shows it.
+        if key != "run_dir" and len(set(values)) > 1:
+            shown = (f"{value[:_LONGEST_SETTING]}…" if len(value) > _LONGEST_SETTING else value for value in values)
+            rows.append([f"<code>{text(value)}</code>" for value in (key, *shown)])
+    if not rows:
         return block(caption("None: the runs have the same config."), wide=True)
-    rows = [
-        [f"<code>{text(key)}</code>", *(f"<code>{text(_cut(settings.get(key, _NOTHING)))}</code>" for settings in flat)]
-        for key in differing
-    ]
-    return block(_run_table("Setting", runs, rows, css="settings-table"), wide=True)
+    return block(table(["Setting", *(run.name for run in runs)], rows, css="settings-table"), wide=True)
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Return each setting as in YAML, by its path; parts of lists by their number."""
+    """Return each setting as YAML writes it, by its path. Items of lists have their number in the path."""
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
@@ -160,16 +152,6 @@ def _flat(value: Any, key: str = "") -> dict[str, str]:
     else:
         return {key: scalar(value)}
     return {path: leaf for name, item in items for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()}
-
-
-def _cut(value: str) -> str:
-    return value if len(value) <= _SHOWN_SETTING else f"{value[: _SHOWN_SETTING - 1]}…"
-
-
-def _run_table(heading: str, runs: Sequence[ComparedRun], rows: Sequence[Sequence[str]], css: str = "") -> str:
-    """Return a table with a column for each run, headed by its name in its colour."""
-    head = f'<th scope="col">{text(heading)}</th>' + "".join(f'<th scope="col">{run.mark}</th>' for run in runs)
-    return table([], rows, css=css).replace("<thead><tr></tr>", f"<thead><tr>{head}</tr>", 1)
 
 
 def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Write one HTML file that opens anywhere, without a network: style, scripts, plotly.js and figures around a body.
+"""Write one HTML file that opens without a network: style, scripts, plotly.js and figures around a body.
 
-plotly.js and the figures are gzip in base 85, which the page unpacks, so that most pages take less than 2 MB. A content
-security policy forbids the page to load anything. Everything but the figures can be read without a script.
+plotly.js and the figures are compressed with gzip and written in base 85, so that most pages take less than 2 MB. A
+script on the page unpacks them. A content security policy forbids the page to load anything.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _POLICY = (
 )
 _FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
 _PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-# Without characters that could begin markup inside a script element.
+# Three characters are replaced, since they could begin markup inside a script element.
 DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
-"""The digits 0 to 84 of packed text."""
+"""The 85 digits of packed text."""
 _TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
 def document(title: str, body: str) -> str:
-    """Return the page with this title and body, which is HTML with figures as `figure` makes them."""
+    """Return the page with this title and body. The body is HTML, with figures that `figure` has made."""
     figures: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -60,7 +60,7 @@ def document(title: str, body: str) -> str:
 
 
 def packed(content: str) -> str:
-    """Return the text as gzip in base 85, safe inside a script element; equal for equal texts."""
+    """Return the text as gzip in base 85, safe inside a script element. Equal texts give equal results."""
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
     return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
@@ -74,7 +74,7 @@ def unpacked(digits: str) -> str:
 
 @cache
 def _plotly() -> str:
-    # Imported here: reading a run directory needs no plotly.
+    # Imported here, since reading a run directory needs no plotly.
     from plotly.offline import get_plotlyjs
 
     return packed(get_plotlyjs())

@@ -1,8 +1,7 @@
-"""Make plots as plain plotly.js figures: data in, one HTML fragment out.
+"""Make HTML fragments with plots, which plotly.js draws on the page.
 
-The page draws them with the plotly.js that it carries. A colour is the name of a CSS variable such as `--series-1`,
-for areas also `--series-1-faint`, so that plots follow the light or dark theme. A trace has at most `MAX_POINTS`
-points.
+A colour is the name of a CSS variable such as `--series-1`, or `--series-1-faint` for areas, so that plots follow the
+light or dark theme.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ from typing import Any
 from spurline_insight.report.markup import text
 
 MAX_POINTS = 300
-"""Points one trace may have; longer series keep the extremes of each stretch."""
+"""Largest number of points of a line. Longer series are thinned."""
 
 SMOOTHED_FROM = 10
-"""Shorter series are drawn as they are."""
+"""Series with at least this many points are smoothed."""
 
 _MARKUP = frozenset({"hovertext", "hovertemplate", "texttemplate"})
-"""Attributes whose values are plotly's markup."""
+"""Attributes whose values are plotly's markup, and are not escaped."""
 
 Trace = dict[str, Any]
 
 
 def series_color(index: int) -> str:
-    """Return one of the eight colours that tell series apart, in turn."""
+    """Return the colour of series number `index`. There are eight, which repeat."""
     return f"--series-{index % 8 + 1}"
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points of a series: first, last, and the lowest and highest of each stretch."""
+    """Return at most `most` points of a series: the first, the last, and the lowest and highest of each stretch."""
     if len(steps) <= most:
         return list(steps), list(values)
     stretches = (most - 2) // 2
@@ -48,14 +47,14 @@ def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINT
 
 
 def smoothing_span(num_points: int) -> int:
-    """Return the number of neighbouring points over which a series of this length is averaged."""
+    """Return the window, in points, of the moving mean of a series of this length."""
     return max(5, math.isqrt(num_points))
 
 
 def moving_means(values: Sequence[float]) -> list[float]:
-    """Return the mean over the window of `smoothing_span` points around each point; it is shorter at the ends.
+    """Return the mean of the `smoothing_span` points around each point, and of fewer points at the ends.
 
-    The window is centred, as a trailing average would lag behind a steep start.
+    The window is centred, since a trailing mean would lag behind a steep start.
     """
     sums_before = [0.0, *accumulate(values)]
     half = smoothing_span(len(values)) // 2
@@ -73,7 +72,7 @@ def line(
     most: int = MAX_POINTS,
     **changes: Any,
 ) -> Trace:
-    """Return a line over steps, with marks where its points are few.
+    """Return a line over steps, with markers if it has few points.
 
     Args:
         name: Name in the legend.
@@ -81,7 +80,7 @@ def line(
         values: Values of the points.
         color: Name of a CSS variable.
         width: Width of the line.
-        most: Points that are kept.
+        most: Largest number of points.
         changes: Further plotly attributes of the trace.
     """
     kept_steps, kept_values = thinned(steps, values, most)
@@ -99,7 +98,7 @@ def line(
 
 
 def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], color: str) -> list[Trace]:
-    """Return a faint line of the values and a strong one of their moving mean; of a short series, one strong line."""
+    """Return a faint line of the values and a strong line of their moving mean, or one line of a short series."""
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
     means = moving_means(values)
@@ -110,9 +109,9 @@ def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], c
 
 
 def one_of_several(name: str, steps: Sequence[int], values: Sequence[float], color: str, **changes: Any) -> list[Trace]:
-    """Return `raw_and_smoothed` lines for a plot of several series: one entry in the legend hides and shows both.
+    """Return the lines of `raw_and_smoothed` for a plot of several series. They share one entry in the legend.
 
-    Pointing at the plot shows the values themselves, not their means.
+    Hovering shows the values, not their means.
     """
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color, **changes)]
@@ -153,26 +152,26 @@ def step_figure(
         traces: Lines of the plot.
         y_title: Title of the y axis.
         layout: Further plotly attributes of the layout.
-        label: The plot in words, for screen readers.
+        label: A description of the plot for screen readers.
         y_axis: Further plotly attributes of the y axis.
     """
     steps = sorted({step for trace in traces for step in trace["x"]})
     x_axis: dict[str, Any] = {"title": {"text": "Step"}, "tickformat": ",d"}
     if steps and steps[-1] - steps[0] <= 10:
-        # Plotly would put ticks, all rounded to the same number, between whole steps.
+        # Otherwise plotly would put ticks between whole steps, and label them with rounded numbers.
         x_axis |= {"dtick": 1, "range": [steps[0] - 0.5, steps[-1] + 0.5]}
     base = {"xaxis": x_axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}
     return figure(traces, base | dict(layout or {}), label=label)
 
 
 def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:
-    """Return any plotly figure as HTML. `layout` is laid over the page's own theme.
+    """Return any plotly figure as HTML. `layout` overrides the page's theme.
 
-    Text is shown as it is, without markup such as `<b>`. Only `hovertext` and templates (`hovertemplate`,
-    `texttemplate`) are plotly's markup, so they must not hold a user's text.
+    Text is escaped, so markup such as `<b>` is shown as it is. `hovertext`, `hovertemplate` and `texttemplate` are not
+    escaped, so they must not hold a user's text.
     """
     content = json.dumps(_for_page({"data": list(traces), "layout": dict(layout)}), allow_nan=False)
-    # Inside a script element only "<" could end it or open a comment.
+    # In a script element, "<" could end the element or begin a comment.
     content = content.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return (
         f'<div class="plot" role="img" aria-label="{text(label)}"></div>'
@@ -181,7 +180,7 @@ def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) ->
 
 
 def _for_page(value: Any) -> Any:
-    """Return the value with text escaped for plotly and numbers rounded; numbers that are not finite become gaps."""
+    """Return the value with escaped text and rounded numbers. NaN and infinity become gaps."""
     if isinstance(value, Mapping):
         return {str(key): item if key in _MARKUP else _for_page(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

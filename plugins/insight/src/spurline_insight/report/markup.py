@@ -1,4 +1,4 @@
-"""Build panels from pieces of HTML. Everything that comes from a run passes through `text`."""
+"""Build panels from pieces of HTML. All text of a run passes through `text`, which escapes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _STATUSES = ("finished", "failed", "stopped", "running", "interrupted")
 
 
 class Panel:
-    """Base of panels without settings."""
+    """The base of panels without settings."""
 
     def __init__(self, config: ReportPanelConfig) -> None:
         self.config = config
@@ -27,7 +27,7 @@ def text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Card:
-    """A headline number: its label, the number as it is shown, and a smaller line below."""
+    """A number in large type, with a label and a smaller line below."""
 
     label: str
     value: str
@@ -35,7 +35,7 @@ class Card:
 
 
 def cards(items: Iterable[Card]) -> str:
-    """Return a row of headline numbers."""
+    """Return a row of cards."""
     rendered = "".join(
         f'<div class="card"><dt>{text(item.label)}</dt><dd>{text(item.value)}</dd>'
         f'<dd class="detail">{text(item.detail)}</dd></div>'
@@ -45,12 +45,12 @@ def cards(items: Iterable[Card]) -> str:
 
 
 def block(*fragments: str, wide: bool = False) -> str:
-    """Return the content of one panel; if `wide`, it takes a whole row of the page."""
+    """Return the content of one panel. A `wide` panel takes a whole row of the page."""
     return f'<div class="block{" wide" if wide else ""}">{"".join(fragments)}</div>'
 
 
 def columns(*fragments: str) -> str:
-    """Return the fragments two by two side by side, where the page is wide enough."""
+    """Return the fragments in two columns, or in one on a narrow page."""
     return f'<div class="columns even">{"".join(f"<div>{fragment}</div>" for fragment in fragments)}</div>'
 
 
@@ -70,7 +70,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, css: str = 
 
 
 def shares(parts: Sequence[tuple[str, float, str]]) -> str:
-    """Return horizontal bars, each of a label, a share (0..1), and a text at the right."""
+    """Return horizontal bars. Each part is a label, a share from 0 to 1, and a text at the right."""
     rows = "".join(
         f'<li><span class="label">{text(label)}</span>'
         f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%"></span></span>'
@@ -81,18 +81,18 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
 
 
 def status_mark(status: str) -> str:
-    """Return the status of a run as a mark of its own colour."""
+    """Return the status of a run as a coloured mark."""
     known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
     return f'<span class="status {known}">{text(shown)}</span>'
 
 
 def footer(subject: str) -> str:
-    """Return the last line of a page; `subject` is HTML."""
+    """Return the last line of a page. `subject` is HTML."""
     return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
 
 
 def scalar(value: Any) -> str:
-    """Return the value as it is written in YAML."""
+    """Return the value as YAML writes it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,12 +1,8 @@
-"""Write RUN_DIR/report.html: the panels that the config selects, in one file that opens anywhere, without a network.
-
-A RunRecord and panels in page order go in; the page comes out, written atomically.
-"""
+"""Write RUN_DIR/report.html: the panels that the config selects, in one file that opens without a network."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +21,17 @@ from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPan
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
     """Render `panels` in order, write the page to `out`, and return its path.
 
-    A panel that raises leaves its error on the page in its place.
+    If a panel raises an error, the page shows the error in its place.
 
     Raises:
-        RunFailedError: Names the panels that raised, once the page is written.
+        RunFailedError: If panels raised errors, once the page is written; names them.
     """
-    out = Path(out)
     sections: list[str] = []
     failures: list[tuple[str, Exception]] = []
     for panel in panels:
         try:
             fragment = panel.render(record)
-        except Exception as error:  # noqa: BLE001 - a plugin may raise anything; it is raised again below
+        except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the error is raised again below
             failures.append((type(panel).__name__, error))
             fragment = (
                 f'<div class="block failure"><p>{text(type(panel).__name__)} could not be drawn:</p>'
@@ -49,8 +44,8 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
     if failures:
         names = ", ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
         raise RunFailedError(
-            f"{out}: written, but without these report panels, which failed: {names}. "
-            "Leave them out of report.panels, or fix the plugin that they come from."
+            f"{out}: written, but these report panels failed: {names}. "
+            "Leave them out of report.panels, or fix their plugin."
         ) from failures[0][1]
     return out
 
@@ -85,13 +80,13 @@ def _header(record: RunRecord, name: str) -> str:
 
 
 def steps_of(record: RunRecord) -> tuple[int, int | None]:
-    """Return the last recorded step, or 0, and the number of steps of the whole run where it is known."""
+    """Return the last recorded step, or 0, and the number of steps of the whole run, if it is known."""
     total = record.summary.get("total_steps")
     return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
 
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
-    """Return model, training data, loss, backend and devices of a run, as far as they are known."""
+    """Return model, training data, loss, backend and device of a run, without those that are not known."""
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
@@ -109,16 +104,7 @@ def write_run_report(loaded: LoadedConfig, directory: RunDirectory) -> Path:
         panels = default_panels(registry)
     else:
         panels = [registry.create("report_panel", config) for config in chosen]
-    return write_report(record_of(directory), panels, directory.report)
-
-
-def record_of(directory: RunDirectory) -> RunRecord:
-    """Read what the run left so far. A run is interrupted if it says it is running, but no process holds it."""
-    record = read_record(directory.path)
-    if record.summary.get("status") == "running" and not directory.is_in_use():
-        # Its process was killed, or the machine went down.
-        record = replace(record, summary={**record.summary, "status": "interrupted"})
-    return record
+    return write_report(read_record(directory.path), panels, directory.report)
 
 
 def default_panels(registry: Registry) -> list[ReportPanel]:

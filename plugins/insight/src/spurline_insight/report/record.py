@@ -1,8 +1,7 @@
-"""Read the files of a finished or running run, and classify its evaluation metrics.
+"""Read the files of a finished or running run, and sort its evaluation metrics into held-out losses and scores.
 
-Panels ask here which recorded metrics are held-out losses and which are scores. Rollouts of held-out prompts record
-`eval/pass@1`, mean rewards and the number of prompts given up. Their rewards are no scores, and are drawn beside the
-rewards of training.
+Rollouts of held-out prompts record `eval/pass@1`, mean rewards and the number of prompts given up. These rewards are
+not scores. They are drawn beside the rewards of training.
 """
 
 from __future__ import annotations
@@ -11,29 +10,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spurline.run.directory import CONFIG_FILE, SUMMARY_FILE, check_run_directory, read_mapping
+from spurline.run.directory import CONFIG_FILE, SUMMARY_FILE, RunDirectory, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report_panel import RunRecord
 
 
 def read_record(run_dir: Path) -> RunRecord:
-    """Read all that panels may draw from `run_dir`; a file that does not exist yet counts as empty.
+    """Read the files of a run directory. A file that does not exist yet counts as empty.
 
-    Raises RunDirectoryError when the folder is missing, is no run directory, or holds an unreadable file.
+    Raises RunDirectoryError if the folder is missing or is not a run directory, or if a file is unreadable.
     """
-    run_dir = Path(run_dir)
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        # Lines that no run has written must not keep a finished run from its report.
+        # A line that no run has written must not prevent the report.
         metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
         config=read_mapping(run_dir / CONFIG_FILE),
-        summary=read_mapping(run_dir / SUMMARY_FILE),
+        summary=read_summary(run_dir),
     )
 
 
+def read_summary(run_dir: Path) -> Mapping[str, Any]:
+    """Read the summary of a run. Its status is `interrupted` if its process was killed."""
+    summary = read_mapping(run_dir / SUMMARY_FILE)
+    if summary.get("status") == "running" and not RunDirectory(run_dir).is_in_use():
+        return {**summary, "status": "interrupted"}
+    return summary
+
+
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a name for each run: its folder, with as many folders above it as tell the runs apart."""
+    """Return a different name for each run: its folder, with folders above it where they are needed."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
     def name_of(own: tuple[str, ...]) -> str:
@@ -45,13 +51,15 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 GIVEN_UP = "failed"
-"""Held-out prompts given up, within the names of an evaluation."""
-_TERM = "rewards/"
-_OF_ATTEMPTS = ("reward", GIVEN_UP)
+"""Metric of an evaluation that counts the prompts given up."""
+REWARD = "reward/mean"
+"""Metric that every step of reinforcement learning has, and no other step."""
+OF_PAIRS = "dpo/"
+"""Prefix of the metrics of preference pairs."""
 
 
 def setting(config: Any, *keys: str) -> Any:
-    """Return the value at nested `keys` of config.json, or None."""
+    """Return the value at the nested `keys` of a config, or None."""
     for key in keys:
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
@@ -63,7 +71,7 @@ def recorded_names(record: RunRecord, prefix: str) -> list[str]:
 
 
 def evaluations_of(record: RunRecord) -> list[str]:
-    """Return the prefixes of the run's evaluations: `eval/` of `data.eval`, and `eval/NAME/` of each named one."""
+    """Return the prefixes of the run's evaluations: `eval/` for `data.eval`, and `eval/NAME/` for each named one."""
     named = setting(record.config, "evaluations")
     return ["eval/", *(f"eval/{name}/" for name in (named if isinstance(named, Mapping) else ()))]
 
@@ -74,37 +82,35 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Return the names of all other evaluation metrics: first those that are shares, then the rest.
+    """Return the names of all other evaluation metrics: first the shares, for which more is better, then the rest.
 
-    More is better for a share. A score of answers is a share if it stays within 0..1. A metric that training has too is
-    a share if its name says so: a margin of 0.4 is not 40 %.
+    A score of answers is a share if all its values are within 0..1. For a metric that training records too, its name
+    decides: a margin of 0.4 is not 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = _evaluation_metrics(record)
-    judged = {name.removesuffix(metric) for name, metric in metrics if metric == "pass@1"}
+    with_rewards = {name.removesuffix(metric) for name, metric in metrics if metric == "pass@1"}
     trained = {name for line in record.metrics for name in line if not name.startswith("eval/")}
     for name, metric in metrics:
-        is_reward = metric in _OF_ATTEMPTS or metric.startswith(_TERM)
-        if "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in judged):
+        is_reward = metric in ("reward", GIVEN_UP) or metric.startswith("rewards/")
+        if "loss" in metric.split("/") or (is_reward and name.removesuffix(metric) in with_rewards):
             continue
-        _, values = record.series(name)
-        is_share = _is_share(metric) if metric in trained else all(0 <= value <= 1 for value in values)
+        if metric in trained:
+            is_share = metric.rpartition("/")[2].endswith(("accuracy", "fraction", "share"))
+        else:
+            is_share = all(0 <= value <= 1 for value in record.series(name)[1])
         (shares if is_share else others).append(name)
     return shares, others
 
 
 def label_of(name: str, kind: str = "") -> str:
-    """Return `exact match` for `eval/exact_match`; with a kind in front where the bare name says too little."""
+    """Return `exact match` for `eval/exact_match`, after the word `kind` if it is given."""
     label = name.removeprefix("eval/").replace("_", " ")
     return f"{kind} {label}" if kind else label
 
 
-def _is_share(metric: str) -> bool:
-    return metric.rpartition("/")[2].endswith(("accuracy", "fraction", "share"))
-
-
 def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
-    """Return (whole name, name within its evaluation) of the metrics of evaluations, without their times."""
+    """Return (full name, name within its evaluation) of all evaluation metrics except times."""
     prefixes = evaluations_of(record)[::-1]
     found: list[tuple[str, str]] = []
     for name in recorded_names(record, "eval/"):
@@ -112,11 +118,3 @@ def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
         if metric != "time":
             found.append((name, metric))
     return found
-
-
-REWARD = "reward/mean"
-"""Steps of reinforcement learning have this metric, and no others do."""
-
-
-OF_PAIRS = "dpo/"
-"""Prefix of the metrics of preference pairs."""

@@ -1,8 +1,8 @@
-"""Answer the requests of the page: three files of the package, and JSON about the runs that were given at start.
+"""Answer the requests of the page: three files of the package, and JSON about the runs of the command line.
 
-Other packages answer further questions through the entry-point group `spurline.view`: `module:function`, called with
-the run directories, returns a function for each name below `/api/`. A request names a run by its number, and cannot
-name a path.
+Other packages answer further requests through the entry-point group `spurline.view`. An entry point `module:function`
+gets the run directories, and returns functions by their names below `/api/`. A request names a run by its number, and
+cannot name a path.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _FILES = {
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
-    """Return the application over these runs. It answers every request, so `guard` must check requests first.
+    """Return the application for these runs. It answers every request, so `guard` must check requests first.
 
-    Raises PluginError when a package that answers cannot be loaded.
+    Raises PluginError if an entry point of another package fails.
     """
     routes = [Route(path, _file(*entry), methods=["GET"]) for path, entry in _FILES.items()]
     answers = _answers_of_others([run.run_dir for run in runs]) | {
@@ -58,13 +58,13 @@ def _answers_of_others(run_dirs: Sequence[Path]) -> dict[str, Answer]:
             found |= entry.load()(run_dirs)
         except Exception as error:
             raise PluginError(
-                f"{entry.value}, which answers questions of `spurline view`, fails: {type(error).__name__}: {error}."
+                f"{entry.value}, which answers requests of `spurline view`, fails: {type(error).__name__}: {error}."
             ) from error
     return found
 
 
 def _not_installed(query: Mapping[str, str]) -> Any:
-    raise LookupError("No installed package of Spurline answers this.")
+    raise LookupError("No installed package answers this request.")
 
 
 def _file(name: str, media_type: str) -> Callable[[Request], Response]:
@@ -73,7 +73,7 @@ def _file(name: str, media_type: str) -> Callable[[Request], Response]:
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:
-    """Return an endpoint that answers on a thread, so that reading a large file holds up no other request."""
+    """Return an endpoint that runs on a thread, so that reading a large file delays no other request."""
 
     def endpoint(request: Request) -> Response:
         try:
@@ -91,16 +91,16 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
 
 def _json(content: Any, status: int = 200) -> Response:
     try:
-        # ASCII escapes half of a surrogate pair, which UTF-8 cannot encode.
+        # `json.dumps` escapes half of a surrogate pair, which UTF-8 could not encode.
         text = json.dumps(content, default=str, allow_nan=False)
     except ValueError:
-        # Browsers cannot read numbers that are not finite, which an environment may put into `info`.
+        # The `info` of an environment may hold NaN or infinity, which browsers cannot read.
         text = json.dumps(_finite(content), default=str)
     return Response(text, status, media_type="application/json")
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with text in place of numbers that are not finite."""
+    """Return the value with text in place of NaN and infinity."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -116,7 +116,7 @@ def _runs(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
 
 
 def _unless_unreadable(answer: Callable[[], Mapping[str, Any]], **otherwise: Any) -> Mapping[str, Any]:
-    """Return the answer of one run, or `otherwise` with its error, so that other runs are still shown."""
+    """Return the answer for one run, or `otherwise` with the error, so that other runs are still shown."""
     try:
         return answer()
     except SpurlineError as error:

@@ -1,11 +1,21 @@
-"""The command `spurline view`."""
+"""The command `spurline view`: listen on the loopback, print the address, and serve until Ctrl-C."""
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from spurline.errors import UserError
+
+ADDRESS = "127.0.0.1"
 
 
 def view(
@@ -14,6 +24,53 @@ def view(
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
 ) -> None:
     """Serve a local page over runs: curves, evaluations, rollouts token by token. Ends at Ctrl-C; writes nothing."""
-    from spurline_insight.view.server import serve
+    try:
+        import uvicorn
 
-    serve(run_dirs, port, opens_browser=not no_open, say=typer.echo)
+        from spurline_insight.view.app import make_app
+        from spurline_insight.view.guard import Guard
+    except ImportError as error:
+        raise UserError(f"spurline view needs {error.name}. Run `pip install 'spurline-insight[view]'`.") from error
+    from spurline_insight.view.runs import open_runs
+
+    app = make_app(open_runs(run_dirs))
+    with _listening(port) as listener:
+        port = listener.getsockname()[1]
+        token = secrets.token_urlsafe(24)
+        guard = Guard(app, token, port)
+        config = uvicorn.Config(
+            guard,
+            # The application needs no start or stop. With them, Ctrl-C would print a traceback.
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            # The log would show the addresses of requests, which may hold the token.
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=1,
+        )
+        address = f"http://{ADDRESS}:{port}/?token="
+        typer.echo(f"{address}{token}")
+        typer.echo("Anyone with this address can read these runs: keep it to yourself. Ctrl-C ends the page.")
+        if not no_open and _has_display():
+            webbrowser.open(f"{address}{guard.one_visit}")
+        # Uvicorn ends at Ctrl-C, and then raises KeyboardInterrupt.
+        with suppress(KeyboardInterrupt):
+            uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listening(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ADDRESS, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise UserError(f"port {port} cannot be used: {error.strerror}. Choose another, or --port 0.") from error
+    return listener
+
+
+def _has_display() -> bool:
+    """Return whether a browser would open a window. A browser in the terminal would hide the printed lines."""
+    return sys.platform != "linux" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

@@ -1,8 +1,8 @@
-"""Let only the browser read the page that has the token, under a name of this machine.
+"""Show the page only to a browser that has the token, and only under a name of this machine.
 
-An ASGI application around another. The first visit brings the token in its address, gets a cookie, and is redirected
-to the same address without the token; later requests pass with the cookie. Every answer forbids foreign scripts and
-styles, frames, and reading by other sites.
+The guard is an ASGI application around another. The address of the first visit holds the token. The browser gets a
+cookie, and is redirected to the same address without the token. Later requests pass with the cookie. The headers of
+every answer forbid scripts and styles from elsewhere, frames, and reading by other sites.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Names under which the page is served, which excludes foreign names that point here (DNS rebinding)."""
+"""Host names that are answered. Other names may point to this machine too (DNS rebinding)."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
@@ -32,14 +32,14 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """An application that passes requests with the token on to `app`; `port` tells its cookie from other servers'."""
+    """An application that passes requests with the token on to `app`. `port` is a part of the cookie's name."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app = app
         self._token = token
         self._cookie = f"spurline_view_{port}"
         self.one_visit = secrets.token_urlsafe(24)
-        """A token for one visit, as other users can see the address that a browser is started with."""
+        """A token for one visit. Other users of the machine can see the address that a browser is started with."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -54,7 +54,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         if request.headers.get("host", "").rpartition(":")[0] not in HOSTS:
-            return PlainTextResponse("This page is served to this machine alone.", 400)
+            return PlainTextResponse("This page is served only to this machine.", 400)
         query = parse_qs(request.url.query)
         given = query.pop("token", [""])[0]
         if given and self._is_let_in(given):
@@ -74,5 +74,5 @@ class Guard:
 
 
 def _same(given: str, expected: str) -> bool:
-    """Compare in a time that does not show how much of the token is right."""
+    """Compare in constant time."""
     return secrets.compare_digest(given.encode(errors="replace"), expected.encode())

@@ -1,4 +1,4 @@
-"""Read a run directory as the page shows it: its state, curves and tables of evaluations."""
+"""Read from a run directory what the page shows: state, curves and tables of evaluations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from spurline.run.directory import CONFIG_FILE, SUMMARY_FILE, RunDirectory, check_run_directory, read_mapping
+from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report.figure import thinned
-from spurline_insight.report.record import distinct_names, evaluations_of, setting
+from spurline_insight.report.record import distinct_names, evaluations_of, read_summary, recorded_names, setting
 from spurline_insight.report_panel import RunRecord
 
 MAX_POINTS = 2000
@@ -18,9 +18,9 @@ MAX_POINTS = 2000
 
 
 class ViewedRun:
-    """A finished or running run, read as its files are at each answer. Safe to use from several threads.
+    """A finished or running run. Each answer reads its files again. Several threads may use it.
 
-    Raises RunDirectoryError when the folder is missing or is no run directory.
+    Raises RunDirectoryError if the folder is missing or is not a run directory.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -31,15 +31,10 @@ class ViewedRun:
         self._read: tuple[Any, Sequence[Mapping[str, float]]] = (None, [])
 
     def state(self) -> dict[str, Any]:
-        """Return status, steps, error, names of metrics, and the largest age of a token where the run bounds it."""
-        lines = self._metrics()
-        summary = read_mapping(self.run_dir / SUMMARY_FILE)
-        status = str(summary.get("status", "unknown"))
-        if status == "running" and not RunDirectory(self.run_dir).is_in_use():
-            # Its process was killed, or the machine went down.
-            status = "interrupted"
+        """Return status, steps, error, names of metrics, and `source.max_staleness` if it is set."""
+        lines, summary = self._metrics(), read_summary(self.run_dir)
         return {
-            "status": status,
+            "status": str(summary.get("status", "unknown")),
             "error": summary.get("error"),
             "step": lines[-1].get("step", 0) if lines else 0,
             "total_steps": summary.get("total_steps"),
@@ -48,17 +43,16 @@ class ViewedRun:
         }
 
     def series(self, metric: str) -> dict[str, Any]:
-        """Return steps and values of a metric, thinned to the points that a plot can show."""
-        steps, values = self._record().series(metric)
-        kept_steps, kept_values = thinned(steps, values, MAX_POINTS)
-        return {"steps": kept_steps, "values": kept_values}
+        """Return steps and values of a metric, with at most `MAX_POINTS` points."""
+        steps, values = thinned(*self._record().series(metric), MAX_POINTS)
+        return {"steps": steps, "values": values}
 
     def evaluations(self) -> dict[str, Any]:
-        """Return `tables`, one for each evaluation set: its metrics, and a row of values for each step with one."""
+        """Return `tables`, one for each evaluation: its metrics, and a row of values for each evaluated step."""
         record = self._record()
         columns: dict[str, dict[str, str]] = {}
         prefixes = sorted(evaluations_of(record), key=len, reverse=True)
-        for name in sorted({name for line in record.metrics for name in line if name.startswith("eval/")}):
+        for name in recorded_names(record, "eval/"):
             prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
             columns.setdefault(prefix, {})[name] = name.removeprefix(prefix)
         tables = [
@@ -76,7 +70,7 @@ class ViewedRun:
         return {"tables": tables}
 
     def _metrics(self) -> Sequence[Mapping[str, float]]:
-        """Return the complete lines of metrics.jsonl, which is read again when it has changed."""
+        """Return the complete lines of metrics.jsonl. Read the file only if it has changed."""
         path = self.run_dir / METRICS_FILE
         with self._lock:
             try:
@@ -93,5 +87,5 @@ class ViewedRun:
 
 
 def open_runs(run_dirs: Sequence[Path]) -> list[ViewedRun]:
-    """Return the runs of these folders, each with a name of its own."""
+    """Return the runs of these folders, with different names."""
     return [ViewedRun(run_dir, name) for run_dir, name in zip(run_dirs, distinct_names(run_dirs), strict=True)]

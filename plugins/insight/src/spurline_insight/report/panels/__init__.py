@@ -1,1 +1,1 @@
-"""Draw report panels for any run, one file per subject; `plugin.py` names them."""
+"""The panels of this package; `plugin.py` names them."""

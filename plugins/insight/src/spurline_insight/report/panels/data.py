@@ -1,4 +1,4 @@
-"""Show the training data: counts and lengths of samples, and how well batches were filled."""
+"""Show the training data: counts and lengths of samples, and the share of batches that holds data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spurline_insight.report_panel import RunRecord
 
 
 class SampleLengthsPanel(Panel):
-    """Sample counts per split, and the lengths of the training samples; of prompts of rollouts, only counts."""
+    """Counts of each split, and the lengths of the training samples. A run with rollouts has only counts."""
 
     title = "Data"
     order = 420
@@ -30,12 +30,12 @@ class SampleLengthsPanel(Panel):
         counted, lengths = _count_table(splits), setting(splits, "train", "lengths")
         if not setting(lengths, "counts"):
             return block(counted)
-        histogram = _histogram("train", lengths, _max_length(record))
+        histogram = _histogram(lengths, setting(record.config, "data", "max_length"))
         return block(f'<div class="columns even"><div>{histogram}</div>{counted}</div>', wide=True)
 
 
 class PackingPanel(Panel):
-    """Share of token positions in each batch that hold data rather than padding."""
+    """The share of token positions in each batch that hold data, not padding."""
 
     title = "Batch fill"
     order = 430
@@ -87,12 +87,12 @@ def _prompt_table(splits: Mapping[str, Mapping[str, Any]]) -> str:
     return table(["", *splits], rows, css="numbers")
 
 
-def _histogram(split: str, lengths: Mapping[str, Sequence[float]], max_length: float | None) -> str:
+def _histogram(lengths: Mapping[str, Sequence[float]], max_length: float | None) -> str:
     edges, counts = lengths["edges"], lengths["counts"]
     widths = [right - left for left, right in pairwise(edges)]
     bars = {
         "type": "bar",
-        "name": f"{split} samples",
+        "name": "train samples",
         "x": [left + width / 2 for left, width in zip(edges, widths, strict=False)],
         "y": list(counts),
         "width": widths,
@@ -113,11 +113,6 @@ def _histogram(split: str, lengths: Mapping[str, Sequence[float]], max_length: f
         dashes = {"color": "--series-6", "width": 1.5, "dash": "dash"}
         layout["shapes"] = [{"type": "line", "line": dashes, "label": label, **position}]
     return figure([bars], layout, label="Histogram of sample lengths")
-
-
-def _max_length(record: RunRecord) -> float | None:
-    value = setting(record.config, "data", "max_length")
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _number(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Show how well training goes: loss, evaluation scores, learning rate, gradient norm, each over steps."""
+"""Show how training goes: loss, evaluation scores, learning rate and gradient norm over steps."""
 
 from __future__ import annotations
 
@@ -32,23 +32,20 @@ class LossPanel(Panel):
         traces = raw_and_smoothed("training loss", steps, values, "--series-1") if steps else []
         for index, name in enumerate(evaluation_losses(record)):
             eval_steps, eval_values = record.series(name)
-            color = series_color(index + 1)
-            traces.append(
-                line(label_of(name, "evaluation"), eval_steps, eval_values, color, mode="lines+markers")
-                | {"marker": {"color": color, "size": 7}}
-            )
+            label, color = label_of(name, "evaluation"), series_color(index + 1)
+            traces.append(line(label, eval_steps, eval_values, color, mode="lines+markers"))
         if not traces:
             return None
         _, rewards = record.series("reward/mean")
         if not rewards:
             unit = "per pair" if recorded_names(record, OF_PAIRS) else "nats per token"
             return block(step_figure(traces, f"Loss ({unit})", label="Loss over steps"), wide=True)
-        head = caption("Of the policy: near 0 whatever is learned. The reward tells how training goes")
+        head = caption("The loss of a policy stays near 0. The reward shows how training goes.")
         return block(head, step_figure(traces, "Loss", label="Loss over steps"))
 
 
 class EvaluationPanel(Panel):
-    """Scores of generated answers and other evaluation metrics, but for those of preferences."""
+    """Scores of generated answers and other evaluation metrics, without those of preference pairs."""
 
     title = "Evaluation"
     order = 120
@@ -74,7 +71,7 @@ class EvaluationPanel(Panel):
 
 
 class LearningRatePanel(Panel):
-    """The learning rate that each step used."""
+    """The learning rate of each step."""
 
     title = "Learning rate"
     order = 300
@@ -92,7 +89,7 @@ class LearningRatePanel(Panel):
 
 
 class GradientPanel(Panel):
-    """Global gradient norm before clipping, and the clipping threshold."""
+    """The global gradient norm before clipping, and the clipping threshold."""
 
     title = "Gradient norm"
     order = 310
@@ -116,7 +113,6 @@ def _given_up(record: RunRecord) -> str:
     for prefix in evaluations_of(record):
         steps, counts = record.series(f"{prefix}{GIVEN_UP}")
         if counts:
-            worst = max(range(len(counts)), key=counts.__getitem__)
-            of = prefix.removeprefix("eval/").rstrip("/")
-            found.append(f"{f'{of}: ' if of else ''}{counts[worst]:,.0f} at step {steps[worst]:,}")
+            most, name = max(counts), prefix.removeprefix("eval/").replace("/", ": ")
+            found.append(f"{name}{most:,.0f} at step {steps[counts.index(most)]:,}")
     return caption(f"Held-out prompts given up: {'; '.join(found)}. They count as failed") if found else ""

@@ -1,7 +1,8 @@
-"""Show answers of the model: held-out prompts with the first and the latest answers side by side.
+"""Show answers of the model to held-out prompts, the first and the latest side by side.
 
-Lines of `eval_samples.jsonl` go in. `prompt`, `response` and `reference` are texts, or lists of messages; `scores`
-are by name. Attempts also have `reward` and `passed`; `evaluation` is the name of a named evaluation.
+The answers are lines of `eval_samples.jsonl`. `prompt`, `response` and `reference` are texts or lists of messages.
+`scores` has numbers by name. Attempts also have `reward` and `passed`. `evaluation` is the name of the evaluation, if
+it has one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from spurline_insight.report.markup import Panel, block, caption, table, text
 from spurline_insight.report_panel import RunRecord
 
 SAMPLES_FILE = "eval_samples.jsonl"
-"""Answers written by the evaluation, inside the run directory."""
+"""The file with the answers, in the run directory."""
 
 _SHOWN = 8
 _MAX_ROWS = 100
@@ -27,7 +28,7 @@ Answer = Mapping[str, Any]
 
 
 class SamplesPanel(Panel):
-    """Answers at the first and at the latest evaluation, marked by their scores."""
+    """Answers at the first and at the latest evaluation, with their scores."""
 
     title = "Sample answers"
     order = 900
@@ -60,9 +61,9 @@ class SamplesPanel(Panel):
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Return the answers of each step, by prompt and by the number of its earlier answers in the same evaluation.
+    """Return the answers of each step. The key of an answer is its prompt, and its number among those to this prompt.
 
-    If a step was evaluated again, as after a resume, the later answers count.
+    If a step was evaluated again after a resume, only its later answers are returned.
     """
     by_step: dict[int, dict[tuple[str, int], Answer]] = {}
     for step, answers in groupby(lines, key=lambda line: int(line["step"])):
@@ -82,13 +83,12 @@ def _heading(step: int, first: int, latest: int) -> str:
 
 
 def _verdict(by_step: Mapping[int, Mapping[Any, Answer]], steps: Sequence[int]) -> str:
-    counts = [
-        (step, sum(_is_correct(answer) for answer in by_step[step].values()), len(by_step[step])) for step in steps
-    ]
-    if not any(answer.get("scores") or "passed" in answer for answer in by_step[steps[-1]].values()):
-        return f"{counts[-1][2]} answers at step {counts[-1][0]:,}, not scored"
-    word = "passed" if any("passed" in answer for answer in by_step[steps[-1]].values()) else "correct"
-    return "; ".join(f"step {step:,}: {correct} of {total} {word}" for step, correct, total in counts).capitalize()
+    latest = by_step[steps[-1]].values()
+    if not any(answer.get("scores") or "passed" in answer for answer in latest):
+        return f"{len(latest)} answers at step {steps[-1]:,}, not scored"
+    word = "passed" if any("passed" in answer for answer in latest) else "correct"
+    correct = {step: sum(map(_is_correct, by_step[step].values())) for step in steps}
+    return "; ".join(f"step {step:,}: {correct[step]} of {len(by_step[step])} {word}" for step in steps).capitalize()
 
 
 def _is_correct(answer: Answer) -> bool:
@@ -110,9 +110,11 @@ def _marks(answer: Answer) -> str:
         reward = "" if answer.get("reward") is None else f", reward {float(answer['reward']):.3g}"
         chips.append(("good", f"✓ passed{reward}") if answer["passed"] else ("bad", f"✗ failed{reward}"))
     for name, value in (answer.get("scores") or {}).items():
-        kind, sign = {1.0: ("good", "✓ "), 0.0: ("bad", "✗ ")}.get(float(value), ("term", ""))
-        kind, sign = (kind, sign) if "passed" not in answer else ("term", "")
-        chips.append((kind, f"{sign}{name.replace('_', ' ')}" + (f" {float(value):.3g}" if kind == "term" else "")))
+        label = name.replace("_", " ")
+        if "passed" not in answer and float(value) in (0, 1):
+            chips.append(("good", f"✓ {label}") if value else ("bad", f"✗ {label}"))
+        else:
+            chips.append(("term", f"{label} {float(value):.3g}"))
     return "".join(f'<span class="mark {kind}">{text(words)}</span>' for kind, words in chips)
 
 
@@ -138,9 +140,5 @@ def _is_conversation(value: Any) -> bool:
 
 def _message(message: Mapping[str, Any]) -> str:
     others = {key: item for key, item in message.items() if key not in ("role", "content") and item}
-    lines = [
-        f"{message['role']}:",
-        _as_text(message.get("content")),
-        json.dumps(others, ensure_ascii=False) if others else "",
-    ]
+    lines = (f"{message['role']}:", _as_text(message.get("content")), _as_text(others or None))
     return "\n".join(line for line in lines if line)

@@ -1,4 +1,4 @@
-"""Show how fast training goes: tokens per second, and where the time of a step goes."""
+"""Show how fast training is: tokens per second, and the parts of the time of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 class ThroughputPanel(Panel):
-    """Non-padding tokens per second of training, and response tokens per second of generation, without evaluation."""
+    """Tokens per second of training, without padding and evaluation, and response tokens per second of generation."""
 
     title = "Throughput"
     order = 400
@@ -43,7 +43,7 @@ class ThroughputPanel(Panel):
         if generated is not None:
             traces = one_of_several("training", trained.steps, trained.rates, "--series-5")
             traces += one_of_several("generation", generated.steps, generated.rates, "--series-2")
-            head += f" in training, {quantity(generated.mean)} in generation; each over its own time"
+            head += f" in training, {quantity(generated.mean)} in generation, each over its own time"
         else:
             traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5")
             head += ", evaluation not counted"
@@ -69,19 +69,20 @@ class TimeSplitPanel(Panel):
         whole = sum(totals.values())
         if whole <= 0 or len(totals) < 2:
             return None
-        # A remainder that is only rounding would add an empty entry.
-        shown = [name for name, total in totals.items() if name != _OTHER or total > 1e-6 * whole]
-        names = sorted(shown, key=lambda name: -totals[name])
-        rows = [
-            (_part(name, inside), totals[name] / whole, f"{_percent(totals[name] / whole)} · {_seconds(totals[name])}")
-            for name in names
-        ]
+        rows: list[tuple[str, float, str]] = []
+        for name, total in sorted(totals.items(), key=lambda entry: -entry[1]):
+            share = total / whole
+            # The rest may be only a rounding error.
+            if name != _OTHER or share > 1e-6:
+                percent = f"{share:.1%}" if share >= 0.001 else "<0.1%"
+                label = "rest of the batch" if name == "time/batch" and inside else _readable(name)
+                rows.append((label, share, f"{percent} · {_seconds(total)}"))
         return block(shares(rows), _list_overlapping(record, inside))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens per second at each of `steps`, and over all of their time."""
+    """Tokens per second at each of `steps`, and over all these steps together."""
 
     steps: list[int]
     rates: list[float]
@@ -109,7 +110,7 @@ def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, floa
 
 
 def _inside_batch(record: RunRecord) -> list[str]:
-    """Return the times that are parts of `time/batch` in this run; none if they overlap others, as with prefetching."""
+    """Return the times that are parts of `time/batch` in this run. With prefetching, there are none."""
     timed = [metrics for metrics in record.metrics if "time/batch" in metrics]
     names = [name for name in _INSIDE_BATCH if any(name in metrics for metrics in timed)]
     fits = all(sum(metrics.get(name, 0.0) for name in names) <= metrics["time/batch"] for metrics in timed)
@@ -125,7 +126,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line of the times that overlap the parts, so that they are not added to them."""
+    """Return a line with all other times. They overlap the parts, so they are not among them."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():
@@ -135,16 +136,8 @@ def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
     return caption(f"Also measured, overlapping the above: {listed}") if listed else ""
 
 
-def _part(name: str, inside: Sequence[str]) -> str:
-    return "rest of the batch" if name == "time/batch" and inside else _readable(name)
-
-
 def _readable(name: str) -> str:
     return _NAMES.get(name) or name.removeprefix("time/").replace("_", " ")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}" if share >= 0.001 else "<0.1%"
 
 
 def _seconds(seconds: float) -> str:

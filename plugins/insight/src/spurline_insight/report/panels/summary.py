@@ -9,7 +9,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 from spurline.trackers.readout import clock, quantity, score
-from spurline_insight.health import findings, trained_steps
+from spurline_insight.health import findings
 from spurline_insight.report.markup import Card, Panel, block, cards, scalar, text
 from spurline_insight.report.panels.speed import generation_speed, training_speed
 from spurline_insight.report.record import REWARD, evaluation_losses, evaluation_scores, label_of
@@ -30,7 +30,7 @@ class SummaryPanel(Panel):
 
 
 def _progress_cards(record: RunRecord) -> list[Card]:
-    """Return the reward where there is one: the loss of a policy does not say how good it is."""
+    """Return the reward, or the loss if there is no reward. The loss of a policy does not show how good it is."""
     for name, noun in ((REWARD, "reward"), ("loss", "loss")):
         _, values = record.series(name)
         if values:
@@ -45,12 +45,12 @@ def _evaluation_cards(record: RunRecord) -> list[Card]:
     found: list[Card] = []
     for name in evaluation_losses(record):
         steps, values = record.series(name)
-        best = min(range(len(values)), key=values.__getitem__)
-        found.append(Card(f"Best {label_of(name, 'eval')}", score(values[best]), f"at step {steps[best]:,}"))
+        best = min(values)
+        found.append(Card(f"Best {label_of(name, 'eval')}", score(best), f"at step {steps[values.index(best)]:,}"))
     for name in scores[:_MAX_SCORES]:
         steps, values = record.series(name)
-        best = max(range(len(values)), key=values.__getitem__)
-        found.append(Card(f"Best {label_of(name)}", f"{values[best]:.1%}", f"at step {steps[best]:,}"))
+        best = max(values)
+        found.append(Card(f"Best {label_of(name)}", f"{best:.1%}", f"at step {steps[values.index(best)]:,}"))
     return found
 
 
@@ -85,7 +85,7 @@ def _size_cards(record: RunRecord) -> list[Card]:
 
 
 class HealthPanel(Panel):
-    """Troubles of the run, the most frequent first, in the sentences that the terminal shows, with their steps."""
+    """Problems of the run with their steps, the most frequent first. The terminal shows the same sentences."""
 
     title = "Health"
     order = 10
@@ -94,30 +94,26 @@ class HealthPanel(Panel):
         found = findings(record.metrics, record.config)
         if not found:
             return None
-        steps = trained_steps(record.metrics)
         entries = "".join(
-            f"<li><span>{text(finding.words)}</span> <small>{text(finding.when(steps))}</small></li>"
-            for finding in found
+            f"<li><span>{text(finding.words)}</span> <small>{text(finding.when)}</small></li>" for finding in found
         )
         return block(f'<ul class="warnings">{entries}</ul>', wide=True)
 
 
 class ConfigPanel(Panel):
-    """Settings of the run, defaults included, as a foldable tree; those that a resume changed; and versions."""
+    """Settings that a resume changed, all settings of the run with their defaults, and versions of packages."""
 
     title = "Configuration"
     order = 910
 
     def render(self, record: RunRecord) -> str | None:
-        versions = record.summary.get("versions") or {}
-        history = record.summary.get("history") or []
         fragments: list[str] = []
-        if history:
+        if history := record.summary.get("history"):
             entries = "".join(f"<li>{text(_change(entry))}</li>" for entry in history)
             fragments.append(f"<h3>Changed on the way</h3><ul>{entries}</ul>")
         if record.config:
             fragments.append(_as_yaml(record.config))
-        if versions:
+        if versions := record.summary.get("versions"):
             fragments.append(f"<h3>Versions</h3>{_as_yaml(versions)}")
         return block(*fragments, wide=True) if fragments else None
 
@@ -129,10 +125,7 @@ def _as_yaml(settings: Any) -> str:
 
 
 def _change(entry: Mapping[str, Any]) -> str:
-    before, now = (scalar(_whole(entry[side])) for side in ("before", "now"))
+    values = (entry["before"], entry["now"])
+    # If a component was replaced, its name is enough.
+    before, now = (scalar(value.get("name", value) if isinstance(value, Mapping) else value) for value in values)
     return f"after step {entry['step']:,}: {entry['key']}: {before} -> {now}"
-
-
-def _whole(value: Any) -> Any:
-    """Return the name of a component that was replaced as a whole."""
-    return value.get("name", value) if isinstance(value, Mapping) else value

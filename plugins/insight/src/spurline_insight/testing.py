@@ -1,10 +1,12 @@
-"""Test what every report panel must satisfy."""
+"""Offer the contract kit for report panels; see `spurline.testing` for how to use a suite."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from spurline_insight.report_panel import ReportPanel, RunRecord
+
+__all__ = ["ReportPanelContract"]
 
 
 class ReportPanelContract:
