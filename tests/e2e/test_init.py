@@ -159,7 +159,7 @@ def test_the_answers_that_prompts_are_compared_with_are_found_too(init: Spurline
     row = {"prompt": CHAT["messages"][:1], "reward_model": {"ground_truth": "1"}}
     code, out, err = init(rows(tmp_path / "train.jsonl", row))
     assert code == 0, err
-    assert "columns: reward_model.ground_truth is read as reference. That is a guess" in out
+    assert "columns: reward_model.ground_truth is read as reference. This is a guess" in out
     config = load_config(tmp_path / "run.yaml").config
     assert config.source.name == "rollouts"
     assert config.data.train[0].columns == {"reference": "reward_model.ground_truth"}
@@ -203,7 +203,7 @@ def test_a_terminal_is_asked_for_what_was_not_given(
         ("--data DATA", "--model is missing: which model"),
         ("--model MODEL", "--data is missing: which training data"),
         ("--model MODEL --data DATA --task dpo", "--task dpo needs rows with chosen and rejected"),
-        ("--model MODEL --data DATA --task stf", "is none of sft, dpo, rl, async"),
+        ("--model MODEL --data DATA --task stf", "is not one of sft, dpo, rl, async"),
         ("--model MODEL --data DATA --reward x", "--reward is for reinforcement learning"),
         ("--model MODEL --data DATA --epochs 1 --steps 1", "--epochs and --steps are both given"),
         ("--model MODEL --data DATA --epochs -1", "epochs"),

@@ -76,7 +76,7 @@ def test_a_plan_sizes_generation_and_updates_by_the_settings(rl_config: Config) 
     assert "at most 248 tokens in an optimizer step, rows of up to 31" in plan.sections["batches"][0]
     assert plan.sections["generation"] == ["engine in_process: 16 responses decoded together, in this process"]
     memory = " ".join(plan.sections["memory (estimate)"])
-    for part in ("weights:", "activations:", "logits:", "keys and values, while generating:", "not all of it"):
+    for part in ("weights:", "activations:", "logits:", "keys and values, while generating:", "not all parts"):
         assert part in memory
 
 

@@ -109,7 +109,7 @@ def test_a_plan_suggests_the_cheapest_change_that_fits(
     if suggested is None:
         assert said[-1] == "fits a device of 500.0 GiB"
         return
-    assert said[-2] == f"does not fit a device of {gib:.1f} GiB, of which 90% can be counted on"
+    assert said[-2] == f"does not fit a device of {gib:.1f} GiB, of which 90% can be used"
     assert suggested in said[-1]
     if " even " not in said[-1]:
         words = said[-1].removeprefix("suggestion: ").partition(", which")[0].split()
@@ -123,7 +123,7 @@ def test_offloaded_parts_are_counted_where_they_are(config: dict[str, Any], tmp_
     on_device, offloaded = memory(planned(config)), memory(planned(config, cpu_offload=True))
     assert "weights" not in offloaded
     kept = sum(on_device[part] for part in ("weights", "gradients", "optimizer"))
-    assert offloaded["in the memory of the fullest machine, beside it"] == pytest.approx(8 * kept, rel=0.001)
+    assert offloaded["in the memory of the fullest machine"] == pytest.approx(8 * kept, rel=0.001)
 
 
 @pytest.mark.parametrize("here", [2**40, 2**36])

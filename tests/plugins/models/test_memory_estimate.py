@@ -58,4 +58,4 @@ def test_gradients_add_up_with_activations_in_several_microbatches_alone(tmp_pat
     nothing = LocalBackendConfig().estimate_memory(run, 0, 0)
     assert nothing.peak == sum(nothing.parts[name] for name in ("weights", "gradients", "optimizer"))
     lines = memory_lines(run, Load(4000, 4000), 80 << 30)
-    assert "not all of it is there at once" in lines[-2]
+    assert "not all parts are in memory at once" in lines[-2]

@@ -1,6 +1,6 @@
 """The commands `spurline plan`, `spurline data` and `spurline doctor`, which look at a run before it trains.
 
-torch is imported inside the commands, after what can be said without it.
+The commands import torch only after the config is loaded, since the import takes seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, where the run trains elsewhere.")
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, if the run trains elsewhere.")
     ] = None,
 ) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
@@ -56,7 +56,7 @@ def data(
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
     whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
 ) -> None:
-    """Show the first rows as they will be trained: every token, which are trained, what was cut or left out."""
+    """Show the first rows of a run: every token, whether it is trained, and what was cut or left out."""
     loaded = load(config, overrides)
     start = _start_lines(loaded)
     with importing():
@@ -75,7 +75,7 @@ def diagnose_run(
     overrides: SetOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON.")] = False,
 ) -> None:
-    """Look at machine, folders, devices and ranks as a run would meet them. Exit code 2 on any problem."""
+    """Check machine, folders, devices and ranks before a run. Exit code 2 on any problem."""
     loaded = load(config, overrides)
     _start_lines(loaded)
     with importing():

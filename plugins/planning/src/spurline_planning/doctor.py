@@ -1,7 +1,7 @@
-"""`spurline doctor RUN.yaml`: look at what a run needs of machines, folders and ranks, before it is started.
+"""Check machine, folders, devices and ranks before a run, for `spurline doctor RUN.yaml`.
 
-In: a config. Out: findings, one line each, in the order in which a run would meet them. Loads no weights. A backend
-with ranks starts the real ones and adds what they find.
+The findings have the order in which a run would meet them. No weights are loaded. A backend with ranks starts them, and
+adds their findings.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from spurline_models.architecture import load_model_config
 from spurline_models.machine import Finding, memory_bytes, num_cores
 from spurline_models.memory import count_parameters
 from spurline_models.weight_files import check_weight_files
+from spurline_planning.fit import gib
 from spurline_planning.protocols import Diagnoses
 
 OPEN_FILES = 4096
-"""Files that a run may need at once: sockets of engines and ranks, memory-mapped data, shards of weights."""
+"""Open files that a run may need: sockets of engines and ranks, memory-mapped data, shards of weights."""
 
 SHARED_MEMORY = 2**30
 """Bytes of /dev/shm that NCCL may need between the ranks of one machine."""
@@ -37,7 +38,7 @@ FREE_DISK = 2**30
 
 
 def find(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Yield every finding as soon as it is known. None is raised as an error."""
+    """Yield each finding when it is known. Problems are findings too, and are not raised."""
     config = loaded.config
     yield _versions(loaded)
     yield from _machine()
@@ -63,48 +64,40 @@ def _machine() -> Iterator[Finding]:
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
     shown = "without limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
     yield Finding("open files", shown, f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
-    yield Finding("memory", f"{_gib(memory_bytes())}, {num_cores()} cores")
+    yield Finding("memory", f"{gib(memory_bytes())}, {num_cores()} cores")
 
 
 def _shared_memory() -> Iterator[Finding]:
-    """Check the size of /dev/shm, which only NCCL uses."""
     shared = Path("/dev/shm")
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         small = free < SHARED_MEMORY
         fix = "give the container more, as with `docker run --shm-size=8g`, or delete files there"
-        yield Finding(str(shared), f"{_gib(free)} free for NCCL between ranks of a machine", fix if small else "")
+        yield Finding(str(shared), f"{gib(free)} free for NCCL between ranks of a machine", fix if small else "")
 
 
 def _devices() -> Iterator[Finding]:
-    """Devices of this process; a run with ranks leaves them to the ranks."""
     if not torch.cuda.is_available():
         yield Finding("GPUs", "torch sees none: the run trains on the CPU")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
         fix = "end other programs on it: see `nvidia-smi`" if free < total // 2 else ""
-        yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {_gib(free)} of {_gib(total)} free", fix)
+        yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {gib(free)} of {gib(total)} free", fix)
 
 
 def _run_dir(path: Path) -> Iterator[Finding]:
     try:
-        with scratch_inside(path) as scratch, (scratch / "file").open("w+b") as file:
-            file.write(scratch.name.encode())
+        with scratch_inside(path) as scratch, (scratch / "file").open("wb") as file:
+            file.write(b"x")
             file.flush()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = (scratch / "file").read_bytes() == scratch.name.encode()
             free = shutil.disk_usage(path).free
     except OSError as error:
         fix = "choose another: --set run_dir=PATH, or change its permissions"
         yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
         return
-    if not same:
-        yield Finding(
-            "run_dir", f"{path} gives back other bytes than were written", "choose another: --set run_dir=PATH"
-        )
-        return
-    fix = "free some, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
-    yield Finding("run_dir", f"{path} can be written and locked, {_gib(free)} free", fix)
+    fix = "free some space, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
+    yield Finding("run_dir", f"{path} can be written and locked, {gib(free)} free", fix)
 
 
 def _model(config: RunConfig, origin: str) -> Iterator[Finding]:
@@ -118,7 +111,3 @@ def _model(config: RunConfig, origin: str) -> Iterator[Finding]:
         yield Finding("model", str(config.model.path), str(located))
     else:
         yield Finding("model", f"{config.model.path}: {type(architecture).__name__}, {size} parameters")
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"

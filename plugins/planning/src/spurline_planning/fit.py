@@ -1,6 +1,6 @@
-"""Say whether a run fits its devices: memory by part, the total beside a device, and what to change if it does not fit.
+"""Say whether a run fits its devices: its memory by part, the total, and what to change if it does not fit.
 
-In: the estimates of the backend's config, for the largest step that a plan knows. Out: lines of text.
+The backend's config estimates the memory of the largest step that a plan knows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline_planning.protocols import PlansLayouts, PlansMemory
 _Section = TypeVar("_Section", bound=BaseModel)
 
 SHARE_USED = 0.9
-"""Share of a device's memory that a plan counts on: kernels, network buffers and the allocator take the rest."""
+"""Share of a device's memory that a plan uses. Kernels, network buffers and the allocator take the rest."""
 
 BUCKETS = 4
 """Buckets of weights on a device while weights are published: two of the sender and two of the receiver."""
@@ -28,13 +28,13 @@ BUCKETS = 4
 
 @dataclass(frozen=True)
 class Load:
-    """The largest step that is known.
+    """The size of the largest step that is known.
 
     Attributes:
         row_length: Tokens of the longest row; 0 if no batch is known.
         tokens: Tokens of the step; 0 if no batch is known.
-        generation: Bytes by part that generating takes on the device, in turn with updates.
-        engine: The engine that has the device by turns with the trainer; None if engines have other devices.
+        generation: Bytes by part that the trainer's device needs for generation, between updates.
+        engine: The engine that takes turns with the trainer on its devices, if there is one.
     """
 
     row_length: int = 0
@@ -44,7 +44,10 @@ class Load:
 
 
 def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryEstimate | None:
-    """Estimate the memory of this step, generation included, with this backend; None if it does not say."""
+    """Estimate the memory of this step and of generation. Return None if the backend has no estimate.
+
+    `backend` replaces the backend of the run.
+    """
     backend = backend or run.backend
     if not isinstance(backend, PlansMemory):
         return None
@@ -56,12 +59,14 @@ def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryE
 
 
 def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return memory by part on the fullest device, the total, and whether it fits; nothing if the backend cannot say.
+    """Return memory by part on the fullest device, the total, and whether it fits.
+
+    Without an estimate of the backend, there are no lines.
 
     Args:
         run: The run to plan.
         load: Its largest step.
-        device_bytes: Memory of a device; None asks the backend for that of this machine.
+        device_bytes: Memory of a device. If None, the backend looks at the devices of this machine.
 
     Raises:
         ModelError: If the model's config cannot be read.
@@ -71,24 +76,24 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if estimate is None:
         return []
     lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
-    turns = ", as not all of it is there at once" if len(estimate.moments) > 1 else ""
+    turns = ", since not all parts are in memory at once" if len(estimate.moments) > 1 else ""
     unknown = ", without activations and logits, whose size depends on the batches" if not load.tokens else ""
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
-        lines.append(f"in the memory of the fullest machine, beside it: {_mib(estimate.host)}")
+        lines.append(f"in the memory of the fullest machine: {_mib(estimate.host)}")
     limit = _device_limit(run.backend, device_bytes)
     if limit is None:
         return lines
     # With `device_bytes`, the plan is for another machine.
     if device_bytes is None and estimate.host > SHARE_USED * memory_bytes():
-        lines.append(f"does not fit the memory of this machine, {_beside(memory_bytes())}")
+        lines.append(f"does not fit the memory of this machine: {_usable(memory_bytes())}")
     if estimate.peak <= SHARE_USED * limit:
-        return [*lines, f"fits a device of {_gib(limit)}"]
-    return [*lines, f"does not fit a device of {_beside(limit)}", _suggestion(run, load, SHARE_USED * limit)]
+        return [*lines, f"fits a device of {gib(limit)}"]
+    return [*lines, f"does not fit a device of {_usable(limit)}", _suggestion(run, load, SHARE_USED * limit)]
 
 
 def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
-    """Return the cheapest changes of the backend's settings that fit; all of them if even these do not."""
+    """Return the cheapest changes of the backend's settings that make it fit, or all changes if it still does not."""
     backend = run.backend
     assert isinstance(backend, PlansMemory)
     changes: dict[str, Any] = {}
@@ -100,20 +105,20 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
         if estimate.peak <= usable:
             break
     if estimate is None:
-        return f"suggestion: none of its settings needs less. {backend.beyond}".rstrip()
+        return f"suggestion: no setting of the backend needs less memory. {backend.beyond}".rstrip()
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
     words = " ".join(f"--set backend.{key}={text}" for key, text in texts.items())
-    host = f" and {_gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
-    needs = f"{_gib(estimate.peak)}{host}"
+    host = f" and {gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
+    needs = f"{gib(estimate.peak)}{host}"
     if estimate.peak <= usable:
         return f"suggestion: {words}, which needs {needs}"
     return f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()
 
 
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return how the backend could divide the same ranks otherwise; nothing without a batch, or a device to fit.
+    """Return other ways to divide the model among the same ranks. Arguments and errors are as in `memory_lines`.
 
-    Arguments and errors are those of `memory_lines`.
+    Without a batch or a device to fit, there are none.
     """
     limit = _device_limit(run.backend, device_bytes)
     if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
@@ -122,9 +127,9 @@ def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
 
 def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return what is on a device in each phase of a run whose engines and trainer have it by turns.
+    """Return the memory of each phase if engines and trainer take turns on a device.
 
-    Arguments and errors are those of `memory_lines`. Nothing for other runs, or without GPUs to fit.
+    Arguments and errors are as in `memory_lines`. For other runs, and without GPUs, there are no lines.
     """
     engine, estimate = load.engine, estimate_load(run, load)
     limit = _device_limit(run.backend, device_bytes)
@@ -148,21 +153,21 @@ def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[st
         listed = ", ".join(f"{part} {size / 2**20:,.0f}" for part, size in parts.items() if size)
         lines.append(f"{name}: {_mib(total)} ({listed})")
         if total > SHARE_USED * limit:
-            lines.append(f"{name} does not fit a device of {_beside(limit)}. {fix}")
+            lines.append(f"{name} does not fit a device of {_usable(limit)}. {fix}")
     if len(lines) == len(phases):
-        lines.append(f"each phase fits a device of {_gib(limit)}")
+        lines.append(f"each phase fits a device of {gib(limit)}")
     return lines
 
 
 def _device_limit(backend: object, device_bytes: int | None) -> int | None:
-    """Return `device_bytes`, or the memory of the devices that the backend finds here; None if it finds none."""
+    """Return `device_bytes` if it is given, else the memory of this machine's devices, or None without devices."""
     if device_bytes is None and isinstance(backend, PlansMemory):
         return backend.device_bytes()
     return device_bytes
 
 
 def _with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Return a copy of the section with other values by key. A key such as `lora.base_dtype` leads into a section."""
+    """Return a copy of the section with these values. A key such as `lora.base_dtype` names a setting further in."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")
@@ -175,9 +180,10 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _beside(limit: int) -> str:
-    return f"{_gib(limit)}, of which {SHARE_USED:.0%} can be counted on"
+def _usable(limit: int) -> str:
+    return f"{gib(limit)}, of which {SHARE_USED:.0%} can be used"
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Return the size in GiB, with its unit."""
     return f"{size / 2**30:,.1f} GiB"

@@ -1,7 +1,7 @@
-"""`spurline plan`: find every problem a run would meet, and say what it would do, without training.
+"""Find the problems of a run, and say what it would do, for `spurline plan`.
 
-Reads the config, the tokenizer and the data (a sample of large data), lays out the first batches or shows the first
-prompt, and estimates memory from the model's architecture. Loads no weights.
+A plan reads config, tokenizer and data (only the first rows of large data), lays out the first batches or shows the
+first prompt, and estimates memory from the model's architecture. It loads no weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spurline_planning.protocols import PlansLayouts, planned
 BATCHES_SHOWN = 3
 
 EXAMPLE_TOKENS = 120
-"""Tokens of the example that are shown; the middle of a longer one is left out."""
+"""Tokens of the example that are shown. If it is longer, its middle is left out."""
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Plan:
     problems: list[UserError] = field(default_factory=list[UserError])
 
     def attempt(self, part: Callable[[], T]) -> T | None:
-        """Return what `part` returns; None if it raises a problem, which is noted."""
+        """Return the result of `part`. If it raises a problem, add that to the plan and return None."""
         try:
             return part()
         except UserError as problem:
@@ -58,10 +58,10 @@ class Plan:
             return None
 
     def add(self, heading: str, lines: Callable[[], Iterable[str]]) -> None:
-        """Add these lines, if there are some, under this heading."""
+        """Add these lines under this heading, if there are any."""
         found = self.attempt(lambda: list(lines()))
         if found:
-            self.sections.setdefault(heading, []).extend(found)
+            self.sections[heading] = found
 
 
 def make_plan(
@@ -70,13 +70,13 @@ def make_plan(
     progress: Progress = silent,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Look at everything that can be known before training. Problems are collected, not raised.
+    """Plan a run. Its problems are collected, not raised.
 
     Args:
         loaded: The config of the run.
         row_limit: Rows of each dataset that are read; None reads all.
-        progress: Is told what takes time.
-        device_bytes: Memory of the devices that the run is planned for; None takes those of this machine.
+        progress: Called before each slow part.
+        device_bytes: Memory of the devices of the run. If None, this machine's devices are planned for.
     """
     plan, config = Plan(), loaded.config
     backend = config.backend
@@ -104,7 +104,7 @@ def make_plan(
                 plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
                 plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
             plan.attempt(lambda: _check_divisibility(loaded, data))
-    # These come last, so that a config whose weights are not there yet is planned all the same.
+    # These checks come last, so that a run without weights is planned too.
     plan.attempt(lambda: check_weight_files(config.model))
     plan.attempt(lambda: check_weights_fit(config.model))
     if device_bytes is None:
@@ -115,7 +115,7 @@ def make_plan(
     located = [
         problem.in_file(loaded.origin) if isinstance(problem, ConfigError) else problem for problem in plan.problems
     ]
-    # Several parts may find the same broken row.
+    # Several parts may find the same problem.
     plan.problems = list({str(problem): problem for problem in located}.values())
     return plan
 
@@ -124,8 +124,8 @@ def make_plan(
 class _Model:
     """Facts about a model from its files, without its weights.
 
-    `context` is the number of tokens that the model can see, None without a limit. `vocabulary` is the number of its
-    embeddings, None if its config does not say.
+    `context` is the number of tokens that the model can see, or None without a limit. `vocabulary` is the number of its
+    embeddings, or None if its config has no number.
     """
 
     parameters: int
@@ -149,7 +149,7 @@ def _check_run_dir(config: RunConfig) -> None:
 
 
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
-    """Say in one sentence which model is trained, on which data and for how long, as far as these could be read."""
+    """Return a sentence about model, data, length and output of the run. Without `data` or `model`, it is shorter."""
     config = loaded.config
     size = f" ({quantity(model.parameters)} parameters)" if model is not None else ""
     adapted = "adapters of " if config.backend.facts.trains_adapters else ""
@@ -172,14 +172,14 @@ def _data(data: DataComponents, row_limit: int | None) -> list[str]:
     rounded = data.source.summary().get("rounded")
     lines += rounded if isinstance(rounded, list) else []
     if data.source.summary().get("read_in_part"):
-        lines.append(f"looked at the first {row_limit:,} rows of each dataset; steps and epochs below are estimates")
+        lines.append(f"only the first {row_limit:,} rows of each dataset were read, so steps and epochs are estimates")
     return lines
 
 
 def _objective(loaded: LoadedConfig, data: DataComponents) -> list[str]:
-    more = data.source.summary().get("objective")
-    before = more if isinstance(more, list) else []
-    lines = [*before, f"{data.loss.describe()} Reduction: {loaded.config.reduction.name}."]
+    stated = data.source.summary().get("objective")
+    lines = [*(stated if isinstance(stated, list) else [])]
+    lines.append(f"{data.loss.describe()} Reduction: {loaded.config.reduction.name}.")
     if loaded.config.trained_critic is not None:
         critic: Loss = loaded.host.registry.create("loss", loaded.config.trained_critic.loss)
         lines.append(critic.describe())
@@ -197,7 +197,7 @@ def _steps(config: RunConfig, data: DataComponents) -> list[str]:
 
 
 def _early_end(config: RunConfig) -> list[str]:
-    """Say when `stop_when` ends the run before its last step, and whether the best weights are kept then."""
+    """Return lines about `stop_when`: when it ends the run, and whether the best weights are kept."""
     stop, kept = config.stop_when, config.checkpoint.keep_best
     if stop is None:
         return []
@@ -210,14 +210,14 @@ def _early_end(config: RunConfig) -> list[str]:
     better = "less" if stop.lower_is_better else "more"
     lines = [f"ends early when {stop.metric} {' or '.join(ends)}; {better} is better"]
     if kept is None or kept.metric != stop.metric:
-        lines.append(f"keeps the last weights, not the best; checkpoint.keep_best: {stop.metric} keeps those too")
+        lines.append(f"keeps the last weights; to keep the best too, set checkpoint.keep_best: {stop.metric}")
     return lines
 
 
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches, or show the first prompt. Returns the largest step that is known."""
+    """Lay out the first batches, or show the first prompt. Return the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # Some sources give a batch only once, and `_example` asks only sources that give it again.
+        # Other sources give a batch only once, and `_first_batches` needs it.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
@@ -229,13 +229,13 @@ def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model)
     rollouts = planned(config.source)
     if rollouts is None:
         name = config.source.name
-        plan.sections["batches"] = [f"made by the source '{name}' while it trains; their shapes are known then"]
+        plan.sections["batches"] = [f"made by the source '{name}' during training; their shapes are not known yet"]
         return Load()
     update = rollouts.largest_update(config, prompt, model.context)
     known = "" if longest is not None else ", without the prompts, whose lengths only the environment knows"
     plan.sections["batches"] = [
         f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
-        f"{update.row_length:,}, if every response has the largest length allowed{known}"
+        f"{update.row_length:,}, if every response has the largest allowed length{known}"
     ]
     plan.sections["generation"] = list(rollouts.generation_notes(config, prompt, model.context))
     generation = rollouts.generation_memory(config, prompt, model.context)
@@ -244,7 +244,7 @@ def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model)
 
 
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches. Returns the one with most tokens."""
+    """Lay out the first batches. Return the size of the one with the most tokens."""
     lines: list[str] = []
     largest = Load()
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
@@ -273,11 +273,11 @@ def _example(data: DataComponents) -> list[str]:
 
 def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
-    # A backend that deals rows also trains with ranks that get no row of a batch.
+    # A backend that deals rows can train with fewer rows than ranks.
     if not layout.deals_rows and config.source.facts.num_prompts is None and config.batch_size < layout.data:
         problem = Problem(
             "batch_size",
-            f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would never get a "
+            f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would get no "
             f"sample. Set batch_size to at least {layout.data}.",
         )
         raise ConfigError([problem], loaded.origin)

@@ -1,4 +1,4 @@
-"""Declare the plugin. Its commands are entry points of the package, and it registers no components."""
+"""Declare the plugin. It has only commands, which are entry points of the package."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Protocols of component settings that `spurline plan` and `spurline doctor` use, and a run does not.
+"""Protocols of component settings that only `spurline plan` and `spurline doctor` use.
 
-A config implements the methods without importing this package. A plan leaves out the parts that a config lacks.
+A config may implement the methods without importing this package. If it does not, the plan leaves these parts out.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class PlansMemory(Protocol):
     """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all of them."""
 
     beyond: ClassVar[str]
-    """A sentence on what to do with a model that fits with no settings of this backend; may be empty."""
+    """A sentence with advice if a model does not fit with any settings of this backend; may be empty."""
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate the memory of a step on the fullest device; None if nothing is known.
+        """Estimate the memory of a step on the fullest device. Return None if nothing is known.
 
-        `row_length` is the number of tokens of the longest row, and `tokens` that of the step.
+        `row_length` is the number of tokens of the longest row, `tokens` the number of tokens of the step.
         """
         ...
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device that trains on this machine; None if it is not known."""
+        """Return the memory of the smallest device of this machine that trains, or None if it is not known."""
         ...
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of this section that need less memory, those that cost the least time first.
+        """Return changes of this section that need less memory. The changes that cost the least time come first.
 
         A plan adds one change after another. A key names a setting, such as `compile`, or a setting of an inner
         section, such as `lora.base_dtype`. The section must stay valid with each change.
@@ -46,17 +46,17 @@ class PlansLayouts(Protocol):
     """Settings of a backend that divides a model among ranks."""
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Return sentences on its ranks: how many, where, and in which groups."""
+        """Return sentences about its ranks: their number, machines and groups."""
         ...
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
-        """Return lines on other ways to divide its ranks; none if there is only one way.
+        """Return lines about other ways to divide the model among the ranks, if there are any.
 
         Args:
             run: The run to plan.
             row_length: Tokens of the longest row.
             tokens: Tokens of a step.
-            usable_bytes: Memory of a device that a plan counts on.
+            usable_bytes: Memory of a device that the run may use.
         """
         ...
 
@@ -68,17 +68,17 @@ class Diagnoses(Protocol):
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """Start everything that a run starts except the model, and yield the findings.
 
-        A failure is a Finding with its fix, and is not raised.
+        A failure is a Finding with a fix. It is not raised.
         """
         ...
 
 
 @runtime_checkable
 class PlansRollouts(Protocol):
-    """Settings of a source whose steps can be sized before a prompt is answered.
+    """Settings of a source with rollouts that know the largest size of a step.
 
-    All methods take the run, the tokens of its longest prompt, and the tokens that the model can see, None without a
-    limit. They assume that every response has the largest length allowed.
+    All methods take the run, the number of tokens of its longest prompt, and the number of tokens that the model can
+    see, or None without a limit. They assume that every response has the largest allowed length.
     """
 
     def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
@@ -86,7 +86,7 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return the bytes by part that generation takes on the trainer's device; {} if it generates elsewhere."""
+        """Return the bytes by part that generation needs on the trainer's device, or {} if it runs elsewhere."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
@@ -94,12 +94,12 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        """Return sentences for the user about the place of generation."""
+        """Return sentences for the user about where the run generates."""
         ...
 
 
 def planned(source: SourceConfig) -> PlansRollouts | None:
-    """Return this source, or the one that it decorates, if it has these methods; None if neither has."""
+    """Return this source, or the source that it decorates, whichever has these methods; None if neither has them."""
     if isinstance(source, PlansRollouts):
         return source
     return None if source.decorates is None else planned(getattr(source, source.decorates))

@@ -1,1 +1,1 @@
-"""Show the first rows of a run as they will be trained, token by token."""
+"""Show the first rows of a run token by token."""

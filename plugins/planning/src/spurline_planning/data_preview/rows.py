@@ -1,7 +1,7 @@
-"""Take the first rows of a run from where training takes them: the batches of the first steps, or the first prompts.
+"""Return the first rows of a run as training sees them: from the batches of the first steps, or from the first prompts.
 
-The source of the run reads, tokenizes, orders and lays out the rows, and this module takes its batches apart. No
-weights are loaded.
+The source of the run reads, tokenizes, orders and lays out the rows. This module splits its batches into sequences
+again. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline.run.build import DataComponents, build_data
 from spurline_text.token_pieces import TokenPieces, shown
 
 ROW_LIMIT = 10_000
-"""Rows of each dataset that are read unless all are asked for."""
+"""Rows of each dataset that are read by default."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class ShownSequence:
     """Tokens that the model sees as one sequence.
 
     Attributes:
-        uid: Name of the sample or prompt.
+        uid: Id of the sample or prompt.
         kind: `sample`, `prompt`, or `chosen` or `rejected` for an answer of a pair.
         pieces: Text of each token, with signs or escapes for invisible characters.
         ids: Id of each token.
-        weights: Loss weight of each token; a token is trained if it is not 0.
-        special: Whether each token is a special one.
-        notes: Lines about its row.
+        weights: Loss weight of each token. A token is trained if its weight is not 0.
+        special: Whether each token is a special token.
+        notes: Lines about the row of the dataset.
     """
 
     uid: str
@@ -49,7 +49,7 @@ class ShownSequence:
 
     @property
     def heading(self) -> str:
-        """Return its kind and name, and how many of its tokens are trained."""
+        """Return its kind, id, number of tokens, and number of trained tokens."""
         trained = f", {np.count_nonzero(self.weights):,} trained" if self.kind != "prompt" else ""
         return f"{self.kind} {self.uid}: {len(self.ids):,} tokens{trained}"
 
@@ -64,7 +64,7 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class ShownData:
-    """The first rows of a run, and facts about all its data, with what was cut or left out and why."""
+    """The first rows of a run, and facts about all its data, such as what was cut or left out."""
 
     facts: tuple[str, ...]
     rows: tuple[ShownRow, ...]
@@ -75,9 +75,9 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
 
     Args:
         loaded: The config of the run.
-        num_rows: Rows of the data that are shown; a packed row holds many.
+        num_rows: Rows of the data that are shown. A packed row of a batch holds many.
         row_limit: Rows of each dataset that are read; None reads all, as training does.
-        progress: Is told what takes time.
+        progress: Called before each slow part.
 
     Raises:
         DataError: If data, or a row of it, cannot be used.
@@ -90,19 +90,19 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         facts = facts_of(data)
         if data.source.summary().get("read_in_part"):
             facts.append(
-                f"read: the first {row_limit:,} rows of each dataset, so these rows come at another step of the run; "
-                "--whole reads all"
+                f"read: the first {row_limit:,} rows of each dataset; in the run, these rows come at other steps "
+                "(--whole reads all)"
             )
         if not rows:
             facts.append(
-                f"nothing to show: the source '{loaded.config.source.name}' makes its batches while it trains, and "
-                "knows no prompts beforehand"
+                f"nothing to show: the source '{loaded.config.source.name}' makes its batches during training, and "
+                "knows no prompts before"
             )
         return ShownData(tuple(facts), tuple(rows))
 
 
 def facts_of(data: DataComponents) -> list[str]:
-    """Return lines about the training data and the data of each evaluation."""
+    """Return lines about the training data, and about the data of each evaluation."""
     facts = describe("train", dict(data.source.summary()))
     for evaluation in data.evaluations:
         facts += describe(evaluation.label, dict(evaluation.held_out.summary()))
@@ -128,7 +128,7 @@ def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -
     for step in range(1, data.source.total_steps + 1):
         batch = data.source.build(step)
         if step == 1 and "pair_ids" in batch.tokens:
-            # A row of the data is two sequences.
+            # Each row of the data is two sequences.
             left *= 2
         for row in range(batch.num_rows):
             if left and not bool(batch.is_padding_row[row]):
@@ -171,7 +171,7 @@ def _sequence(
 
 
 def _visible(text: str) -> str:
-    """Return the text with a sign at each line end, and escapes for characters that are invisible or reverse text."""
+    """Return the text with ↵ at each line end, and escapes for invisible characters and those that reverse text."""
     text = text.replace("\n", "↵\n")
     if text.replace("↵", "").isascii():
         return text

@@ -1,7 +1,7 @@
-"""Print shown data on a terminal or into a file.
+"""Print the first rows of a run on a terminal or into a file.
 
-⟦ and ⟧ stand around trained tokens; on a terminal, colours tell the tokens apart. Control characters in the data are
-printed as escapes.
+⟦ and ⟧ enclose trained tokens. On a terminal, neighbouring tokens have different colours. Control characters in the
+data are printed as escapes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from spurline.terminal import printable
 from spurline_planning.data_preview.rows import ShownData, ShownSequence
 
 _MOST_TOKENS = 1_500
-"""Tokens of a sequence that are shown; the middle of a longer one is left out."""
+"""Tokens of a sequence that are shown. If it is longer, its middle is left out."""
 _STYLES = {(True, 0): "bold green", (True, 1): "bold cyan", (False, 0): "default", (False, 1): "bright_black"}
-"""Styles by whether a token is trained and whether its number is odd, so that neighbours differ."""
+"""Styles for trained and other tokens, with an even and an odd number."""
 
 
 def print_data(data: ShownData, file: IO[str]) -> None:
-    """Write everything to a terminal or a file. The colours are left out where rich finds none or `NO_COLOR` is set."""
+    """Print the rows. There are no colours in a file, and if `NO_COLOR` is set."""
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines_of(data):
         console.print(line)
 
 
 def lines_of(data: ShownData) -> Iterator[Text]:
-    """Yield the lines that `print_data` prints."""
+    """Yield the lines of `print_data`."""
     for fact in data.facts:
         yield Text(printable(fact))
     if any(sequence.kind != "prompt" for row in data.rows for sequence in row.sequences):
@@ -46,7 +46,7 @@ def lines_of(data: ShownData) -> Iterator[Text]:
 
 
 def marked(sequence: ShownSequence, most: int = _MOST_TOKENS) -> Text:
-    """Return the text of at most `most` tokens, with ⟦ ⟧ around those that are trained."""
+    """Return the text of at most `most` tokens, with ⟦ ⟧ around trained tokens."""
     count, half = len(sequence.pieces), most // 2
     numbers = [*range(count)] if count <= most else [*range(half), *range(count - half, count)]
     text, was_trained, previous = Text(), False, -1
@@ -67,5 +67,5 @@ def marked(sequence: ShownSequence, most: int = _MOST_TOKENS) -> Text:
 
 
 def _unmarked(piece: str) -> str:
-    """Return a token's text, in which nothing can look like the marks around trained tokens."""
+    """Return the text of a token. ⟦ and ⟧ in it become escapes."""
     return printable(piece).replace("\t", "→\t").replace("⟦", r"\u27e6").replace("⟧", r"\u27e7")

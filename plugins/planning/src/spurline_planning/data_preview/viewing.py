@@ -1,8 +1,8 @@
 """Show the first rows of a run in `spurline view`, as `spurline data` shows them.
 
-The run stores nothing for this. On request, a child process (`python -m MODULE RUN_DIR`) reads the data again and
-prints the rows as one line of JSON. It is a process of its own since it needs the tokenizer, the plugins and
-torch. If the data has changed since the run, the changed data is shown.
+On request, a child process (`python -m MODULE RUN_DIR`) reads the run's data and prints the rows as one line of JSON.
+This keeps tokenizer, plugins and torch out of the server. If the data has changed since the run, the page shows the
+changed data.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ _NUMBER = TypeAdapter(int)
 
 
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
-    """Return the questions of the page that this module answers: `samples`, of the run with the number `run`."""
+    """Return the request that this module answers: `samples`, for the run with the number `run`."""
 
     def samples(query: Mapping[str, str]) -> Any:
         run = _NUMBER.validate_python(query.get("run"))
         if not 0 <= run < len(run_dirs):
-            raise LookupError(f"There is no run {run}.")
+            raise LookupError(f"Run {run} does not exist.")
         return read_samples(run_dirs[run])
 
     return {"samples": samples}
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
-    """Return `facts` about the data, and `rows`, as a child process reads them. Raises RunDirectoryError on failure."""
+    """Read `facts` about the data, and `rows`, in a child process. Raises RunDirectoryError on failure."""
     command = [sys.executable, "-m", "spurline_planning.data_preview.viewing", str(run_dir)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_WAIT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise RunDirectoryError(f"{run_dir}: its data were not read within {_WAIT_S:.0f} s.") from error
+        raise RunDirectoryError(f"{run_dir}: its data was not read within {_WAIT_S:.0f} s.") from error
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunDirectoryError(f"{run_dir}: the process that reads its data ended with {done.returncode}: {last}")
     # Libraries may have printed lines before it.
     read = json.loads(done.stdout.splitlines()[-1])
@@ -56,7 +56,7 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
 
 
 def samples_of(run_dir: Path) -> dict[str, Any]:
-    """Read `facts` about the data, and `rows`, in this process; an `error` if config or data cannot be read."""
+    """Read `facts` about the data, and `rows`, in this process. Return an `error` if that fails."""
     # Imported here, since the server of the page does not need it.
     from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
 

@@ -1,1 +1,1 @@
-"""`spurline init`: a first config, written from what the data and the model say of themselves."""
+"""`spurline init`: write a first config from facts about data and model."""

@@ -1,6 +1,6 @@
-"""Look at data and model for `spurline init`, ask for what is left open, and write the file.
+"""Write a config for `spurline init`, from facts about data and model, options, and answers of the user.
 
-The values in the file are usual starting points. A comment says what each setting does, or how to go on.
+The values in the file are usual starting points. Comments explain the settings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline_planning.first_config.init_command import Asker
 from spurline_planning.first_config.survey import DataFacts, ModelFacts, Task, data_facts, model_facts
 
 _LARGE = 3_000_000_000
-"""Parameters from which on adapters are proposed."""
+"""Adapters are proposed for models with at least this many parameters."""
 _USUAL_PLUGINS = ("collation_fast",)
 _ASYNC_PLUGIN = "async_rl"
 _LEARNING_RATES: dict[tuple[Task, bool], str] = {
@@ -38,20 +38,12 @@ _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("rl", False): "1.0e-6",
     ("rl", True): "2.0e-5",
 }
-"""Learning rates, by task and by whether adapters are trained."""
+"""Learning rates by task, for all weights (False) and for adapters (True)."""
 _ROUNDED_TO = 64
 """`data.max_length` is rounded up to a multiple of this."""
 _MAX_NEW_TOKENS = 1_024
 _COMMENTS_AT = 33
-"""Column in which comments begin."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """The rollout engine of an asynchronous run, and whether it takes turns with the trainer on one GPU."""
-
-    name: Literal["vllm", "child_process"]
-    shares_device: bool = False
+"""The column of comments."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +53,13 @@ class Choices:
     Attributes:
         model: Folder or name of the model.
         data: Training rows.
-        run_dir: Where the run writes.
+        run_dir: The folder of the run.
         length: `epochs: 1` or `steps: 200`.
         lora: Whether adapters are trained.
         eval: Held-out rows.
         reward: A component, or `file.py:function`.
         plugins: Plugins to enable.
-        engine: The engine that generates beside training; None generates between updates.
+        source: Lines with the source of a run with rollouts.
     """
 
     model: str
@@ -78,12 +70,12 @@ class Choices:
     eval: str | None = None
     reward: str | None = None
     plugins: tuple[str, ...] = ()
-    engine: Engine | None = None
+    source: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """The options of the command line; None was not given."""
+class Options:
+    """The options of the command line. An option that was not given is None."""
 
     model: str
     data: str
@@ -96,42 +88,42 @@ class Wishes:
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progress) -> list[str]:
-    """Write the file, and return lines on what was found and chosen. Raises UserError, ModelError, DataError."""
-    engine = _engine() if wishes.task == "async" else None
-    model, data = wishes.model, wishes.data
+def write_first_config(path: Path, options: Options, ask: Asker, progress: Progress) -> list[str]:
+    """Write the file, and return lines about the facts that were found. Raises UserError, ModelError or DataError."""
+    model, data = options.model, options.data
+    source, task = _SYNCHRONOUS_SOURCE, options.task
+    plugins = [name for name in _USUAL_PLUGINS if name in installed_plugins()]
+    if task == "async":
+        source, task = _asynchronous_source(), "rl"
+        plugins.append(_ASYNC_PLUGIN)
     progress("reading the model's config")
     facts = model_facts(model)
     progress("reading the data")
-    rows = data_facts(model, facts, data, "rl" if wishes.task == "async" else wishes.task, wishes.columns)
+    rows = data_facts(model, facts, data, task, options.columns)
     found = [
         f"model: {facts.parameters:,} parameters"
         + ("" if facts.context is None else f", {facts.context:,} positions")
         + ("" if facts.has_chat_template else ", no chat template"),
-        f"data: {rows.words}, the longest {'prompt' if rows.task == 'rl' else 'sample'} of the first rows has "
+        f"data: {rows.words}; the longest {'prompt' if rows.task == 'rl' else 'sample'} of the first rows has "
         f"{rows.longest:,} tokens",
     ]
     if rows.has_guessed:
         names = ", ".join(f"{column} is read as {name}" for name, column in rows.columns.items())
-        found.append(f"columns: {names}. That is a guess by their names; --column NAME=COLUMN says otherwise")
+        found.append(f"columns: {names}. This is a guess from their names. --column NAME=COLUMN changes it")
+    lora = options.lora
+    if lora is None:
+        lora = ask.yes("Train adapters (LoRA) instead of all weights?", default=facts.parameters >= _LARGE)
+    length, reward = _length(options, rows), _reward(options, rows, ask)
     choices = Choices(
-        model,
-        data,
-        f"runs/{path.stem}",
-        _length(wishes, rows),
-        _lora(wishes, facts.parameters, ask),
-        wishes.eval,
-        _reward(wishes, rows, ask),
-        (*(name for name in _USUAL_PLUGINS if name in installed_plugins()), *((_ASYNC_PLUGIN,) if engine else ())),
-        engine,
+        model, data, f"runs/{path.stem}", length, lora, options.eval, reward, tuple(plugins), tuple(source)
     )
     if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
         raise UserError(
-            f"a prompt of {data} has {rows.longest:,} tokens, and the model sees {facts.context:,} in all: none is "
-            "left for an answer. Leave such rows out, or choose another model."
+            f"a prompt of {data} has {rows.longest:,} tokens, but the model can see only {facts.context:,}, prompt and "
+            "answer together. Leave such rows out, or choose another model."
         )
     text = config_text(choices, facts, rows)
-    # Check the options, such as an unknown reward or a negative number of epochs.
+    # Find mistakes in the options, such as an unknown reward or a negative number of epochs.
     load_config(YAML(typ="safe", pure=True).load(text))
     try:
         path.write_text(text, encoding="utf-8")
@@ -140,44 +132,50 @@ def write_first_config(path: Path, wishes: Wishes, ask: Asker, progress: Progres
     return [printable(line) for line in found]
 
 
-def _engine() -> Engine:
-    """Return the engine that generates beside training on this machine. Raises UserError without the plugin."""
+_SYNCHRONOUS_SOURCE = ["  name: rollouts  # `spurline init --task async` generates beside training"]
+
+
+def _asynchronous_source() -> list[str]:
+    """Return the source that generates beside training on this machine. Raises UserError without the plugin."""
     if _ASYNC_PLUGIN not in installed_plugins():
         raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
     gpus = num_gpus()
-    # vLLM on a CPU is for those who ask for it: it takes most of its memory and cores.
-    name = "vllm" if gpus and find_spec("vllm") else "child_process"
-    return Engine(name, shares_device=gpus == 1)
+    # On a CPU, vLLM would take most of the memory and cores.
+    engine = "vllm" if gpus and find_spec("vllm") else "child_process"
+    lines = [
+        "  name: async_rollouts  # generates while the model trains; `spurline simulate` predicts its speed",
+        f"  max_staleness: {1 if gpus == 1 else 2}  # updates that a token's weights may be behind; 0 is synchronous",
+        "  correction: tis  # weighs tokens of older weights",
+    ]
+    if gpus == 1:
+        placed = "    placement: colocated  # engine and trainer take turns on one GPU; remove it if there is a second"
+        return [*lines, "  engine:", f"    name: {engine}", placed]
+    comment = "Hugging Face, in its own process" if engine == "child_process" else "on its own GPUs"
+    return [*lines, f"  engine: {engine}  # {comment}"]
 
 
-def _length(wishes: Wishes, rows: DataFacts) -> str:
-    if wishes.steps is not None:
-        return f"steps: {wishes.steps}"
-    if wishes.epochs is not None:
-        return f"epochs: {wishes.epochs:g}"
+def _length(options: Options, rows: DataFacts) -> str:
+    if options.steps is not None:
+        return f"steps: {options.steps}"
+    if options.epochs is not None:
+        return f"epochs: {options.epochs:g}"
     if rows.task == "rl":
-        return "steps: 200                       # each generates, scores and trains on a batch"
-    return "epochs: 1                        # passes over the data"
+        return "steps: 200  # each generates, scores and trains on a batch"
+    return "epochs: 1  # passes over the data"
 
 
-def _lora(wishes: Wishes, parameters: int, ask: Asker) -> bool:
-    if wishes.lora is not None:
-        return wishes.lora
-    return ask.yes("Train adapters (LoRA) instead of all weights?", default=parameters >= _LARGE)
-
-
-def _reward(wishes: Wishes, rows: DataFacts, ask: Asker) -> str | None:
-    if rows.task != "rl":
-        if wishes.reward is not None:
-            raise UserError(f"--reward is for reinforcement learning, and this is --task {rows.task}. Give --task rl.")
-        return None
-    if wishes.reward is not None:
-        return wishes.reward
-    default = "exact_match" if rows.has_reference else None
-    return ask.text("Which reward (a name that `spurline plugins` lists, or file.py:function)", "--reward", default)
+def _reward(options: Options, rows: DataFacts, ask: Asker) -> str | None:
+    if rows.task == "rl":
+        default = "exact_match" if rows.has_reference else None
+        question = "Which reward (a name that `spurline plugins` lists, or file.py:function)"
+        return options.reward or ask.text(question, "--reward", default)
+    if options.reward is not None:
+        raise UserError(f"--reward is for reinforcement learning, and this is --task {rows.task}. Give --task rl.")
+    return None
 
 
 def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
+    """Return the config as YAML, with comments."""
     parts = [_heading(data), _run(choices, model, data)]
     parts += [_rollouts(choices, model, data)] if data.task == "rl" else []
     parts += [_training(choices, data)]
@@ -185,23 +183,21 @@ def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
 
 
 def _aligned(line: str) -> str:
-    """Return the line with its comment where those of its neighbours begin."""
+    """Return the line with its comment in the column of all comments."""
     setting, mark, comment = line.partition("  # ")
     return f"{setting.rstrip():{_COMMENTS_AT}} # {comment}" if mark else line
 
 
 def _heading(data: DataFacts) -> str:
-    what = {"sft": "Supervised fine-tuning", "dpo": "Direct preference optimisation", "rl": "Reinforcement learning"}
+    task = {"sft": "Supervised fine-tuning", "dpo": "Direct preference optimisation", "rl": "Reinforcement learning"}
     return (
-        f"# {what[data.task]} on {data.words}. What a setting may be and means: `spurline schema`, or the config\n"
-        "# reference. `spurline plan` on this file says what it will do, `spurline data` shows the tokens.\n"
+        f"# {task[data.task]} on {data.words}. `spurline schema` and the config reference explain all settings.\n"
+        "# `spurline plan` on this file says what it will do, `spurline data` shows the tokens.\n"
     )
 
 
 def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
-    lines: list[str] = []
-    if choices.plugins:
-        lines += [f"plugins: [{', '.join(choices.plugins)}]", ""]
+    lines = [f"plugins: [{', '.join(choices.plugins)}]", ""] if choices.plugins else []
     lines += [
         f"run_dir: {_scalar(choices.run_dir)}  # metrics, checkpoints, the report and the trained model",
         "seed: 0",
@@ -210,7 +206,7 @@ def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
         f"  path: {_scalar(choices.model)}",
     ]
     if data.is_chat and not model.has_chat_template:
-        lines += ["  chat_template: chatml  # the model brings none; see `model.chat_template`"]
+        lines += ["  chat_template: chatml  # the model has none; see `model.chat_template`"]
     lines += ["", "data:", *_dataset("train", choices.data, data)]
     lines += _dataset("eval", choices.eval, data) if choices.eval else []
     if data.task != "rl":
@@ -225,28 +221,28 @@ def _run(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
 def _dataset(key: str, path: str, data: DataFacts) -> list[str]:
     if not data.columns:
         return [f"  {key}: {_scalar(path)}"]
-    what = (
-        "a guess by their names: see `spurline data`" if data.has_guessed else "what they are: what the data calls them"
+    comment = (
+        "guessed from their names; check with `spurline data`" if data.has_guessed else "meaning: name in the data"
     )
     named = [f"      {name}: {_scalar(column)}" for name, column in data.columns.items()]
-    return [f"  {key}:", f"    path: {_scalar(path)}", f"    columns:  # {what}", *named]
+    return [f"  {key}:", f"    path: {_scalar(path)}", f"    columns:  # {comment}", *named]
 
 
 def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
-    room = _MAX_NEW_TOKENS if model.context is None else min(_MAX_NEW_TOKENS, model.context - data.longest)
+    most = _MAX_NEW_TOKENS if model.context is None else min(_MAX_NEW_TOKENS, model.context - data.longest)
     return "\n".join(
         [
             "source:",
-            *(_SYNCHRONOUS if choices.engine is None else _asynchronous(choices.engine)),
+            *choices.source,
             "  prompts_per_step: 32",
-            "  samples_per_prompt: 8  # attempts at each prompt, compared with each other",
+            "  samples_per_prompt: 8  # attempts at each prompt",
             "  environment:",
             "    name: single_turn  # tools and agents: docs, Environments",
             f"    rewards: {_scalar(choices.reward or '')}",
             "  advantage: grpo",
             "  sampling:",
             "    temperature: 1.0",
-            f"    max_new_tokens: {room}",
+            f"    max_new_tokens: {most}",
             "",
             "minibatches:",
             "  name: by_prompt",
@@ -256,37 +252,15 @@ def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
     )
 
 
-_SYNCHRONOUS = ("  name: rollouts  # `spurline init --task async` generates beside training",)
-
-
-def _asynchronous(engine: Engine) -> list[str]:
-    staleness = 1 if engine.shares_device else 2
-    lines = [
-        "  name: async_rollouts  # generates while the model trains; `spurline simulate` shows what the knobs cost",
-        f"  max_staleness: {staleness}  # updates that a token's weights may be behind; 0 is synchronous",
-        "  correction: tis  # weighs tokens of older weights",
-    ]
-    if not engine.shares_device:
-        what = "Hugging Face, in a process of its own" if engine.name == "child_process" else "on GPUs of its own"
-        return [*lines, f"  engine: {engine.name}  # {what}"]
-    return [
-        *lines,
-        "  engine:",
-        f"    name: {engine.name}",
-        "    placement: colocated  # it has the trainer's GPU by turns; remove it where there is a second one",
-    ]
-
-
 def _training(choices: Choices, data: DataFacts) -> str:
     lines = ["source: preference  # the loss becomes dpo", ""] if data.task == "dpo" else []
     if data.task != "rl":
         lines += ["batch_size: 32  # samples per optimizer step, over all devices"]
-    rate = _LEARNING_RATES[data.task, choices.lora]
     lines += [
         choices.length,
         "",
         "optimizer:",
-        f"  learning_rate: {rate}  # the first setting to try others of, in steps of 3",
+        f"  learning_rate: {_LEARNING_RATES[data.task, choices.lora]}  # tune this first, by factors of 3",
         "",
         "schedule:",
         "  name: cosine",
@@ -303,16 +277,16 @@ def _training(choices: Choices, data: DataFacts) -> str:
     lines += [
         "",
         "checkpoint:",
-        "  every_minutes: 15  # the same command goes on from the last one",
+        "  every_minutes: 15  # the same command continues from the last one",
         "  export_hf: true  # RUN_DIR/model at the end, for from_pretrained",
     ]
     return "\n".join([*lines, ""])
 
 
 def _scalar(value: str) -> str:
-    """Return the value as YAML writes it on one line, quoted if it must be."""
+    """Return the value as YAML, on one line."""
     if "  # " in value:
-        # `_aligned` would take this for the beginning of a comment.
+        # `_aligned` would read this as the beginning of a comment.
         return json.dumps(value, ensure_ascii=False).replace("  # ", " \\x20# ")
     out, yaml = StringIO(), YAML(typ="safe", pure=True)
     yaml.width = sys.maxsize

@@ -1,4 +1,4 @@
-"""The command `spurline init`: its options and its questions. It plans the run whose config it wrote."""
+"""The command `spurline init`: its options and its questions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TASKS = ("sft", "dpo", "rl", "async")
 
 
 class Asker:
-    """Asks questions on a terminal. If it may not, it takes the default, or raises UserError if there is none."""
+    """Asks questions on a terminal. If it may not ask, it takes the default, or raises UserError without one."""
 
     def __init__(self, *, may_ask: bool) -> None:
         self._may_ask = may_ask
@@ -44,7 +44,7 @@ def init(
         str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="|".join(_TASKS), help="What to train; otherwise the rows decide.")
+        str | None, typer.Option(metavar="|".join(_TASKS), help="The kind of training. By default the rows decide.")
     ] = None,
     column: ColumnOption = None,
     held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
@@ -52,13 +52,13 @@ def init(
     lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
     epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing; take what is usual.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
-    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run that was written.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and use defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run.")] = False,
 ) -> None:
-    """Write a commented config for a model and data, and plan it. Asks for what is not given."""
+    """Write a config with comments for a model and data, and plan it. Asks for missing options."""
     if task not in (None, *_TASKS):
-        raise UserError(f"--task {task}: is none of {', '.join(_TASKS)}.")
+        raise UserError(f"--task {task} is not one of {', '.join(_TASKS)}.")
     if epochs is not None and steps is not None:
         raise UserError("--epochs and --steps are both given. Give one.")
     columns = columns_of(column)
@@ -72,10 +72,10 @@ def init(
     start = StartLines(quiet=False)
     start("loading PyTorch and transformers")
     with importing():
-        from spurline_planning.first_config.command import Wishes, write_first_config
+        from spurline_planning.first_config.command import Options, write_first_config
 
-    wishes = Wishes(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)
-    for line in write_first_config(file, wishes, ask, start):
+    options = Options(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)
+    for line in write_first_config(file, options, ask, start):
         typer.echo(line)
     typer.echo(f"Wrote {file}.")
     if not no_plan:
@@ -83,8 +83,8 @@ def init(
 
 
 def _check_place(file: Path, *, force: bool) -> None:
-    """Raise UserError for a file of another format, or one that exists unless `force` is set."""
+    """Raise UserError for a TOML file, or for a file that exists unless `force` is set."""
     if file.suffix.lower() == ".toml":
-        raise UserError(f"{file}: what is written is YAML. Give a name that ends in .yaml.")
+        raise UserError(f"{file}: the config is YAML. Give a name that ends in .yaml.")
     if file.exists() and not force:
-        raise UserError(f"{file} exists. Give --force to write over it, or another name.")
+        raise UserError(f"{file} exists. Give --force to replace it, or another name.")

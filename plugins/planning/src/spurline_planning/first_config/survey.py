@@ -1,6 +1,6 @@
-"""Find facts for a config: the task of the rows, their lengths, and the size and limits of the model.
+"""Find facts for a config: the task of the rows, their lengths, and the size and context of the model.
 
-The same components as in a run open and tokenize the data, so that a run finds the same facts.
+The components of a run open and tokenize the data, so the facts hold for the run.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from spurline_text.tokenizer import load_tokenizer
 
 Task = Literal["sft", "dpo", "rl"]
 _ROWS = 1_000
-"""Rows that are read for their lengths."""
+"""Number of rows that are read."""
 _LONGEST = 8_192
-"""The largest `data.max_length` that is proposed, since longer rows need much memory."""
+"""The largest `data.max_length` that is proposed. Longer rows need much memory."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The size of a model, the tokens that it can see (None without a limit), and whether it has a chat template."""
+    """Facts about a model. `context` is the number of tokens that it can see, or None without a limit."""
 
     parameters: int
     context: int | None
@@ -45,13 +45,13 @@ class DataFacts:
     """Facts about the first rows of a dataset.
 
     Attributes:
-        task: What the rows are for.
-        words: What was found, for people.
-        longest: Tokens of the longest row; for `rl` of the longest prompt.
-        has_reference: Whether an answer can be compared with something.
-        is_chat: Whether rows are rendered by a chat template.
-        columns: What `data.train.columns` has to be.
-        has_guessed: Whether `columns` is a guess by the names of the columns.
+        task: The kind of training that the rows fit.
+        words: The kind of rows in words, such as `conversations`.
+        longest: Tokens of the longest row, or of the longest prompt for `rl`.
+        has_reference: Whether each row has a reference answer.
+        is_chat: Whether a chat template renders the rows.
+        columns: The setting `data.train.columns`.
+        has_guessed: Whether `columns` is guessed from the names of the columns.
     """
 
     task: Task
@@ -79,9 +79,9 @@ def data_facts(
     Args:
         model_path: Folder or name of the model.
         model: The facts about it.
-        data: The dataset, as `data.train` names it.
-        task: The task; None lets the rows decide.
-        columns: Names of the columns; without them, names are guessed if the rows fit no format.
+        data: The dataset, as in `data.train`.
+        task: The task. If None, the rows decide.
+        columns: Names of the columns. Without them, columns are guessed if the rows fit no format.
 
     Raises:
         DataError: If the rows fit no format.
@@ -101,7 +101,7 @@ def data_facts(
     is_pair = "chosen" in view and "rejected" in view
     chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, loaded) else "sft")
     if (chosen == "dpo") != is_pair:
-        needs = "chosen and rejected" if chosen == "dpo" else "answers or prompts, and these are preference pairs"
+        needs = "chosen and rejected" if chosen == "dpo" else "answers or prompts, not preference pairs"
         raise UserError(f"--task {chosen} needs rows with {needs}. {where} has: {listing(row)}.")
     named = dict(columns or {})
     if chosen == "dpo":
@@ -110,7 +110,7 @@ def data_facts(
     try:
         kind = detect_format(loaded.config.data.train[0], row, needs_answer=chosen == "sft")
     except DataError as error:
-        how = " Here they are named by --column, such as --column instruction=NAME --column output=NAME."
+        how = " Name them with --column, such as --column instruction=NAME --column output=NAME."
         raise DataError(f"{where}: {error}{how if 'Rename columns' in str(error) else ''}") from error
     is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
     if chosen == "sft":
@@ -125,9 +125,9 @@ def data_facts(
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
-    """Return the guess; if the model has a chat template, a prompt of plain text and its answer become turns."""
+    """Return the guessed columns. With a chat template, a prompt and an answer of plain text become turns of a chat."""
     view, columns = RowView(row, guess), dict(guess)
-    # A config for pairs of a model without template names one.
+    # For preference pairs, the config names a template if the model has none.
     has_template = model.has_chat_template or "chosen" in view
     others = [view.get(name) for name in ("completion", "chosen", "rejected")]
     if not has_template or not isinstance(view.get("prompt"), str) or any(isinstance(other, list) for other in others):
@@ -139,7 +139,7 @@ def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) 
 
 
 def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> dict[str, str]:
-    """Return the names of columns if the row fits no format as it is, or has no answer to compare with."""
+    """Guess the columns of a row that fits no format, or the reference column of a prompt without an answer."""
     try:
         detect_format(config, row)
     except DataError:
