@@ -1,4 +1,4 @@
-"""Settings of the trackers; imports none of their libraries."""
+"""Settings of the trackers. Imports none of their libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spurline.protocols.tracker import TrackerConfig
 
 
 class TensorboardTrackerConfig(TrackerConfig):
-    """TensorBoard event files in RUN_DIR/tensorboard; needs `pip install spurline-trackers[tensorboard]`."""
+    """TensorBoard event files in RUN_DIR/tensorboard. Needs `pip install spurline-trackers[tensorboard]`."""
 
     name: str = "tensorboard"
 
@@ -20,7 +20,7 @@ class ServiceTrackerConfig(TrackerConfig):
     """Settings of a service that keeps many runs."""
 
     run_name: str | None = None
-    """Display name; default is the run directory's name."""
+    """Display name. The default is the name of the run directory."""
 
     def display_name(self, run_dir: Path) -> str:
         """Return the name that the service shows for the run of this directory."""
@@ -35,62 +35,62 @@ class ProjectTrackerConfig(ServiceTrackerConfig):
 
 
 class WandbTrackerConfig(ProjectTrackerConfig):
-    """Weights & Biases; needs `pip install spurline-trackers[wandb]`. A resumed run continues the same W&B run."""
+    """Weights & Biases. Needs `pip install spurline-trackers[wandb]`. A resumed run continues the same W&B run."""
 
     name: str = "wandb"
     entity: str | None = None
     """W&B team or user."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """`offline` writes locally, to be synced later."""
+    """`offline` writes to the disk, for a later `wandb sync`."""
 
 
 class MlflowTrackerConfig(ServiceTrackerConfig):
-    """MLflow; needs `pip install spurline-trackers[mlflow]`. A resumed run continues the same MLflow run."""
+    """MLflow. Needs `pip install spurline-trackers[mlflow]`. A resumed run continues the same MLflow run."""
 
     name: str = "mlflow"
     tracking_uri: str | None = None
-    """A server (`http://127.0.0.1:5000`) or a database (`sqlite:///mlflow.db`). Default is MLFLOW_TRACKING_URI, else
-    MLflow's own: a database in the working directory."""
+    """A server (`http://127.0.0.1:5000`) or a database (`sqlite:///mlflow.db`). The default is MLFLOW_TRACKING_URI. If
+    that is not set, MLflow uses a database in the working directory."""
     experiment: str = "spurline"
-    """MLflow experiment, which is made if there is none of that name."""
+    """MLflow experiment. It is created if it does not exist."""
     tags: dict[str, str] = {}
     """Tags of the run."""
 
 
 class TrackioTrackerConfig(ProjectTrackerConfig):
-    """Trackio; needs `pip install spurline-trackers[trackio]`. A resumed run continues the same Trackio run."""
+    """Trackio. Needs `pip install spurline-trackers[trackio]`. A resumed run continues the same Trackio run."""
 
     name: str = "trackio"
     run_name: str | None = None
-    """Beginning of the run's name, which ends in random characters; default is the run directory's name."""
+    """Beginning of the run's name; random characters follow. The default is the name of the run directory."""
     group: str | None = None
-    """Group of runs that this one belongs to."""
+    """Group of the run."""
     space_id: str | None = None
-    """Space on the Hugging Face hub (`user/space`) that metrics are sent to. Default is a database on this machine, in
-    TRACKIO_DIR or the cache of the hub's library."""
+    """Space on the Hugging Face hub (`user/space`) that metrics are sent to. The default is a database on this machine,
+    in TRACKIO_DIR or the cache of the hub's library."""
     private: bool = True
-    """Keep a new Space visible to its owner alone."""
+    """Make a new Space visible only to its owner."""
 
 
 class SwanlabTrackerConfig(ProjectTrackerConfig):
-    """SwanLab; needs `pip install spurline-trackers[swanlab]`. A resumed run continues the same SwanLab experiment."""
+    """SwanLab. Needs `pip install spurline-trackers[swanlab]`. A resumed run continues the same SwanLab experiment."""
 
     name: str = "swanlab"
     workspace: str | None = None
     """SwanLab user or organization."""
     mode: Literal["online", "offline", "local"] = "online"
-    """`offline` writes RUN_DIR/swanlab, for `swanlab sync`; `local` writes it for `swanlab watch`."""
+    """`offline` and `local` write to RUN_DIR/swanlab, for `swanlab sync` and `swanlab watch`."""
     tags: tuple[str, ...] = ()
     """Tags of the experiment."""
 
 
 class OpenTelemetryTrackerConfig(TrackerConfig):
-    """OTLP over HTTP, to a collector or a service; needs `pip install spurline-trackers[opentelemetry]`."""
+    """OTLP over HTTP, to a collector or a service. Needs `pip install spurline-trackers[opentelemetry]`."""
 
     name: str = "opentelemetry"
     endpoint: str | None = None
-    """Address up to, and without, `/v1/metrics`. Default is OTEL_EXPORTER_OTLP_ENDPOINT, else `http://localhost:4318`.
-    Headers, with their keys, come from OTEL_EXPORTER_OTLP_HEADERS alone."""
+    """Address without `/v1/metrics`. The default is OTEL_EXPORTER_OTLP_ENDPOINT, or else `http://localhost:4318`.
+    Headers with keys come only from OTEL_EXPORTER_OTLP_HEADERS."""
     service_name: str = "spurline"
     """The resource's `service.name`."""
     timeout_s: float = Field(default=10.0, gt=0)
@@ -98,10 +98,10 @@ class OpenTelemetryTrackerConfig(TrackerConfig):
 
 
 class PrometheusTrackerConfig(TrackerConfig):
-    """An address that Prometheus scrapes during the run; needs `pip install spurline-trackers[prometheus]`."""
+    """An address that Prometheus scrapes during the run. Needs `pip install spurline-trackers[prometheus]`."""
 
     name: str = "prometheus"
     host: str = "127.0.0.1"
     """Address to listen on. Anyone who can connect to it can read the metrics."""
     port: int = Field(default=9464, gt=0, lt=65536)
-    """Port of `/metrics`; each run on a machine needs its own."""
+    """Port of `/metrics`. Each run on a machine needs its own."""

@@ -1,6 +1,6 @@
-"""Send metrics to MLflow: one run in an experiment, whose id is kept in RUN_DIR/mlflow_run_id.
+"""Send metrics to a run in an MLflow experiment, and settings as its parameters.
 
-Metrics go under their own names; settings become parameters.
+The id of the run is kept in RUN_DIR/mlflow_run_id.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from spurline_trackers.sending import SendingTracker, earlier_run_id, store_run_
 
 ID_FILE = "mlflow_run_id"
 
-# By default MLflow tries for four minutes, in which a start says nothing.
-_WAITING = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-_ENVIRONMENT = {**_WAITING, "MLFLOW_DISABLE_TELEMETRY": "true"}
-# MLflow's limits of one request.
+_ENVIRONMENT = {
+    # By default MLflow tries to connect for four minutes, without a message.
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+# MLflow's limits for one request.
 _MOST_METRICS = 1000
 _MOST_PARAMETERS = 100
 _LONGEST_PARAMETER = 6000
@@ -34,8 +37,8 @@ class MlflowTracker(SendingTracker):
 
     name = "mlflow"
     fix = (
-        "Start the server that trackers.mlflow.tracking_uri or MLFLOW_TRACKING_URI names, or give "
-        f"`sqlite:///mlflow.db`. Where the run was deleted there, remove {ID_FILE} from the run directory."
+        "Start the server that trackers.mlflow.tracking_uri or MLFLOW_TRACKING_URI names, or set "
+        f"`sqlite:///mlflow.db`. If the run was deleted there, remove {ID_FILE} from the run directory."
     )
 
     def __init__(self, config: MlflowTrackerConfig) -> None:
@@ -72,13 +75,13 @@ class MlflowTracker(SendingTracker):
             self._client.log_batch(self._run_id, metrics=part)
 
     def close_run(self, *, is_finished: bool) -> None:
-        # Stdout belongs to the progress of the run; MLflow prints the address of its page.
+        # MLflow prints the address of its page, and stdout is for the progress of the run.
         with redirect_stdout(sys.stderr):
             self._client.set_terminated(self._run_id, status="FINISHED" if is_finished else "KILLED")
 
 
 def metric_name(name: str) -> str:
-    """Return the name as MLflow takes it: characters that it refuses become `_`, and parts such as `..` go."""
+    """Return a name that MLflow accepts. Characters that it refuses become `_`, and parts such as `..` are removed."""
     parts = re.sub(r"[^\w. :/-]", "_", name, flags=re.ASCII).split("/")
     return "/".join(part for part in parts if part.strip(".")).strip()[:_LONGEST_NAME] or "_"
 

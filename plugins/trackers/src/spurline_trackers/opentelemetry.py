@@ -1,4 +1,4 @@
-"""Send each step's metrics as gauges and one event, as OTLP over HTTP."""
+"""Send the metrics of each step as gauges and as one event, by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class OpenTelemetryTracker(SendingTracker):
 
     name = "opentelemetry"
     fix = (
-        "Start the receiver that trackers.opentelemetry.endpoint or OTEL_EXPORTER_OTLP_ENDPOINT names; it has to take "
-        "metrics and logs, as OTLP over HTTP, usually at port 4318."
+        "Start the receiver that trackers.opentelemetry.endpoint or OTEL_EXPORTER_OTLP_ENDPOINT names. It must take "
+        "metrics and logs by OTLP over HTTP, usually at port 4318."
     )
 
     def __init__(self, config: OpenTelemetryTrackerConfig) -> None:
@@ -52,7 +52,7 @@ class OpenTelemetryTracker(SendingTracker):
         }
         self._resource = self._resources.Resource.create(attributes)
         self._scope = self._scopes.InstrumentationScope("spurline")
-        # This tracker reports failures itself, once.
+        # The exporter would log failures that this tracker reports itself.
         logging.getLogger(_EXPORTER).setLevel(logging.CRITICAL)
         self._event("spurline.start", time.time_ns(), {"spurline.resume_step": info.resume_step})
 
@@ -81,9 +81,9 @@ class OpenTelemetryTracker(SendingTracker):
 
     def _check(self, result: Any) -> None:
         if result.name != "SUCCESS":
-            raise ConnectionError(f"the receiver at {self._events._endpoint} did not take it")
+            raise ConnectionError(f"the receiver at {self._events._endpoint} cannot be reached or has refused it")
 
 
 def instrument_name(name: str) -> str:
-    """Return `spurline.NAME`, with characters that OpenTelemetry does not allow as `_`."""
+    """Return `spurline.NAME`. Characters that OpenTelemetry does not allow become `_`."""
     return re.sub(r"[^A-Za-z0-9_./-]", "_", f"spurline.{name}")[:255]

@@ -1,4 +1,4 @@
-"""Register the trackers; imports neither torch nor their libraries."""
+"""Register the trackers. Imports neither torch nor their libraries."""
 
 from __future__ import annotations
 

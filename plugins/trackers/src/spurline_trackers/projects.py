@@ -1,4 +1,4 @@
-"""Send metrics to W&B, Trackio and SwanLab: one run in a project, whose id is kept in the run directory."""
+"""Send metrics to a run in a project of W&B, Trackio or SwanLab. The run directory keeps the run's id."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from spurline_trackers.configs import (
 )
 from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id, tracker_library
 
-# By default W&B waits for its service without a limit at the end of a run.
+# By default W&B waits at the end of a run until its service answers.
 _WANDB_ENVIRONMENT = {"WANDB_FINISH_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
 
 _Config = TypeVar("_Config", bound=ProjectTrackerConfig)
 
 
 class ProjectTracker(SendingTracker, Generic[_Config]):
-    """A tracker whose library opens a run that takes a step's metrics at once."""
+    """The base of trackers whose library has a run with a method `log` for the metrics of a step."""
 
     def __init__(self, config: _Config) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
         self._run.log(dict(metrics), step=step)
 
     def close_run(self, *, is_finished: bool) -> None:
-        # Stdout belongs to the progress of the run.
+        # Stdout is for the progress of the run.
         with redirect_stdout(sys.stderr):
             self.finish(is_finished=is_finished)
 
@@ -48,7 +48,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
 
 
 class WandbTracker(ProjectTracker[WandbTrackerConfig]):
-    """Send metrics to a W&B project. W&B keeps the first values of steps that a resumed run repeats."""
+    """Send metrics to a W&B project. If a resumed run repeats steps, W&B keeps their first values."""
 
     name = "wandb"
     fix = "Log in with `wandb login`, set WANDB_API_KEY, or set mode: offline."
@@ -70,10 +70,10 @@ class WandbTracker(ProjectTracker[WandbTrackerConfig]):
 
 
 class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
-    """Send metrics to a Trackio project, which finds a run by its name."""
+    """Send metrics to a Trackio project, in which the name of a run is its id."""
 
     name = "trackio"
-    fix = "Make TRACKIO_DIR writable, or log in to the hub with `hf auth login` where trackers.trackio.space_id is set."
+    fix = "Make TRACKIO_DIR writable. If trackers.trackio.space_id is set, log in to the hub with `hf auth login`."
 
     def open_run(self, info: RunInfo) -> None:
         file = "trackio_run_name"
@@ -94,9 +94,9 @@ class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
 
 
 class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
-    """Send metrics to a SwanLab experiment, or write them where `swanlab sync` and `swanlab watch` find them.
+    """Send metrics to a SwanLab experiment, or write them for `swanlab sync` and `swanlab watch`.
 
-    Each start of the run has a folder of its own in RUN_DIR/swanlab.
+    Each start of the run has its own folder in RUN_DIR/swanlab.
     """
 
     name = "swanlab"
@@ -118,10 +118,10 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
                 resume="allow",
                 log_dir=str(folder),
                 config=dict(info.config),
-                # No questions, and the output of the run stays its own.
+                # SwanLab asks no questions, and does not record the output of the run.
                 settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
             )
-        # The run reports its own end, and a service that does not answer must not keep the process alive.
+        # `finish` reports the end of the run. At exit, SwanLab's own hook could wait for a service without an answer.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
 

@@ -1,4 +1,4 @@
-"""Serve metrics at an address that Prometheus scrapes: the latest value of each, and counters of steps and tokens."""
+"""Serve metrics for Prometheus: the latest value of each, and counters of steps and tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# The counters have these names.
+# The counters already have these names.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
 
@@ -30,7 +30,7 @@ class PrometheusTracker:
         self._gauges: dict[str, Any] = {}
 
     def start(self, info: RunInfo) -> None:
-        """Listen. Raises ConfigError when the port is taken."""
+        """Listen for scrapes. Raises ConfigError if the port is taken."""
         assert self._server is None, "PrometheusTracker is already started"
         run = self._library.Info("spurline_run", "The run.", registry=self._registry)
         run.info({"name": info.run_dir.resolve().name})
@@ -40,22 +40,22 @@ class PrometheusTracker:
             self._server, self._thread = self._library.start_http_server(port, host, self._registry)
         except OSError as error:
             text = (
-                f"'prometheus' cannot listen on {host}:{port}: {error.strerror or error}. Give another port "
-                "(trackers.prometheus.port), or stop what has this one."
+                f"'prometheus' cannot listen on {host}:{port}: {error.strerror or error}. Set another port "
+                "(trackers.prometheus.port), or stop the program that uses this one."
             )
             raise ConfigError([Problem("trackers", text)]) from error
         print(f"prometheus: metrics at http://{host}:{port}/metrics", file=sys.stderr, flush=True)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the values of one step; metrics that it lacks keep their last value."""
-        # Step 0 is an evaluation before training.
+        """Show the values of one step. Metrics that the step does not have keep their last value."""
+        # Step 0 is an evaluation before training, and does not count.
         self._steps.inc(step > 0)
         self._tokens.inc(metrics.get("tokens", 0.0))
         for name, value in {**metrics, "step": step}.items():
             self._show(name, value)
 
     def flush(self) -> None:
-        """Do nothing: a scrape reads the current values."""
+        """Do nothing, since a scrape reads the current values."""
 
     def close(self) -> None:
         if self._server is not None:

@@ -1,7 +1,7 @@
-"""Send metrics to a store without holding up training: the base of trackers that use a third-party library.
+"""Send metrics to a store without delaying training: the base of trackers that use a third-party library.
 
-The id of the store's run is kept in the run directory, so that a resumed run goes on as the same run there. If a step
-is trained again after a kill, it is sent again. Only core's metrics.jsonl has each step exactly once.
+The run directory keeps the id of the run in the store, so that a resumed run continues the same run there. A step that
+is trained again after a kill is sent again. Only core's metrics.jsonl has each step exactly once.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from spurline.terminal import printable
 
 _CLOSE_WAIT_S = 30.0
 _LONGEST_QUEUE = 10_000
-"""Steps that wait for a slow store, a few kilobytes each."""
+"""Steps that may wait for a slow store. A step takes a few kilobytes."""
 
 
 class SendingTracker(ABC):
-    """A tracker that writes to a store on a thread of its own. Failures of the store are reported on stderr."""
+    """A tracker that writes to a store on its own thread. Failures of the store are reported on stderr."""
 
     name: ClassVar[str]
     """The name of the tracker in the config."""
     fix: ClassVar[str]
-    """A sentence that says what to do about a store that does not open."""
+    """A sentence with advice if the store does not open."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
@@ -43,7 +43,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def open_run(self, info: RunInfo) -> None:
-        """Open the store and the run in it: the earlier run if `info.is_resumed`, else a new one."""
+        """Open the store, and in it the earlier run if `info.is_resumed`, else a new run."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -51,10 +51,10 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def close_run(self, *, is_finished: bool) -> None:
-        """Close the store's run, on the tracker's thread. A run that is not finished may be resumed."""
+        """Close the store's run. Called on the tracker's thread. A run that is not finished may be resumed."""
 
     def start(self, info: RunInfo) -> None:
-        """Open the store. Raises ConfigError when it does not open."""
+        """Open the store. Raises ConfigError if it does not open."""
         assert self._thread is None, f"{type(self).__name__} is already started"
         try:
             self.open_run(info)
@@ -73,13 +73,13 @@ class SendingTracker(ABC):
         if self._queue.qsize() < _LONGEST_QUEUE:
             self._queue.put((step, {name: float(metrics[name]) for name in metrics if name != "step"}))
         else:
-            self._say(f"{_LONGEST_QUEUE} steps wait to be sent; step {step} is left out. It is in metrics.jsonl.")
+            self._say(f"{_LONGEST_QUEUE} steps wait to be sent, so step {step} is left out. It is in metrics.jsonl.")
 
     def flush(self) -> None:  # noqa: B027 - not abstract: there is nothing to do
-        """Do nothing. A checkpoint needs metrics.jsonl only, and core flushes that."""
+        """Do nothing. A checkpoint needs only metrics.jsonl, which core flushes."""
 
     def close(self) -> None:
-        """Send what is left, for a limited time. May be called twice, or without start."""
+        """Send the steps that wait, for a limited time. May be called twice, or without start."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -104,13 +104,13 @@ class SendingTracker(ABC):
 
 
 def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id in this file of the run directory; None for a run that is not resumed, which needs a new id."""
+    """Return the id in this file of the run directory, or None if the run is not resumed and needs a new id."""
     path = info.run_dir / file
     return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
 
 
 def new_run_id(run_dir: Path, begin: str | None = None) -> str:
-    """Return an id that no other run has, beginning with `begin` or the name of the run directory."""
+    """Return a new unique id. It begins with `begin` or the name of the run directory."""
     name = begin or re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
     return f"{name}-{secrets.token_hex(4)}"
 
@@ -122,7 +122,7 @@ def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
-    """Return the library of tracker `name`, or a module of it. Raises ConfigError with the command that installs it."""
+    """Import the library of tracker `name`, or a module of it. Raises ConfigError with the command to install it."""
     try:
         return importlib.import_module(module or name)
     except ImportError as error:

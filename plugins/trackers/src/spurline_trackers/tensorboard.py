@@ -15,7 +15,7 @@ _FLUSH_EVERY_S = 10
 
 
 class TensorboardTracker:
-    """Write scalars as TensorBoard reads them, and the settings of the run on its text page."""
+    """Write scalars, and the settings of the run as a text."""
 
     def __init__(self, config: TensorboardTrackerConfig) -> None:
         self._config = config
@@ -23,12 +23,12 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:
-        """Open a new event file that hides what earlier attempts logged of `info.first_step` and later."""
+        """Open a new event file. TensorBoard then hides earlier values of `info.first_step` and later steps."""
         assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
             log_dir=str(info.run_dir / "tensorboard"), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )
-        # TensorBoard shows an indented block as it is.
+        # TensorBoard reads the text as Markdown, in which an indented block is code.
         block = indent(json.dumps(info.config, indent=2, default=str), "    ")
         self._writer.add_text("config", block, global_step=info.resume_step)
 
@@ -39,7 +39,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(name, value, global_step=step)
 
     def flush(self) -> None:
-        """Write out everything logged: what a checkpoint covers is not logged again after a kill."""
+        """Write all values to the disk, since the steps that a checkpoint covers are not logged again after a kill."""
         assert self._writer is not None, "TensorboardTracker.flush before start or after close"
         self._writer.flush()
 
