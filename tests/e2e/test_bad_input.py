@@ -96,7 +96,7 @@ def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
     monkeypatch.setattr(checkpoint, "write_tensor_file", write)
     base_config["checkpoint"]["async"] = beside
     text = fails(base_config, code=1)
-    for words in ("checkpoint of step 4 cannot be written", "No space left on device", "Kept: step-00000002"):
+    for words in ("Checkpoint of step 4", "cannot be written", "No space left on device"):
         assert words in text
     assert sorted(path.name for path in Path(base_config["run_dir"], "checkpoints").iterdir()) == [
         "latest", "step-00000002",
@@ -122,7 +122,7 @@ def test_a_finished_run_is_neither_overwritten_nor_misread(
     with (latest / "backend" / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     text = fails(base_config)
-    assert "model.safetensors has 1000 bytes" in text
+    assert "model.safetensors is damaged: it has 1000 bytes" in text
     assert f"--resume {latest.with_name('step-00000004')}" in text
     shutil.rmtree(latest)
     spurline_chat_file.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))

@@ -110,7 +110,7 @@ def test_a_file_swapped_for_a_link_is_found_by_its_content(store: CheckpointStor
     (precious / "run.json").write_text("[]")
     (path / "run.json").unlink()
     (path / "run.json").symlink_to(precious / "run.json")
-    with pytest.raises(CheckpointError, match=r"the content of run\.json has changed"):
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged: its content has changed"):
         open_checkpoint(path)
 
 
@@ -177,7 +177,7 @@ def test_a_private_folder_is_this_users_alone(tmp_path: Path) -> None:
 def test_a_folder_of_others_is_not_used(tmp_path: Path, precious: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache"
     folder.symlink_to(precious)
-    with pytest.raises(UserError, match=r"cache: cannot be this user's own folder.*TMPDIR"):
+    with pytest.raises(UserError, match=r"cache: must be a private folder.*TMPDIR"):
         private_folder(folder)
     folder.unlink()
     folder.mkdir()

@@ -68,14 +68,14 @@ def test_the_option_that_is_offered_is_one_of_the_command(store: CheckpointStore
 def test_a_truncated_file_is_named_with_both_sizes(store: CheckpointStore) -> None:
     path = store.save(5, write_state, FACTS)
     (path / "backend" / "model.bin").write_bytes(b"wei")
-    with pytest.raises(CheckpointError, match=r"model\.bin has 3 bytes instead of 700.*no other good checkpoint"):
+    with pytest.raises(CheckpointError, match=r"model\.bin is damaged: it has 3 bytes.*no other good checkpoint"):
         store.latest()
 
 
 def test_a_flipped_bit_is_found(store: CheckpointStore) -> None:
     path = store.save(5, write_state, FACTS)
     flip(path / "backend" / "model.bin", 350)
-    with pytest.raises(CheckpointError, match=r"content of backend/model\.bin has changed"):
+    with pytest.raises(CheckpointError, match=r"backend/model\.bin is damaged: its content has changed"):
         open_checkpoint(path)
 
 
@@ -98,10 +98,10 @@ def test_a_file_that_its_reader_verifies_is_left_to_it(store: CheckpointStore) -
     flip(weights, 350)
     verify_files(path / "backend", unverified)
     flip(path / "run.json", 1)
-    with pytest.raises(CheckpointError, match=r"content of run\.json has changed"):
+    with pytest.raises(CheckpointError, match=r"run\.json is damaged: its content has changed"):
         open_checkpoint(path)
     weights.write_bytes(b"wei")
-    with pytest.raises(CheckpointError, match=r"model\.bin has 3 bytes instead of 700"):
+    with pytest.raises(CheckpointError, match=r"model\.bin is damaged: it has 3 bytes"):
         open_checkpoint(path)
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(store: Checkpoint
         (folder / "half").write_bytes(b"x")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointWriteError, match=r"step 10 cannot be written.*No space left.*Kept: step-00000005"):
+    with pytest.raises(CheckpointWriteError, match=r"step 10.*cannot be written.*No space left"):
         store.save(10, fail, FACTS)
     assert sorted(entry.name for entry in store.root.iterdir()) == ["latest", "step-00000005"]
     latest = store.latest()

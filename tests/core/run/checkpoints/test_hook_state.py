@@ -53,9 +53,7 @@ def test_states_are_saved_by_plugin_and_name_and_restored_where_they_are_kept_ag
     again.restore(checkpoint)
     again.keep("ema", "weights", late)
     assert (early.values.tolist(), late.values.tolist()) == ([2.0], [1.0])
-    assert again.close() == [
-        "The state 'mine.v2' in the checkpoint is left out: nothing in this run keeps it any more."
-    ]
+    assert again.close() == ["The state 'mine.v2' in the checkpoint is left out, since nothing in this run keeps it."]
 
 
 def test_a_plugin_that_is_new_or_gone_is_a_note_on_resume_and_no_error(tmp_path: Path) -> None:
@@ -65,8 +63,8 @@ def test_a_plugin_that_is_new_or_gone_is_a_note_on_resume_and_no_error(tmp_path:
     again.restore(saved(states, tmp_path))
     again.keep("new", "weights", Average())
     assert again.close() == [
-        "The state 'weights' of plugin 'new' is new in this run and starts afresh.",
-        "The state 'weights' of plugin 'gone' in the checkpoint is left out: nothing in this run keeps it any more.",
+        "The state 'weights' of plugin 'new' is new in this run.",
+        "The state 'weights' of plugin 'gone' in the checkpoint is left out, since nothing in this run keeps it.",
     ]
 
 

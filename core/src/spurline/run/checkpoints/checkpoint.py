@@ -3,8 +3,8 @@
 A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
-                        evaluation so far, a fingerprint of the held-out data, size and XXH3 digest of every other file,
-                        and whether the backend verifies that digest itself when it reads the file
+                        evaluation so far, a fingerprint of the held-out data, and the size and XXH3 digest of every
+                        other file. It marks the files that the backend verifies itself when it reads them.
     backend/            files of the backend: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers, if they have any
     hooks/              state of plugins, by plugin and name
@@ -28,13 +28,13 @@ from typing import Any
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, listing
-from spurline.files import remove, sync_file, write_json, write_text
+from spurline.files import remove, sync_file, write_failure, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 2
 MANIFEST = "manifest.json"
 _BY_WRITER = "digest_by_writer"
-"""Key in a file's entry in the manifest if the backend's ranks verify the file themselves when they read it."""
+"""Key that marks a file in the manifest. The backend verifies such a file itself when it reads it."""
 LATEST = "latest"
 """File that names the newest checkpoint."""
 BACKEND = "backend"
@@ -44,16 +44,16 @@ BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
 _attempts = count(1)
-"""Source of distinct numbers for the hidden folders of this process."""
+"""Numbers that tell apart the hidden folders of this process."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """Files that their writers have hashed and forced to disk.
+    """Files that are already hashed and forced to disk.
 
     Attributes:
         digests: Digests by path in the checkpoint's folder.
-        by_reader: Paths of the files that their reader verifies itself.
+        by_reader: Paths of the files that the backend verifies itself when it reads them.
     """
 
     digests: Mapping[str, FileDigest]
@@ -61,7 +61,7 @@ class Written:
 
 
 Write = Callable[[Path], Written | None]
-"""A function that fills a folder. Files that it has not hashed itself are read again to hash them, and flushed."""
+"""A function that fills a folder. Files that are not in its result are hashed and flushed afterwards."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Return, by path in this folder, the digests of those files that their reader must verify."""
+        """Return the digests of those files in a folder that `open_checkpoint` did not read, by path in the folder."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])
@@ -133,18 +133,18 @@ class CheckpointStore:
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if isinstance(error, (OSError, CheckpointWriteError)):
-                raise CheckpointWriteError(self._write_failure(step, error)) from error
+                raise self._write_failure(step, error) from error
             raise
         return Prepared(step, temporary)
 
     def publish(self, prepared: Prepared, best: int | None = None) -> Path:
         """Make the checkpoint the latest, and return its folder. `best` is the step with the best evaluation.
 
-        Raises CheckpointWriteError as `prepare` does.
+        Raises CheckpointWriteError if the disk cannot be written.
         """
         final = self._folder(prepared.step)
         try:
-            # An earlier checkpoint of this step may be the only one, so it is deleted after the new one is in place.
+            # Delete an earlier checkpoint of this step last, since it may be the only checkpoint.
             replaced = self._put_away(final) if os.path.lexists(final) else None
             prepared.path.rename(final)
             if replaced is not None:
@@ -153,7 +153,7 @@ class CheckpointStore:
             write_text(self.root / LATEST, final.name + "\n")
             self.point_to_best(best)
         except OSError as error:
-            raise CheckpointWriteError(self._write_failure(prepared.step, error)) from error
+            raise self._write_failure(prepared.step, error) from error
         finally:
             prepared.discard()
         return final
@@ -166,7 +166,7 @@ class CheckpointStore:
             write_text(self.root / BEST, self._folder(step).name + "\n")
 
     def prune(self, keep_last: int, best: int | None = None) -> None:
-        """Remove all but the newest `keep_last` checkpoints and the one of step `best`.
+        """Remove all checkpoints except the newest `keep_last` and the checkpoint of step `best`.
 
         Checkpoints that were set aside are removed when their steps have been trained again.
         """
@@ -179,7 +179,7 @@ class CheckpointStore:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        # Rename the folder first, so that a kill during the deletion leaves no half checkpoint under its name.
+        # Rename the folder first. A kill during the deletion then leaves no half checkpoint under its name.
         remove(self._put_away(path))
 
     def _put_away(self, path: Path) -> Path:
@@ -196,7 +196,7 @@ class CheckpointStore:
         return sorted(path for path in self.root.glob("step-*") if _STEP_FOLDER.fullmatch(path.name))
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """Rename checkpoints beyond `step`, whose steps will be trained again, and return their new paths."""
+        """Rename the checkpoints after `step`, and return their new paths. Their steps will be trained again."""
         moved: list[Path] = []
         for path in self.paths():
             if int(path.name.removeprefix("step-")) > step:
@@ -209,10 +209,9 @@ class CheckpointStore:
     def latest(self, option: str = "--resume") -> Checkpoint | None:
         """Return the newest checkpoint, verified; None if there is none.
 
-        Raises CheckpointError if it is damaged. The error names the good one before it and the option to resume there.
+        Raises CheckpointError if it is damaged. The error names a good checkpoint and the option that takes it.
         """
-        # Choose by step, not by the file `latest`: after a kill between the two renames, it does not name the newest
-        # complete checkpoint. Going back to an older checkpoint on purpose sets later ones aside first.
+        # After a kill between the two renames, the file `latest` does not name the newest complete checkpoint.
         candidates = self.paths()
         if not candidates:
             return None
@@ -221,26 +220,30 @@ class CheckpointStore:
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self.offer_before(candidates[-1], option)}") from error
 
-    def chosen(self, choice: str | Path | None) -> Checkpoint:
-        """Return the checkpoint for `latest` (or None), `best` or the path of a folder. Raises CheckpointError."""
+    def chosen(self, choice: str | Path | None, option: str = "--checkpoint") -> Checkpoint:
+        """Return the chosen checkpoint. Raises CheckpointError.
+
+        Args:
+            choice: `latest` (or None), `best`, or the path of a checkpoint, or of a run directory for its latest one.
+            option: The option of the command line that made the choice, for messages.
+        """
         if choice is None or choice == LATEST:
-            latest = self.latest("--checkpoint")
+            latest = self.latest(option)
             if latest is None:
                 raise CheckpointError(f"{self.root.parent} has no checkpoint. Train it first: spurline train.")
             return latest
-        if choice != BEST:
-            if not Path(choice).is_dir():
-                raise CheckpointError(
-                    f"{choice} is not a checkpoint folder. Give latest, best or the path of one. "
-                    f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
-                )
-            return open_checkpoint(Path(choice))
-        if not (self.root / BEST).exists():
-            raise CheckpointError(
-                f"{self.root.parent} has no best checkpoint: train with checkpoint.keep_best, or choose another one. "
-                f"Checkpoints: {listing(path.name for path in self.paths())}."
-            )
-        return open_checkpoint(self._named(BEST))
+        known = f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
+        if choice == BEST:
+            if not (self.root / BEST).exists():
+                what = "has no best checkpoint: train with checkpoint.keep_best, or choose another one."
+                raise CheckpointError(f"{self.root.parent} {what} {known}")
+            return open_checkpoint(self._named(BEST))
+        path = Path(choice)
+        if not path.is_dir():
+            what = "there is no folder of this name. Give latest, best or the path of a checkpoint."
+            raise CheckpointError(f"{option} {choice}: {what} {known}")
+        inside = CheckpointStore(path / "checkpoints").latest(option) if (path / "checkpoints").is_dir() else None
+        return inside if inside is not None else open_checkpoint(path)
 
     def _folder(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -254,49 +257,35 @@ class CheckpointStore:
             try:
                 good = open_checkpoint(path)
                 verify_files(path / BACKEND, good.unverified(BACKEND))
-            except CheckpointError:  # the next older one may be good
+            except CheckpointError:  # An older checkpoint may be good.
                 continue
             return f"The newest good checkpoint is of step {good.step}: use `{option} {good.path}`."
         return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
 
-    def _write_failure(self, step: int, error: Exception) -> str:
-        folder = next(place for place in (self.root, *self.root.absolute().parents) if place.exists())
-        free = shutil.disk_usage(folder).free
-        kept = [path.name for path in self.paths()]
-        have = f"Kept: {', '.join(kept)}." if kept else "No earlier checkpoint exists."
-        return (
-            f"The checkpoint of step {step} cannot be written to {self.root}: {error} "
-            f"({free / 2**20:.0f} MiB free). {have} "
-            "Free some space, or lower checkpoint.keep_last, and run again to resume."
-        )
+    def _write_failure(self, step: int, error: Exception) -> CheckpointWriteError:
+        return CheckpointWriteError(f"Checkpoint of step {step}: {write_failure(self.root, error)}")
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint folder and verify that every file has the size and digest of the manifest.
+    """Read a checkpoint folder and compare every file with the size and digest in the manifest.
 
-    Files that their reader verifies are not read here; see `Checkpoint.unverified`. Raises CheckpointError.
+    Files that the backend verifies itself are not read here; see `Checkpoint.unverified`. Raises CheckpointError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")
     manifest = _read_manifest(path)
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"Checkpoint {path} is damaged: {name} is missing.")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"Checkpoint {path} is damaged: {name} has {file.stat().st_size} bytes instead of {expected['bytes']}."
-            )
-        if not expected.get(_BY_WRITER) and digest_file(file).xxh3 != expected["xxh3"]:
-            raise CheckpointError(f"Checkpoint {path} is damaged: the content of {name} has changed.")
+    files: dict[str, Any] = manifest["files"]
+    digests = {name: FileDigest(entry["bytes"], entry["xxh3"]) for name, entry in files.items()}
+    verify_files(path, digests, only_sizes={name for name, entry in files.items() if entry.get(_BY_WRITER)})
     return Checkpoint(path, manifest)
 
 
 def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict[str, dict[str, Any]]:
-    """Return the manifest's entries of all files, which are safe on the disk then."""
+    """Return the manifest's entries of all files, and force the files to disk."""
     entries: dict[str, dict[str, Any]] = {}
     known = written.digests
-    # Some libraries create files that only their owner can read. To ask for the umask would change it in other threads.
+    # Some libraries create files that only their owner can read. Use the permissions of the folder, since the umask
+    # cannot be read without changing it for other threads.
     permissions = folder.stat().st_mode & 0o666
     for file in files:
         file.chmod(permissions)
@@ -345,7 +334,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _is_entry(name: str, entry: Any) -> bool:
-    """Return whether it describes a file of the folder, by a path that leads nowhere else."""
+    """Return whether an entry describes a file, by a path that does not lead out of the folder."""
     if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         return False
     return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("xxh3"), str)

@@ -28,7 +28,9 @@ class HookStates:
         self._is_closed = False
 
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
-        """Save this state in checkpoints from now on, and restore it on a resume. `plugin` is None for the program.
+        """Save this state in checkpoints from now on, and restore it on a resume.
+
+        `plugin` is the plugin whose hook calls this; None if the program calls it.
 
         Raises PluginError if the state cannot be kept, and CheckpointError if the saved state does not fit.
         """
@@ -49,10 +51,10 @@ class HookStates:
             self._restore(key)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore all registered states from the checkpoint, and states that are registered later too."""
+        """Restore all registered states from the checkpoint. States that are registered later are restored then."""
         self._checkpoint = checkpoint
         folder = checkpoint.path / FOLDER
-        # Files in deeper folders are parts of states.
+        # Files in deeper folders belong to parts of states.
         files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
         self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in files}
         for key in self._kept:
@@ -78,10 +80,10 @@ class HookStates:
         """Accept no more states, and return notes on the resume, if there was one."""
         self._is_closed = True
         left = [
-            f"The state {_described(key)} in the checkpoint is left out: nothing in this run keeps it any more."
+            f"The state {_described(key)} in the checkpoint is left out, since nothing in this run keeps it."
             for key in sorted(self._saved - self._kept.keys())
         ]
-        return [f"The state {_described(key)} is new in this run and starts afresh." for key in self._new] + left
+        return [f"The state {_described(key)} is new in this run." for key in self._new] + left
 
     def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
         """Yield (path in a checkpoint, state, owner) of each state. Raises HookFailedError if one cannot be saved."""

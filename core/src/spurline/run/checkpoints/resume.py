@@ -1,7 +1,7 @@
-"""Decide whether and from where a run continues, and restore its components from the checkpoint.
+"""Decide whether a run continues from a checkpoint, and restore its components from it.
 
-The marks of the settings (`OnResume`) decide which may differ from those of the checkpoint. One error names every
-change that is not permitted, with the command that permits it if there is one.
+The marks of the settings (`OnResume`) decide which settings may differ from the checkpoint's. One error names every
+change that is not permitted, and the command that permits it if there is one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from spurline.config.compare import Difference, differences
@@ -26,7 +25,7 @@ from spurline.errors import (
 )
 from spurline.protocols.stateful import Stateful
 from spurline.run.build import Components, Done
-from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore, open_checkpoint
+from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
 from spurline.run.checkpoints.state_files import read_state
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import fingerprints
@@ -44,7 +43,7 @@ class ResumeRequest:
     """The options of a resume.
 
     Attributes:
-        choice: `auto`, `never` or the path of a checkpoint folder.
+        choice: `auto` for the latest checkpoint if there is one, `never`, or a choice of `CheckpointStore.chosen`.
         allow_change: Settings or sections that may differ although they change how the run trains.
     """
 
@@ -65,8 +64,8 @@ class Resume:
         checkpoint: None for a new run.
         notes: Sentences about the resume for the user.
         foreign: Whether the checkpoint belongs to another run.
-        history: Changes of settings since the run began, as `{step, key, before, now}`. Each holds from the step after
-            `step` on.
+        history: Changes of settings since the run began, as `{step, key, before, now}`. `step` is the last step before
+            the change.
     """
 
     checkpoint: Checkpoint | None
@@ -101,12 +100,12 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         )
     checkpoint = None
     if request.choice != "never":
-        checkpoint = store.latest() if request.choice == "auto" else _chosen(request.choice, store)
+        checkpoint = store.latest() if request.choice == "auto" else store.chosen(request.choice, "--resume")
     if checkpoint is None:
         if request.allow_change:
             raise CheckpointError(
-                f"--allow-change {request.allow_change[0]}: this run begins, so there is no checkpoint whose settings "
-                "could differ. Leave it out, or give the checkpoint with --resume."
+                f"--allow-change {request.allow_change[0]}: this is a new run, so there is no checkpoint to compare "
+                "with. Leave the option out, or give a checkpoint with --resume."
             )
         return Resume(None)
     foreign = _is_foreign(checkpoint, directory)
@@ -123,7 +122,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
             if saved.get(name) != version
         ),
     ]
-    # Changes that cannot show in the numbers are left out.
+    # The history has no changes that cannot affect the metrics.
     new = [
         {"step": checkpoint.step, "key": change.key, "before": change.before, "now": change.now}
         for change in changes
@@ -135,7 +134,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
 def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:
     """Return the settings that differ from the checkpoint's. Raises CheckpointError if one is not permitted."""
     changed = differences(checkpoint.config, loaded.config)
-    # If the same command runs again, the checkpoint has the change already.
+    # If the same command runs again, the checkpoint already has the change.
     known = [*changed, *map(_recorded, checkpoint.manifest.get("history", []))]
     for name in request.allow_change:
         if not any(change.is_named(name) for change in known):
@@ -148,13 +147,13 @@ def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: Res
     asked = [change for change in changed if change.mark is OnResume.BY_NAME]
     ungranted = [change for change in asked if not any(change.is_named(name) for name in request.allow_change)]
     if refused or ungranted:
-        lines = [f"{loaded.origin}: the config differs from that of {checkpoint.path}."]
+        lines = [f"{loaded.origin}: the config differs from the config of {checkpoint.path}."]
         if refused:
             lines += [
-                "These cannot change: a run keeps its data, aim, model, and the backend of its checkpoint:",
+                "A run keeps its data, its objective, its model and its backend, so these cannot change:",
                 *(f"  {change}" for change in refused),
-                "Set these back to continue this run; or choose another run_dir, and start a new run from the model as "
-                "it was, or from the weights of this one: `spurline export`, then model.path.",
+                "Set these back to continue this run. Or choose another run_dir to start a new run; to begin with the "
+                "weights of this one, export them with `spurline export` and set model.path to them.",
             ]
         if ungranted:
             names = list(dict.fromkeys([*request.allow_change, *(change.key for change in ungranted)]))
@@ -172,30 +171,17 @@ def _recorded(entry: Mapping[str, Any]) -> Difference:
     return Difference(entry["key"], entry["before"], entry["now"], OnResume.FREE)
 
 
-def _chosen(choice: str, store: CheckpointStore) -> Checkpoint:
-    """Return the checkpoint at this path, or the latest of the run directory there."""
-    path = Path(choice)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"--resume {choice}: there is no folder of this name. Leave it out to go on from the latest checkpoint of "
-            "run_dir, or give never, or the path of a checkpoint. Checkpoints of this run: "
-            f"{listing(map(str, store.paths()))}."
-        )
-    inside = CheckpointStore(path / "checkpoints").latest() if (path / "checkpoints").is_dir() else None
-    return inside if inside is not None else open_checkpoint(path)
-
-
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
-    """Return whether it is another run's checkpoint, or one that was set aside.
+    """Return whether a checkpoint belongs to another run or was set aside.
 
-    Raises RunDirectoryError if it is and the directory has a history of its own.
+    Raises RunDirectoryError if so and the directory has metrics or checkpoints of its own.
     """
     here = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
     own = here and checkpoint.path.name.startswith("step-")
     if not own and (directory.metrics.exists() or CheckpointStore(directory.checkpoints).paths()):
         raise RunDirectoryError(
             f"{checkpoint.path} belongs to another run or was set aside, and run_dir {directory.path} has metrics "
-            "or checkpoints of its own, which would be mixed with it. Choose a new run_dir."
+            "or checkpoints of its own. Choose a new run_dir, since the two would be mixed."
         )
     return not own
 
@@ -205,7 +191,7 @@ def restore(
 ) -> list[str]:
     """Restore every component from the checkpoint, and return notes for the user.
 
-    Later checkpoints of the same run are set aside after that, since their steps will be trained again.
+    Then set aside later checkpoints of the same run, since their steps will be trained again.
 
     Raises:
         CheckpointError: If the state of a component does not fit.
@@ -221,7 +207,7 @@ def restore(
                 notes.append(f"{name} is new in this run and starts without state.")
                 continue
             raise CheckpointError(
-                f"Checkpoint {checkpoint.path} has no state of {name}: it was made by another setup."
+                f"Checkpoint {checkpoint.path} has no state of {name}, so another configuration saved it."
             ) from None
         try:
             component.load_state_dict(state)
@@ -242,7 +228,7 @@ def restore(
     notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
     before, now = checkpoint.manifest.get("held_out") or {}, fingerprints(components.data.evaluations)
     notes += [
-        f"The held-out data of {label} has changed since the checkpoint: earlier and later scores do not compare."
+        f"The held-out data of {label} has changed since the checkpoint, so its earlier scores are not comparable."
         for label in now
         if label in before and before[label] != now[label]
     ]
@@ -262,7 +248,7 @@ def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: Load
         key = "steps" if loaded.config.steps is not None else "epochs"
         text = (
             f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
-            "choose an earlier checkpoint with --resume PATH; the steps after it are then trained again."
+            "choose an earlier checkpoint with --resume PATH."
         )
         raise ConfigError([Problem(key, text)], loaded.origin)
 

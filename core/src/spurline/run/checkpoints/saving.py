@@ -1,7 +1,6 @@
-"""Save the checkpoints of a run, either during the step or beside training, and report each.
+"""Save the checkpoints of a run, either within a step or on another thread while training goes on.
 
-A checkpoint is written to the run directory and reported to `RunState` and the hooks. The run decides which steps have
-a checkpoint.
+Each complete checkpoint is reported to `RunState` and the hooks. The run decides which steps have a checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class CheckpointContents:
         step: The last step that the checkpoint covers.
         write: Function that fills its folder.
         facts: Entries of its manifest.
-        best: Step of the best evaluation so far, whose checkpoint is kept.
-        keep_last: Number of checkpoints to keep besides that one.
+        best: Step of the best evaluation so far. Its checkpoint is kept.
+        keep_last: Number of the newest checkpoints to keep.
     """
 
     step: int
@@ -87,7 +86,7 @@ class CheckpointContents:
         return self.publish(store, store.prepare(self.step, self.write, self.facts))
 
     def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
-        """Make the prepared checkpoint the latest, remove those that are not kept, and return its folder."""
+        """Make the prepared checkpoint the latest, return its folder, and remove checkpoints that are not kept."""
         path = store.publish(prepared, self.best)
         store.prune(self.keep_last, self.best)
         return path
@@ -101,7 +100,7 @@ def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str,
 
 
 class Writing:
-    """A checkpoint that is written by another thread while training goes on. It becomes complete, or does not exist."""
+    """Writes a checkpoint on another thread while training goes on."""
 
     def __init__(self, contents: CheckpointContents, store: CheckpointStore) -> None:
         self.step = contents.step
@@ -111,8 +110,7 @@ class Writing:
         self._error: BaseException | None = None
         self._publishing = threading.Lock()
         self._is_abandoned = False
-        # The thread is a daemon, so a disk that hangs cannot hold up the end of the process. The next start removes
-        # half-written files.
+        # As a daemon, the thread cannot keep the process alive if the disk hangs. The next start removes its files.
         threading.Thread(target=self._run, name="spurline-checkpoint", daemon=True).start()
 
     def _run(self) -> None:
@@ -133,7 +131,7 @@ class Writing:
         return self._done.wait(wait_s)
 
     def result(self) -> Path:
-        """Return the folder of a checkpoint that is done, or raise the error with which writing failed."""
+        """Return the folder of the finished checkpoint, or raise the error with which writing failed."""
         if self._error is not None:
             raise self._error
         assert self._path is not None, f"step {self.step} was abandoned"
@@ -141,7 +139,7 @@ class Writing:
 
     def abandon(self) -> Path | None:
         """Prevent the checkpoint from being published. Returns its folder if it was published already."""
-        # If it is being renamed, wait for that: it is complete apart from its name.
+        # If the complete checkpoint is being renamed, wait for that.
         held = self._publishing.acquire(timeout=_ABANDON_LIMIT_S)
         self._is_abandoned = True
         if held:
@@ -156,9 +154,9 @@ class Saving:
         loaded: The config.
         directory: The run directory.
         components: The components whose state is saved.
-        state: The state of the run; its `checkpoint` and `saved_step` are set here.
+        state: The progress of the run. This class sets its `checkpoint` and `saved_step`.
         course: Returns facts of the run so far, for the manifest. Its argument has the metrics of a step whose
-            evaluation is still to come.
+            evaluation is still to come, or is None.
     """
 
     def __init__(
@@ -186,10 +184,10 @@ class Saving:
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     def save(self, step: int, pending: Mapping[str, float] | None = None, *, beside: bool = False) -> None:
-        """Save a step.
+        """Save a checkpoint.
 
         Args:
-            step: The step that has just been made.
+            step: The step that has just been trained.
             pending: Its metrics, if its evaluation and metrics line are still to come.
             beside: Whether to copy the state now, and write it while training goes on.
         """
@@ -209,16 +207,16 @@ class Saving:
         self._saved_at = time.monotonic()
 
     def save_before(self, error: Exception, step: int, pending: Mapping[str, float]) -> None:
-        """Save a step whose evaluation failed with `error`. A note on the error says whether that worked."""
+        """Save a step whose evaluation failed with `error`. A note on the error says whether the step was saved."""
         try:
             self.save(step, pending)
-        except Exception as failure:  # noqa: BLE001 - it must not hide the evaluation's own error
+        except Exception as failure:  # noqa: BLE001 - the evaluation's own error must be raised
             error.add_note(f"The step before it could not be saved either: {failure}")
         else:
-            error.add_note(f"Step {step} itself was trained and saved; the same command evaluates again and goes on.")
+            error.add_note(f"Step {step} was trained and saved. The same command evaluates it again and goes on.")
 
     def take_written(self, *, wait: bool) -> None:
-        """Report the checkpoint that was written beside training, if there is one. Raises the error if that failed."""
+        """Report the checkpoint that another thread has written, if there is one. Raises the error of the writing."""
         writing = self._writing
         if writing is None:
             return
@@ -238,17 +236,16 @@ class Saving:
         self._saved(writing.step, writing.result())
 
     def settle(self, error: BaseException) -> None:
-        """Let a checkpoint that is being written become complete when the run fails.
+        """Finish the checkpoint that is being written when the run fails.
 
-        After a second signal, or if the run directory is lost, the checkpoint is abandoned instead.
+        After a second signal, or if the run directory is lost, abandon it instead.
         """
         if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
             self.abandon()
             return
         try:
             self.take_written(wait=True)
-        except Exception as failure:  # noqa: BLE001 - it must not hide the error that ended the run
-            # The checkpoint may be complete: an error of the hook `on_checkpoint_saved` is caught here too.
+        except Exception as failure:  # noqa: BLE001 - the error that ended the run must be raised
             error.add_note(f"Ending the checkpoint under way failed too: {failure}")
 
     def abandon(self) -> None:
@@ -259,9 +256,9 @@ class Saving:
             self._state.saved_step, self._state.checkpoint = writing.step, path
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds that checkpoints beside training have taken from it since the last call.
+        """Return the seconds that training has waited for asynchronous checkpoints since the last call.
 
-        `time/checkpoint_copy` is the copy of a checkpoint, `time/checkpoint_wait` the wait for the one before.
+        `time/checkpoint_copy` is the time to copy the state, `time/checkpoint_wait` the wait for an earlier checkpoint.
         """
         times, self._times = self._times, {}
         return times

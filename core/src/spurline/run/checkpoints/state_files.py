@@ -31,7 +31,7 @@ _PARTS = "__parts__"
 """Key that refers to `StateParts`; its value is their number in the state, which is the name of their folder."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
-"""Names that an array cannot have: safetensors reserves one, and the other is empty."""
+"""Names that an array cannot have in a safetensors file."""
 
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -66,10 +66,7 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
 
 
 def copied_state(value: Any) -> Any:
-    """Return a copy of the result of `state_dict`, which later changes do not reach.
-
-    Frozen parts are not copied; all other parts are made now.
-    """
+    """Return a deep copy of the result of `state_dict`. Parts are made now, except frozen parts, which are shared."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, StateParts):
@@ -85,7 +82,7 @@ def copied_state(value: Any) -> Any:
 
 
 def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> None:
-    """Write one state, and add the digests of its files. `keys` lead to it if it is a part of another state."""
+    """Write one state, and add the digests of its files. `keys` is its place in a larger state, for messages."""
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Remove an earlier state with its arrays and parts.
@@ -135,20 +132,20 @@ def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:
 
 
 def _state_paths(path: Path) -> tuple[Path, Path, Path]:
-    # Not with_suffix: a component's name may hold dots.
+    # Do not use with_suffix, since a component's name may hold dots.
     structure, arrays, parts = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors", ".parts"))
     return structure, arrays, parts
 
 
 @dataclass(frozen=True)
 class _TakenOut:
-    """The arrays of a state by name, and its parts with their keys, which its JSON cannot hold."""
+    """Arrays by name and parts with their keys, which were taken out of a state because JSON cannot hold them."""
 
     arrays: dict[str, NDArray[Any]]
     parts: list[tuple[StateParts, tuple[str, ...]]]
 
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """Return the value with references in place of arrays and parts, which are added here."""
+        """Return the value with references in place of arrays and parts, and add these to this object."""
         if isinstance(value, np.ndarray):
             if not can_hold(value):
                 raise TypeError(f"{_way(keys)} is an array of {value.dtype}")
@@ -161,11 +158,9 @@ class _TakenOut:
         if isinstance(value, Mapping):
             for key in value:
                 if not isinstance(key, str):
-                    raise TypeError(f"{_way(keys)} has the key {key!r}, which is no text")
+                    raise TypeError(f"{_way(keys)} has the key {key!r}, which is not text")
                 if key in _STANDS_FOR:
-                    raise TypeError(
-                        f"{_way(keys)} has the key {key!r}, which stands for {_STANDS_FOR[key]} in the file"
-                    )
+                    raise TypeError(f"{_way(keys)} has the key {key!r}, which the file uses for {_STANDS_FOR[key]}")
             return {key: self.replaced(item, (*keys, key)) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.replaced(item, (*keys, str(number))) for number, item in enumerate(value)]
@@ -179,7 +174,7 @@ def _way(keys: tuple[str, ...]) -> str:
 
 
 def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """Return a name for an array that no other one has: the second array of one name becomes `NAME~2`."""
+    """Return a free name for an array. If `wanted` is taken, the name is `wanted~2`, or the next free number."""
     # UTF-8 cannot encode half of a surrogate pair.
     wanted = wanted.encode("utf-8", "replace").decode("utf-8")
     name, number = wanted, 1

@@ -27,7 +27,7 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 from spurline.run.directory import RunDirectory
-from spurline.terminal import json_line, printable, standard_input
+from spurline.terminal import json_line, printable
 from spurline_models.architecture import load_model_config
 from spurline_models.device_profile import device_profile
 from spurline_models.export import exported_weights, generation_config
@@ -113,7 +113,7 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
     """Open a checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError if there is none."""
     directory = RunDirectory(loaded.config.run_dir)
     store = CheckpointStore(directory.checkpoints)
-    found = store.chosen(None if checkpoint == "latest" else checkpoint)
+    found = store.chosen(checkpoint)
     progress(f"reading {found.path}")
     target = _open(loaded.config.model, progress, exported_weights(loaded, found))
     own = loaded.config.source.facts.sampling
@@ -162,10 +162,9 @@ def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
 
 def text_of_input() -> str:
     """Return all of standard input as one prompt."""
-    stream = standard_input()
-    if stream is None:
+    if sys.stdin is None:
         raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
-    return stream.read().rstrip("\n")
+    return sys.stdin.read().rstrip("\n")
 
 
 class Prompts:
