@@ -9,7 +9,7 @@ import pytest
 
 from spurline import load_config
 from spurline.builtin import PLUGIN
-from spurline.data.configs import SerialPrefetchConfig
+from spurline.data.configs import SerialPrefetchConfig, WholeBatchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
@@ -17,7 +17,7 @@ from spurline.testing import LossContract, MiniBatchesContract, PluginContract, 
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
 from spurline.trackers.jsonl import JsonlTracker
-from spurline.update.minibatches import WholeBatch, WholeBatchConfig
+from spurline.update.update import WholeBatch
 from spurline_insight.report_panel import ReportPanelConfig
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig

@@ -13,7 +13,7 @@ from run_helpers import Config, Spurline, assert_problem, fail, fail_at, kept_st
 
 from spurline import load_config
 from spurline.config.loading import LoadedConfig
-from spurline.errors import ConfigError, HookFailedError, NonFiniteLossError, PluginError
+from spurline.errors import ConfigError, HookFailedError, NonFiniteLossError
 from spurline.plugins import ComponentRegistrar
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.trackers.jsonl import read_json_lines
@@ -169,7 +169,7 @@ def test_what_does_not_fit_is_one_message_before_anything_is_read(
 @pytest.mark.parametrize(
     ("evaluation", "message"),
     [
-        ({"name": "loss"}, r"ppo, has no value on held-out tokens"),
+        ({"name": "loss"}, r"ppo, cannot be computed on held-out tokens"),
         ({"name": "rollouts"}, r"evaluations\.a\.success .* Terms: right, short"),
         ({"name": "rollouts", "samples_per_prompt": 2}, "all attempts at a prompt are the same"),
     ],
@@ -220,15 +220,11 @@ def test_rewards_of_held_out_answers_are_closed_once_also_when_the_run_fails(
 
 
 def test_a_third_party_adds_an_evaluation_with_a_config_class_and_a_factory(
-    sft: Config, third_party: Callable[[Config], LoadedConfig], monkeypatch: pytest.MonkeyPatch
+    sft: Config, third_party: Callable[[Config], LoadedConfig]
 ) -> None:
     sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl", "every_steps": 2}}
     run = train(third_party(sft))
     assert [line.get("eval/theirs/steps") for line in run.lines] == [None, 4.0, None, 4.0]
-    monkeypatch.setattr(reward_functions.Careful, "evaluate", lambda *_: {"steps": 1.0, "more": 2.0})
-    sft["run_dir"] += "-again"
-    with pytest.raises(PluginError, match=r"Careful\.evaluate returned a dict .*`return metrics, \[\]`"):
-        train(third_party(sft))
 
 
 def test_a_mistyped_best_metric_that_only_an_evaluation_tells_is_found_when_it_is_first_made(
@@ -256,7 +252,7 @@ def test_a_metric_that_two_evaluations_measure_is_no_silent_choice(sft: Config, 
     sft["data"]["eval"] = str(spurline_chat_file)
     rewards = {"all/loss": "exact_match"}
     sft["evaluation"] = {"generate": {"rewards": rewards, "max_samples": 2, "max_new_tokens": 4}}
-    with pytest.raises(ConfigError, match=r"evaluations\.all measures eval/all/loss, which another"):
+    with pytest.raises(ConfigError, match=r"evaluations\.all measures eval/all/loss, and so does another"):
         train(sft)
 
 
@@ -278,7 +274,7 @@ def test_a_run_ends_early_finished_saved_and_evaluated_and_goes_on_only_when_tol
     give_scores(1, 3, 2, 3, told=True)
     code, out, err = spurline("train", config)
     assert (code, err) == (0, ""), err
-    why = "eval/score has not got better than 3, of step 2, in 2 evaluations (stop_when.patience: 2)"
+    why = "eval/score was 3 at step 2 and has not got better in 2 evaluations (stop_when.patience: 2)"
     assert f"Finished early at step 4: {why}" in out
     assert "best: eval/score 3 at step 2" in out
     lines = read_metrics(config["run_dir"])
@@ -311,7 +307,7 @@ def test_a_resumed_run_ends_where_the_run_itself_would_have(config: Config, give
         ({"metric": "eval/score"}, "stop_when", "Set patience"),
         ({"metric": "loss", "patience": 1}, "stop_when.metric", "eval/loss"),
         ({"metric": "eval/last/loss", "patience": 1}, "stop_when", "evaluates only"),
-        ({"metric": "eval/loss", "reaches": 1, "min_delta": 1}, "stop_when.min_delta", "belongs to patience"),
+        ({"metric": "eval/loss", "reaches": 1, "min_delta": 1}, "stop_when.min_delta", "without patience"),
     ],
 )
 def test_an_end_that_cannot_come_is_an_error(config: Config, setting: Config, key: str, fix: str) -> None:

@@ -83,7 +83,7 @@ def test_a_model_that_is_an_object_needs_a_tokenizer_and_must_be_one(
     base_config: Config, spurline_tiny_model: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(spurline_tiny_model)
-    with pytest.raises(ConfigError, match=r"model\.tokenizer is required with a model that is an object"):
+    with pytest.raises(ConfigError, match=r"model\.tokenizer is required with a model object"):
         load_config(base_config | {"model": {"path": model}})
     with pytest.raises(ConfigError, match=r"model\.path is of type Linear, which is not a model of Hugging Face"):
         load_config(base_config | {"model": {"path": torch.nn.Linear(1, 1), "tokenizer": "t"}})

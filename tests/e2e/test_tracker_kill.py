@@ -55,7 +55,6 @@ def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
     port = free_port()
     with OtlpReceiver() as receiver:
         trackers: list[Any] = [
-            {"name": "console", "start_lines": False},
             "trackio",
             {"name": "swanlab", "mode": "offline"},
             {"name": "opentelemetry", "endpoint": receiver.address},

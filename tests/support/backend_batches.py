@@ -17,10 +17,10 @@ import torch
 from spurline.config.run_config import CriticConfig, DataConfig, ModelConfig, RunConfig
 from spurline.data import configs
 from spurline.data.batch import Ragged, TrainingBatch
+from spurline.data.configs import WholeBatchConfig
 from spurline.plugins.host import PluginHost
 from spurline.protocols.loss import Objective
 from spurline.testing.samples import check_batch
-from spurline.update.minibatches import WholeBatchConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig

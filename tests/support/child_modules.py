@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from spurline.child import ChildProcess, Parent
 
@@ -62,13 +61,9 @@ def tells_where_it_is(parent: Parent) -> None:
     )
 
 
-def start_and_wait(task: str, folder: str | None) -> None:
+def start_and_wait(task: str) -> None:
     """Start a child, print the ids that it sends, and wait to be killed."""
     ChildProcess(
-        __name__,
-        (task,),
-        take=lambda messages: print(*messages[0]["ids"], flush=True),
-        on_end=lambda child: None,
-        folder=None if folder is None else Path(folder),
+        __name__, (task,), take=lambda messages: print(*messages[0]["ids"], flush=True), on_end=lambda child: None
     )
     time.sleep(600)

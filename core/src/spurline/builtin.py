@@ -1,7 +1,4 @@
-"""The table of core's own components. This is an ordinary plugin module, loaded first in every run.
-
-Kind and name of each component are those of its config class.
-"""
+"""Register core's own components. This is an ordinary plugin module that is loaded first in every run."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from spurline.protocols.source import SourceConfig
 from spurline.protocols.tokenization import TokenizationConfig
 from spurline.protocols.tracker import TrackerConfig
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
-from spurline.update.minibatches import WholeBatchConfig
 
 PLUGIN = Plugin(CORE, api=API_VERSION)
 
@@ -50,6 +46,6 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(data.LengthGroupedOrderConfig, "spurline.data.orders.epochs:LengthGroupedOrder")
     add(data.CurriculumOrderConfig, "spurline.data.orders.epochs:CurriculumOrder")
     add(data.SerialPrefetchConfig, "spurline.data.serial_prefetch:SerialPrefetch", default=True)
-    add(WholeBatchConfig, "spurline.update.minibatches:WholeBatch", default=True)
+    add(data.WholeBatchConfig, "spurline.update.update:WholeBatch", default=True)
     add(JsonlTrackerConfig, "spurline.trackers.jsonl:JsonlTracker")
     add(ConsoleTrackerConfig, "spurline.trackers.console:ConsoleTracker")

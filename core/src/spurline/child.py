@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
@@ -43,11 +42,16 @@ _PR_SET_PDEATHSIG = 1
 class ChildProcess:
     """A child process that runs the function `main(parent)` of a module. Raises OSError if it cannot be started.
 
-    take: called with messages of the child, as many as arrived together. on_end: called once, with this object, after
-    the process has ended and all its messages were taken. Both are called on a thread of this object, and must not
-    block. log: file to which the child's standard error is appended; None keeps it for `last_words` only.
-    folder: folder that the child removes if this process dies. Such a child gets no messages.
-    environment: variables added to those of this process. pass_fds: file descriptors that the child inherits.
+    `take` and `on_end` are called on a thread of this object, and must not block.
+
+    Args:
+        module: Name of the module.
+        arguments: The child gets them as text, in `Parent.arguments`.
+        take: Called with a list of messages from the child, all that arrived together.
+        on_end: Called once with this object, after the process has ended and all its messages were taken.
+        log: File to which the child's standard error is appended. If None, only `last_words` shows it.
+        environment: Variables that the child has besides the variables of this process.
+        pass_fds: File descriptors that the child inherits.
     """
 
     def __init__(
@@ -58,7 +62,6 @@ class ChildProcess:
         take: Callable[[list[Any]], object],
         on_end: Callable[[ChildProcess], object],
         log: Path | None = None,
-        folder: Path | None = None,
         environment: Mapping[str, str] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
@@ -71,8 +74,8 @@ class ChildProcess:
         self._end_of_log = self._trouble = ""
         start = partial(
             subprocess.Popen[bytes],
-            # -P: a module in the working directory must not hide one of the same name elsewhere.
-            [sys.executable, "-P", "-m", __name__, module, *map(str, (os.getpid(), folder or "", *arguments))],
+            # With -P, a module in the working directory cannot hide an installed module of the same name.
+            [sys.executable, "-P", "-m", __name__, module, *map(str, (os.getpid(), *arguments))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -81,7 +84,7 @@ class ChildProcess:
                 "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
                 **(environment or {}),
             },
-            # With a process group of its own, it can be killed with all that it started, and Ctrl-C does not reach it.
+            # In a process group of its own, the child can be killed with all that it started. Ctrl-C does not reach it.
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -94,7 +97,7 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Description of the process's end, such as `exit code 3`; empty while it runs."""
+        """Return how the process ended, such as `exit code 3`; empty while it runs."""
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
@@ -113,11 +116,11 @@ class ChildProcess:
             return self._end_of_log
 
     def send(self, message: Message) -> None:
-        """Queue a message for the process, and return at once. If the process has ended, the message is lost."""
+        """Queue a message for the process. If the process has ended, the message is lost."""
         self._outbox.put(_encode(message))
 
     def close_input(self) -> None:
-        """Close the process's input after the messages sent so far, so that it handles them and ends."""
+        """Close the process's input after the messages sent so far. The process handles these, and then ends."""
         self._outbox.put(None)
 
     def kill(self) -> None:
@@ -126,8 +129,10 @@ class ChildProcess:
             kill_group(self._process.pid)
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Wait up to `patience_s` for the process to end, then kill it. May be called again, but not from `take` or
-        `on_end`. Raises RunFailedError for a process that cannot be killed."""
+        """Wait up to `patience_s` for the process to end, then kill it.
+
+        It may be called again, but not from `take` or `on_end`. Raises RunFailedError if the process cannot be killed.
+        """
         self.close_input()
         self._reader.join(patience_s)
         self.kill()
@@ -137,8 +142,10 @@ class ChildProcess:
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {KILL_TIMEOUT_S:g} s later.")
 
     def _live(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start the process, take its messages, and wait for its end. Linux kills a child when the thread that started
-        it ends (see `end_with`), so this thread must live as long as the process."""
+        """Start the process, take its messages, and wait for its end.
+
+        This thread must live as long as the process: Linux kills a child when the thread that started it ends.
+        """
         try:
             self._process = start()
         except BaseException as error:  # noqa: BLE001 - raised where it is started
@@ -153,9 +160,9 @@ class ChildProcess:
                     self._take(messages)
                 with suppress(subprocess.TimeoutExpired):
                     self._process.wait(EXIT_TIMEOUT_S)
-            except Exception as error:  # noqa: BLE001 - not swallowed: it is how the process ended
+            except Exception as error:  # noqa: BLE001 - `how_it_ended` reports the error
                 self._trouble = f"its messages cannot be read: {type(error).__name__}: {error}"
-        # Kill processes that it left running too.
+        # Also kill processes that it left running.
         self.kill()
         self.exit_code = self._process.wait()
         self.last_words()
@@ -197,9 +204,9 @@ class Parent:
 
 
 def end_with(parent: int) -> None:
-    """Let Linux kill this process when the process of id `parent` dies, even if a computation hangs.
+    """Let Linux kill this process when the process with the id `parent` dies, even if a computation hangs.
 
-    Linux does so when the thread ends that started this process.
+    Linux kills it as soon as the thread that started it ends.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -208,7 +215,7 @@ def end_with(parent: int) -> None:
 
 
 def kill_group(leader: int) -> None:
-    """Kill all processes of the group that `leader` leads; does nothing if they have ended.
+    """Kill all processes of the group that `leader` leads. Do nothing if they have ended.
 
     Call this before waiting for the leader. After the wait, another process may get the same id.
     """
@@ -225,8 +232,8 @@ def _encode(message: Message) -> bytes:
 
 
 def _messages(pipe: int) -> Iterator[list[Any]]:
-    """Yield lists of messages that arrived together. An unfinished last line is dropped: its sender was killed."""
-    # sys.stdin is not used: if a thread holds its lock while reading, the interpreter crashes on exit.
+    """Yield lists of messages that arrived together. If the sender was killed, its unfinished last line is dropped."""
+    # sys.stdin is not used. If a thread holds its lock while it reads, the interpreter crashes on exit.
     begun: list[bytes] = []
     while part := os.read(pipe, 1 << 20):
         whole, end, rest = part.rpartition(b"\n")
@@ -236,19 +243,8 @@ def _messages(pipe: int) -> Iterator[list[Any]]:
         begun.append(rest)
 
 
-def _remove_with_parent(folder: str) -> None:
-    """Wait for the end of the parent, which closes our standard input; then remove the folder and end."""
-    for _ in _messages(0):
-        pass
-    shutil.rmtree(folder, ignore_errors=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _main(module: str, parent: str, folder: str, *arguments: str) -> None:
-    if folder:
-        threading.Thread(target=_remove_with_parent, args=(folder,), daemon=True).start()
-    else:
-        end_with(int(parent))
+def _main(module: str, parent: str, *arguments: str) -> None:
+    end_with(int(parent))
     me = Parent(list(arguments))
     with importing():
         main = importlib.import_module(module).main

@@ -104,17 +104,17 @@ def _common(
 def train(
     config: ConfigArgument,
     overrides: SetOption = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint folder.")] = "auto",
+    resume: Annotated[str, typer.Option(help="auto, never, best, or the path of a checkpoint folder.")] = "auto",
     allow_change: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),
     ] = None,
 ) -> None:
-    """Train, or continue training, what the config describes."""
+    """Train the run that a config describes, or continue it."""
     loaded = load(config, overrides)
     from spurline.trackers.start_lines import StartLines, banner
 
-    start = StartLines.of(loaded)
+    start = StartLines()
     start.show(banner(loaded))
     start("loading PyTorch and transformers")
     with importing():
@@ -128,7 +128,7 @@ def train(
     except ConfigError as error:
         raise error.in_file(loaded.origin) from error
     print_result(result)
-    # A signal after the last step has stopped nothing.
+    # A signal after the last step changes nothing.
     if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)
 
@@ -172,7 +172,7 @@ def plugins(
         Path | None, typer.Option(help="Show what the plugins enabled in this config provide instead.")
     ] = None,
 ) -> None:
-    """List installed plugins from package metadata, or what the enabled ones provide."""
+    """List installed plugins, or what the plugins that a config enables provide."""
     if config is not None:
         host = load(config, None).host
         lines = [line for name in host.plugins for line in _contents(host, name)]
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
 
     Args:
-        arguments: Words of the command line; by default those of this process.
+        arguments: Words after `spurline`; by default, the command line of this process.
     """
     words = sys.argv[1:] if arguments is None else arguments
     # `--debug` is accepted anywhere, since users append it to the command that just failed.

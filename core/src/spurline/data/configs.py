@@ -1,4 +1,4 @@
-"""Settings of core's collators, orders and prefetch. Imports no torch."""
+"""Settings of core's collators, orders, prefetch and mini-batches. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field
 from spurline.config.run_config import RunConfig
 from spurline.errors import Problem
 from spurline.protocols.collator import CollatorConfig
+from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.order import OrderConfig
 from spurline.protocols.prefetch import PrefetchConfig
 
@@ -31,12 +32,12 @@ class PackedCollatorConfig(CollatorConfig):
     max_tokens: int = Field(default=8192, gt=0)
     """Tokens in one packed row, padding and alignment included."""
     align_to: int = Field(default=1, gt=0)
-    """Round each sample's length up to a multiple of this; the backend's own alignment is applied on top."""
+    """Round each sample's length up to a multiple of this and of the backend's own alignment."""
     pad_to_max: bool = False
-    """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest one."""
+    """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest row."""
     algorithm: Literal["auto", "ffd", "bfd", "multifit"] = "auto"
-    """`ffd` is first-fit-decreasing, `bfd` best-fit-decreasing, and `multifit` balances the rows of all ranks, so that
-    none waits for others. `auto` is `multifit` if several ranks share a batch, else `ffd`."""
+    """`ffd` is first-fit-decreasing, `bfd` best-fit-decreasing. `multifit` balances the rows of all ranks, so that no
+    rank waits for others. `auto` is `multifit` if several ranks share a batch, else `ffd`."""
 
     @property
     def row_capacity(self) -> int:
@@ -67,8 +68,17 @@ class SerialPrefetchConfig(PrefetchConfig):
     name: str = "serial"
 
 
+class WholeBatchConfig(MiniBatchesConfig):
+    """One optimizer step per batch."""
+
+    name: str = "whole"
+
+    def minibatch_prompts(self, prompts_per_step: int) -> int:
+        return prompts_per_step
+
+
 class UniformOrderConfig(OrderConfig):
-    """Each epoch in a random order of its own."""
+    """Another random order in each epoch."""
 
     name: str = "uniform"
 
@@ -82,26 +92,25 @@ class SequentialOrderConfig(OrderConfig):
 class LengthGroupedOrderConfig(OrderConfig):
     """Samples of similar length share a batch, and batches come in random order.
 
-    Only the batch in which two epochs meet is mixed, as it belongs to both.
+    The batch in which two epochs meet has any lengths.
     """
 
     reads_lengths = True
 
     name: str = "length_grouped"
     pool_batches: int = Field(default=50, gt=0)
-    """Batches whose samples are drawn at random and then sorted by length together. More make lengths within a batch
-    more alike, fewer make batches more random."""
+    """Number of batches whose samples are drawn at random and then sorted by length together. With a larger number,
+    lengths within a batch are more alike; with a smaller one, batches are more random."""
 
 
 class CurriculumOrderConfig(OrderConfig):
-    """The order of a column's numbers, from the easiest sample to the hardest in each epoch; ties are shuffled."""
+    """The order of a column's numbers, from the easiest to the hardest sample of each epoch; ties are shuffled."""
 
     name: str = "curriculum"
     column: str = Field(min_length=1)
     """Column of the rows that holds the difficulty, under its name in the file. Dots lead into objects:
     `meta.difficulty`."""
     direction: Literal["ascending", "descending"] = "ascending"
-    """The numbers that come first, small or large ones."""
+    """Begin each epoch with small numbers (`ascending`) or with large ones."""
     stages: int | None = Field(default=None, gt=0)
-    """Cut each epoch into this many stages of equal size, each harder than the one before and shuffled within; null
-    sorts the whole epoch."""
+    """Cut each sorted epoch into this many stages of equal size, and shuffle each stage; null shuffles none."""

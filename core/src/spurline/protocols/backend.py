@@ -1,4 +1,4 @@
-"""Kind `backend`: where forward, backward and the optimizer run, and what some backends can besides."""
+"""Kind `backend`: run forward, backward and the optimizer. Further protocols describe abilities of some backends."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ trained. `critic` is a model with a value head and its own optimizer; it exists 
 def check_trained(role: Role, *, has_critic: bool) -> None:
     """Raise ModelError for a role whose model is not trained. `has_critic` says whether the run has a critic."""
     if role == "reference":
-        raise ModelError("The reference model is the model before training: it is never trained itself.")
+        raise ModelError("The reference model is the model before training, and is never trained itself.")
     if role == "critic" and not has_critic:
         raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
 
 
 @dataclass(frozen=True)
 class LossSums:
-    """Sums over loss tokens; the caller adds those of several batches and then divides.
+    """Sums over loss tokens. The caller adds the sums of several batches and then divides.
 
     Attributes:
         loss: Sum of weight * loss, in nats.
         weight: Sum of weights.
         tokens: Number of loss tokens.
-        metrics: Sums of weight * value of the loss's own metrics; largest and smallest values are left out.
+        metrics: Sums of weight * value of the loss's own metrics, except metrics that end in `/max` or `/min`.
     """
 
     loss: float
@@ -56,12 +56,12 @@ class LossSums:
 
 
 class Backend(Protocol):
-    """Hold a model and its optimizer, on however many ranks, behind one object.
+    """Hold a model and its optimizer behind one object, on any number of ranks.
 
-    Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`: `run` gives the sections model,
-    optimizer, schedule, critic and seed; `registry` makes the optimizers and the schedule
-    (`spurline_models.optimizers.optimization`); `total_updates` is the policy's optimizer steps of the whole run.
-    Raises ModelError for a model it cannot train exactly (checked on a small probe at start-up).
+    Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`. `run` has the sections model,
+    optimizer, schedule, critic and seed. `registry` makes the optimizers and the schedule
+    (`spurline_models.optimizers.optimization`). `total_updates` is the number of the policy's optimizer steps in the
+    whole run. Raises ModelError for a model that it cannot train exactly, as a small probe at the start shows.
     """
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -73,9 +73,8 @@ class Backend(Protocol):
             role: The model that is trained.
 
         Returns:
-            `loss` (weighted sum / normalizer, in nats), `grad_norm` (before clipping), `lr` (and `lr/groups.N` for
-            groups of the optimizer), the metrics of the loss, and `time/forward_backward` and `time/optimizer` in
-            seconds.
+            `loss` (weighted sum / normalizer, in nats), `grad_norm` (before clipping), `lr`, `lr/groups.N` for groups
+            of the optimizer, the metrics of the loss, and `time/forward_backward` and `time/optimizer` in seconds.
 
         Raises:
             ModelError: If the backend does not train this role, such as the critic of a run without one.
@@ -86,7 +85,7 @@ class Backend(Protocol):
     def gradients(
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (hf_name, gradient) of what `update` minimises, on CPU, unclipped, and change nothing."""
+        """Yield (hf_name, gradient) of the loss that `update` minimises, on CPU and unclipped, and change nothing."""
         ...
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
@@ -96,42 +95,43 @@ class Backend(Protocol):
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         """Return the logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
 
-        R counts real rows only. `temperature` is that of `Objective`. For `critic` the result has its values, which
-        have no temperature. Runs in evaluation mode, without gradients, and draws no random numbers.
+        R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result has its values,
+        and the temperature is not used. It runs in evaluation mode, without gradients, and draws no random numbers.
         """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (hf_name, tensor) for publishing and export; adapters merged, tied weights once."""
+        """Yield (hf_name, tensor) for publishing and export. Adapters are merged, and tied weights come once."""
         ...
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        """Write `named_weights` as safetensors files with an index, named and divided as transformers does.
+        """Write `named_weights` as safetensors files with an index, with names and sizes as transformers writes them.
 
-        Floating point weights get `dtype`; a tensor larger than `max_file_bytes` has its own file. No process holds
-        the whole model. Raises OSError for a disk that is full.
+        Floating point weights get `dtype`. A tensor larger than `max_file_bytes` has its own file. No process holds the
+        whole model. Raises OSError if the disk is full.
         """
         ...
 
     def facts(self) -> Mapping[str, int | str]:
         """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`.
 
-        Models that cannot read packed rows have `reads`, those whose config asks for dropout or noise `draws`.
+        `reads` is there if the model cannot read packed rows, and `draws` if its config asks for dropout or noise.
         """
         ...
 
     def save(self, path: Path) -> Mapping[str, FileDigest]:
         """Write model, optimizer, scheduler and RNG state into this empty folder, without pickle.
 
-        Returns digests, by path in the folder, of the files that the backend has hashed and forced to disk itself. The
-        caller hashes and syncs all others.
+        Returns the digests of files that the backend has hashed and forced to disk itself, by path in the folder. The
+        caller hashes and syncs all other files.
         """
         ...
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
-        """Restore what `save` wrote, also on another number of ranks. Raises CheckpointError if it does not fit.
+        """Restore the state that `save` wrote, also on another number of ranks.
 
-        If the facts say `verifies_files`, files with `digests` are verified here, before anything is changed.
+        If the facts say `verifies_files`, files with `digests` are verified before anything changes. Raises
+        CheckpointError if the state does not fit or a file is damaged.
         """
         ...
 
@@ -145,36 +145,33 @@ class TakesSnapshots(Protocol):
     """A backend that can be saved while it trains on; its facts say `takes_snapshots`."""
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
-        """Copy what `save` writes to the memory of the host, and return a function that writes it.
+        """Copy the state to the host's memory, and return a function that writes it as `save` does.
 
-        The function may be called once, on another thread, while the backend is used. The next snapshot uses the same
-        memory; it is asked for when this one has been written or given up. Raises RunFailedError if memory is short.
+        The function may be called once, on another thread, while the backend is used. The next snapshot is taken when
+        this one has been written or given up, and uses the same memory. Raises RunFailedError if memory is short.
         """
         ...
 
 
 @runtime_checkable
 class Generates(Protocol):
-    """A backend that continues prompts itself, for answers to held-out prompts; its facts say `generates`."""
+    """A backend that can generate answers to held-out prompts itself; its facts say `generates`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
-        """Return greedy continuations, one per prompt, with the end-of-sequence token if there was one."""
+        """Return one greedy answer per prompt, with the end-of-sequence token if the model generated it."""
         ...
 
 
 @runtime_checkable
 class TrainsAdapters(Protocol):
-    """A backend that may train adapters, and can tell them from the weights below them."""
+    """A backend that may train adapters, and can return them without the weights that they adapt."""
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
         """Return the settings of the policy's adapter, as in PEFT's `adapter_config.json`; None without an adapter."""
         ...
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of the policy's adapter, named as in `adapter_model.safetensors` of PEFT.
-
-        A backend that `MakesBuckets` makes buckets of them if `MakerChoice.part` asks for that.
-        """
+        """Yield (name, whole tensor) of the policy's adapter, named as in `adapter_model.safetensors` of PEFT."""
         ...
 
 
@@ -182,14 +179,15 @@ class TrainsAdapters(Protocol):
 class YieldsDevice(Protocol):
     """A backend that can give the memory of its devices to engines that generate while it does not train.
 
-    Between the two calls it can give weights and facts, save and close. Other calls raise RunFailedError.
+    Until it takes its devices back, it can yield weights, return facts, save and close. Other calls raise
+    RunFailedError.
     """
 
     def yield_device(self, *, keep_weights: bool) -> None:
         """Move the state of the backend, such as the optimizer's, to the host's memory, and free the device.
 
-        With `keep_weights` the weights of the models stay on the device; a second call may free these too. Raises
-        RunFailedError if the host has too little memory. `take_device` brings everything back.
+        With `keep_weights`, the models' weights stay on the device until a second call frees them too. Raises
+        RunFailedError if the host has too little memory.
         """
         ...
 
@@ -200,12 +198,12 @@ class YieldsDevice(Protocol):
 
 @dataclass(frozen=True)
 class GenerationModel:
-    """A model and what its owner knows about it.
+    """A model that is lent for generation.
 
     Attributes:
-        causal: The model, whose logits depend on the decoder's last hidden states alone.
-        computing: Makes the context of a forward pass, such as autocast.
-        max_tokens: Most tokens of prompt and response together; None without a limit.
+        causal: The model. Its logits depend on the decoder's last hidden states alone.
+        computing: Returns the context for a forward pass, such as autocast.
+        max_tokens: Limit of the tokens of prompt and response together; None without a limit.
         reads_streams: Whether tokens are mixed only in an attention that can be replaced.
     """
 
@@ -220,9 +218,9 @@ class LendsModel(Protocol):
     """A backend whose whole model is in this process; its facts say `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
-        """Return the very model that is trained.
+        """Return the model that is trained, not a copy.
 
-        The borrower may change its mode and attention, and restores both before the backend is called again.
+        The borrower may change its mode and attention, but must restore both before it calls the backend again.
         """
         ...
 
@@ -231,7 +229,7 @@ class LendsModel(Protocol):
 class LendsParameters(Protocol):
     """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
 
-    Names are the model's own; adapters count as parameters, and the weights that they adapt do not. Both methods raise
+    Parameters have the model's own names. If adapters are trained, they are the parameters. Both methods raise
     ModelError for a role that is not trained.
     """
 
@@ -241,70 +239,68 @@ class LendsParameters(Protocol):
         ...
 
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
-        """Return the tensors that the optimizer of this role changes, by name; fp32 masters if there are some.
+        """Return the tensors that the optimizer of this role changes, by name: fp32 master weights if there are any.
 
-        They are detached and for reading. The next optimizer step changes them, so clone what you keep.
+        They are detached, and must not be written to. The next optimizer step changes them, so clone what you keep.
         """
         ...
 
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Return a context in which parameters of this role have other values; then the old ones return, bit for bit.
+        """Return a context in which parameters of this role have other values. At its end, the old values are restored.
 
         Values are cast to the parameter's dtype and may be on any device. Logprobs, evaluation, generation and
-        `named_weights` see them; `update`, `save` and `load` are refused inside. Raises ModelError, before anything is
-        changed, for a name that is not trained and for another shape.
+        `named_weights` use them; `update`, `save` and `load` are refused in the context. Raises ModelError, before
+        anything changes, for a name that is not trained and for another shape.
         """
         ...
 
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """Facts of a backend's settings that the rest of a run may ask for before anything is loaded."""
+    """Facts about a backend that the rest of a run may ask for before anything is loaded."""
 
     generates: bool = False
-    """True if its backend `Generates`; `evaluation.generate` needs that."""
+    """True if the backend is a `Generates`, which `evaluation.generate` needs."""
     lends_model: bool = False
-    """True if its backend `LendsModel`, as an engine needs that generates with the very model trained."""
+    """True if the backend is a `LendsModel`, which engines need that generate with the trained model itself."""
     lends_parameters: bool = False
-    """True if its backend `LendsParameters`, as plugins need that average weights."""
+    """True if the backend is a `LendsParameters`, which plugins need that average weights."""
     yields_device: bool = False
-    """True if its backend `YieldsDevice`, as engines need that share its devices."""
+    """True if the backend is a `YieldsDevice`, which engines need that share its devices."""
     takes_snapshots: bool = False
-    """True if its backend `TakesSnapshots`, as `checkpoint.async` needs."""
+    """True if the backend is a `TakesSnapshots`, which `checkpoint.async` needs."""
     verifies_files: bool = True
-    """If True, the backend's `load` and readers compare the files that the backend hashed with their digests, so that
-    ranks can divide that work; otherwise all files are compared when the checkpoint is opened."""
+    """If True, `load` and the readers below verify the files that the backend hashed, so that ranks can divide the
+    work. Otherwise all files are verified when the checkpoint is opened."""
     freezes: bool = False
-    """True if its backend leaves out of training what `model.freeze` names."""
+    """True if the backend supports `model.freeze`."""
     checkpoint_reader: str | None = None
-    """`"module:function"` that reads the policy's weights out of a checkpoint in one process, so that a model can be
-    exported where it cannot be trained: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
-    `spurline_models.weight_files`; `folder` is what `save` filled, and `digests` as in `load`. Raises CheckpointError.
-    If None, the backend is built and loads the checkpoint."""
+    """`"module:function"` that reads the policy's weights from a checkpoint in one process, so that a model can be
+    exported on a machine that cannot train it: `function(run: RunConfig, folder: Path, digests) -> WeightStream` of
+    `spurline_models.weight_files`. `folder` and `digests` are as in `load`. Raises CheckpointError. If this is None,
+    the backend is built and loads the checkpoint."""
     adapter_reader: str | None = None
-    """`"module:function"` that reads the policy's adapter out of a checkpoint of a run with `trains_adapters`, in the
-    same way: `function(run: RunConfig, folder: Path, digests) -> AdapterStream` of
-    `spurline_models.adapters.adapter_weights`. None: the backend is built, and must be one that `TrainsAdapters`."""
+    """`"module:function"` that reads the policy's adapter in the same way: `function(run: RunConfig, folder: Path,
+    digests) -> AdapterStream` of `spurline_models.adapters.adapter_weights`. If this is None, a backend that
+    `TrainsAdapters` is built and loads the checkpoint."""
     stays_on_cpu: bool = False
-    """True if it trains in this process on the CPU. The device of ranks is in `rank_request` instead."""
-    optimizes_on_host: bool = False
-    """True if its optimizer steps in the memory of the host, whatever device computes."""
+    """True if the backend trains in this process on the CPU. For ranks, `rank_request` has the device."""
     replays_experts: bool = False
-    """True if its models compute with the experts of a batch's column `routed_experts`, where it has one."""
+    """True if its models use the experts in a batch's column `routed_experts`."""
     balances_experts: bool = False
-    """True if its updates add the loss that `model.router_aux_loss` asks for."""
+    """True if the backend supports `model.router_aux_loss`."""
     trains_adapters: bool = False
     """True if adapters are trained instead of all weights."""
     dropout_rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Dropout that the backend itself adds to the model: key path in its section -> rate."""
+    """Dropout rates that the backend itself adds to the model, by key path in its section."""
     computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Precision of its forward passes, which keys and values have too when an engine borrows the model."""
+    """Precision of forward passes, and of keys and values if an engine borrows the model."""
     device: str = ""
-    """The devices in words, to follow the backend's name, such as `on cuda, bf16`; empty for nothing."""
+    """Words about the devices for messages, such as `on cuda, bf16`."""
 
 
 class BackendConfig(ComponentConfig):
-    """Settings of a backend; those for Hugging Face models derive from `spurline_models.backend_config`."""
+    """Settings of a backend. For Hugging Face models, `spurline_models.backend_config` has a base class."""
 
     kind: ClassVar[str] = "backend"
 
@@ -314,42 +310,42 @@ class BackendConfig(ComponentConfig):
         return BackendFacts()
 
     def layout(self) -> ParallelLayout:
-        """Return the needs of the parallelism in a batch; one process by default."""
+        """Return the requirements of the backend's parallelism for a batch; by default those of one process."""
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:
-        """Return the processes that its backend starts beside this one; None if it computes in this process."""
+        """Return the processes that the backend starts; None if it computes in this process."""
         return None
 
     def missing_here(self) -> str | None:
-        """Return a sentence on what this machine lacks for these settings; None when it lacks nothing."""
+        """Return a sentence on what this machine lacks for these settings; None if it lacks nothing."""
         return None
 
     def check_model(self, run: Any) -> None:
-        """Raise ConfigError or ModelError for a model or a missing library with which these settings cannot train.
+        """Raise ConfigError or ModelError if this machine cannot train the model, for example without a library.
 
-        Reads no weights. A plan asks, and the backend itself before it starts anything.
+        It reads no weights. `spurline plan` calls it, and the backend itself before it starts anything.
         """
 
     def check_trainable(self, run: Any) -> None:
-        """Raise ConfigError or ModelError for a model that cannot be trained as the run says, on whatever machine.
+        """Raise ConfigError or ModelError if no machine can train the model with these settings.
 
-        Reads no weights. A plan asks, and a run before it reads its data.
+        It reads no weights. `spurline plan` calls it, and a run before it reads its data.
         """
 
     def check_lengths(
         self, loaded: LoadedView, source: KnowsLongest, evaluations: Sequence[KnowsLongest]
     ) -> Sequence[str]:
-        """Return notes on how long the sequences of the data are for the model; none by default.
+        """Return notes about sequences that are long for the model; none by default.
 
-        A plan asks, and a run before it loads weights. Raises ConfigError for a sequence that is too long.
+        `spurline plan` calls it, and a run before it loads weights. Raises ConfigError for a sequence that is too long.
         """
         return ()
 
     def notes(self, run: Any) -> Sequence[str]:
-        """Return sentences for `spurline plan` and the first lines of a run, on what computes the model and how.
+        """Return sentences about how the model is computed, for `spurline plan` and the first lines of a run.
 
-        Reads the model's config and no weights. Raises ModelError if that cannot be read.
+        It reads the model's config, but no weights. Raises ModelError if the config cannot be read.
         """
         return ()
 
@@ -363,7 +359,7 @@ class BackendConfig(ComponentConfig):
         replace: bool,
         adapter: bool = False,
     ) -> Path:
-        """Write the weights that the backend has at this moment for use elsewhere.
+        """Write the backend's present weights as files that other tools can load.
 
         Args:
             backend: The backend that was built from these settings.
@@ -374,6 +370,6 @@ class BackendConfig(ComponentConfig):
             adapter: Whether to write the adapter alone.
 
         Raises:
-            UserError: If the backend exports nothing, or a folder exists that may not be replaced.
+            UserError: If the backend cannot export, or a folder exists that may not be replaced.
         """
-        raise UserError(f"Backend '{self.name}' exports nothing. Remove what asks it to, as checkpoint.export_hf does.")
+        raise UserError(f"Backend '{self.name}' cannot export. Remove checkpoint.export_hf.")

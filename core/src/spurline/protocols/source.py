@@ -1,4 +1,4 @@
-"""Kind `source`: where the batches of a run come from."""
+"""Kind `source`: supply the batches of a run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class SamplingSettings(Protocol):
-    """How responses are sampled, for code that asks the trained model later.
+    """The settings with which responses are sampled.
 
     Attributes:
         temperature: Divisor of the logits; 0 is greedy.
-        top_p: Probability that the likeliest tokens hold from which one is drawn; 1 keeps all tokens.
-        top_k: Number of likeliest tokens from which one is drawn; 0 keeps all tokens.
+        top_p: Draw from the likeliest tokens that together have this probability; 1 keeps all tokens.
+        top_k: Draw from this many of the likeliest tokens; 0 keeps all tokens.
         max_new_tokens: Tokens of the longest response of one turn.
         stop: Texts that end a response, besides the model's own end tokens.
     """
@@ -51,46 +51,44 @@ class SamplingSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFacts:
-    """Facts of a source's settings that the rest of a run may ask for."""
+    """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """The source in words for messages, if it has no use for a critic; None when a critic's values are read."""
+    """Words for the source in messages, if it cannot use a critic; None if it can."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
-    """Rows of its batches: samples of the data, pairs of answers, or generated turns with advantages."""
+    """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
-    """True if it can make attempts at any prompts with the weights as they are, for evaluations."""
+    """True if the source can make attempts at any prompts with the present weights, for evaluations."""
     reads_streams: bool = False
-    """True if its training data is made of streams (`StreamedDataset`) instead of datasets."""
+    """True if the training data consists of streams (`StreamedDataset`) instead of datasets."""
     compares_logprobs: bool = False
     """True if logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
     num_prompts: int | None = None
-    """Prompts whose rollouts make up the batch of one step; None when the run's `batch_size` counts samples."""
+    """Prompts in one step, each with several rollouts; None if the run's `batch_size` counts samples."""
     carried: Collection[str] = ()
-    """Columns of the data's rows that its batches and groups have, for losses and advantages that read one."""
+    """Columns of the data's rows that batches and groups have too, for losses and advantages."""
     reward_terms: Collection[str] | None = None
-    """Names of the reward terms of every attempt; None where only the attempts themselves tell."""
+    """Names of the reward terms of every attempt; None if they are not known beforehand."""
     context_tokens: int | None = None
-    """Tokens of prompt and response that the settings of its engine allow; None where they set no limit."""
-    most_turns: int = 1
-    """Responses that one attempt may hold; 1 where nothing is generated."""
+    """Tokens of prompt and response that the settings of the engine allow; None without a limit."""
     sampling: SamplingSettings | None = None
-    """How responses are sampled; None where nothing is generated."""
+    """How responses are sampled; None if nothing is generated."""
     sampling_temperature: float = 1.0
-    """Temperature that the tokens of its batches were sampled at; 1 when they were not."""
+    """Temperature at which the tokens of the batches were sampled; 1 if they were not sampled."""
     uses_reference: bool = False
-    """True if it asks the reference model itself, whatever the loss does."""
+    """True if the source itself uses the reference model, whether or not the loss does."""
     transport: str | None = None
-    """Name of the `weight_sync` that was chosen for its engines; None where none was."""
+    """Name of the `weight_sync` for the source's engines; None without one."""
     has_colocated_engines: bool = False
-    """True if its engines have the devices of the backend by turns with it."""
+    """True if the engines and the backend use the same devices in turn."""
     engines_elsewhere: bool = False
-    """True if its engines may be on other machines than this process."""
+    """True if the engines may be on other machines than this process."""
     update_limit_s: float | None = None
-    """Seconds that an engine may take for one bucket of weights before it is ended; None where nothing ends it."""
+    """Seconds after which an engine is ended if it has not taken a bucket of weights; None without a limit."""
     sends_adapters: bool | None = None
-    """True if its engines are to be sent adapters alone; None leaves it to what they can take."""
+    """True if only adapters are sent to the engines; None if that depends on the engines."""
     replays_experts: bool = False
-    """True if its batches bring the experts that the engine chose, so that models compute with these."""
+    """True if the batches have the experts that the engine chose, for models to use."""
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
@@ -98,28 +96,27 @@ MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdr
 
 
 class SourceConfig(ComponentConfig):
-    """Settings of a source.
-
-    The class attributes are read before there are settings; `facts` says what the settings mean for the rest of a run.
-    """
+    """Settings of a source. The class attributes are used before a config is validated, and `facts` after it."""
 
     kind: ClassVar[str] = "source"
     run_defaults: ClassVar[Mapping[str, str]] = {}
-    """Top-level component settings and the names they take with this source when the file has none."""
+    """Names of the components that a run with this source uses by default, by top-level setting."""
 
     decorates: ClassVar[str | None] = None
-    """Setting that holds the source which this one decorates: the run takes that one's `run_defaults`."""
+    """Setting that holds another source, which this one decorates. The run also takes the `run_defaults` of that
+    source.
+    """
 
     @property
     def facts(self) -> SourceFacts:
-        """Return what the rest of the run may ask; a subclass returns `replace(super().facts, ...)`."""
+        """Return the facts that the rest of the run may ask for; a subclass returns `replace(super().facts, ...)`."""
         return SourceFacts(without_critic=f"the source '{self.name}'")
 
     def problems(self, run: Any) -> Iterable[Problem]:
         """Refuse dropout in a run that compares logprobs.
 
-        An update with dropout differs from what it is compared with before any weight has changed: probability ratios
-        are not 1 and margins between answers are noise. Dropout of the model's own `config.json` is not known here.
+        With dropout, logprobs differ before any weight has changed: probability ratios are not 1, and margins between
+        answers are noise. Dropout in the model's own `config.json` is not known here.
         """
         if not self.facts.compares_logprobs:
             return
@@ -130,13 +127,13 @@ class SourceConfig(ComponentConfig):
             if isinstance(rate, (int, float)) and rate > 0:
                 yield Problem(
                     "name",
-                    f"is {self.name}, which compares logprobs of the update with some computed without dropout, but "
-                    f"{setting} is {rate:g}, so that they would differ before anything is learned. Set it to 0.",
+                    f"is {self.name}, which compares logprobs of the update with logprobs without dropout, but "
+                    f"{setting} is {rate:g}. They would differ before anything is learned. Set it to 0.",
                 )
 
 
 class DecoratedSourceConfig(SourceConfig):
-    """Base of the settings of a source that decorates another, whose facts and run defaults are the inner source's."""
+    """Base of the settings of a source that decorates another one. It has the facts of the inner source."""
 
     decorates: ClassVar[str | None] = "of"
 
@@ -145,13 +142,13 @@ class DecoratedSourceConfig(SourceConfig):
 
     @property
     def facts(self) -> SourceFacts:
-        # The inner source refuses dropout itself.
+        # The inner source itself refuses dropout.
         return replace(self.of.facts, compares_logprobs=False)
 
 
 @dataclass(frozen=True)
 class SourceContext:
-    """Everything a source may build on.
+    """Everything that a source gets from its run.
 
     Attributes:
         config: The `RunConfig`.
@@ -159,8 +156,8 @@ class SourceContext:
             with `host.hooks`.
         tokenizer: The tokenizer of the model.
         layout: The requirements of the backend's parallelism for batches.
-        row_limit: Most rows to look at of each dataset (`spurline plan` on large data); None reads all.
-        progress: Is told what takes time.
+        row_limit: Number of rows to read of each dataset, for `spurline plan`; None reads all.
+        progress: Called when slow work begins.
     """
 
     config: Any
@@ -173,11 +170,11 @@ class SourceContext:
 
 @dataclass(frozen=True)
 class FirstPrompt:
-    """A prompt in the form that the model gets.
+    """A prompt as the model gets it.
 
     Attributes:
         uid: Name of the prompt.
-        token_ids: Tokens of the rendered prompt; empty if only the environment knows them.
+        token_ids: Tokens of the prompt; empty if only the environment knows them.
         notes: Lines about its row, and about how answers are made and rewarded.
     """
 
@@ -187,18 +184,19 @@ class FirstPrompt:
 
 
 class BatchSource(ABC):
-    """Supply one TrainingBatch per loop step; SFT, synchronous and async RL differ only here.
+    """Supplies one TrainingBatch per loop step. SFT, synchronous RL and asynchronous RL differ only in the source.
 
-    Factory: `Class(config, context=SourceContext)`. It reads its data there, but starts nothing.
-    A source with state between steps also implements `Stateful`; its state may hold a fingerprint of the data, so that
-    a resume on other data is refused (`refuse_other_data`).
+    Factory: `Class(config, context=SourceContext)`. The factory reads the data, but starts nothing.
+    A source with state between steps also implements `Stateful`. Its state may include a fingerprint of the data, so
+    that a resume with other data is refused (`refuse_other_data`).
 
-    total_steps: loop steps of the whole run; every source sets it.
-    pure: True when `build(step)` is a pure function of (config, step) and changes no state, so that it may run ahead on
-    another thread.
-    reads_only_data: True when `build` needs no weights, though steps must be asked for in order: `spurline plan` builds
-    the first.
-    records: names of what it writes in the run directory; set aside with the metrics when a run begins again.
+    Attributes:
+        total_steps: Loop steps of the whole run; every source sets it.
+        pure: Whether `build(step)` is a pure function of (config, step) and changes no state. It may then be called
+            ahead of time on another thread.
+        reads_only_data: Whether `build` needs no weights, even if it is not pure. `spurline plan` then builds the first
+            batch.
+        records: Names of the files and folders that it writes in the run directory.
     """
 
     total_steps: int
@@ -208,24 +206,24 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """Return JSON-able facts about the data for plan and report; see `spurline.data.token_store`."""
+        """Return facts about the data as JSON values, for plan and report; see `spurline.data.token_store`."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
-        """Start what builds batches; called once, after the checkpoint was loaded. step: the first to run."""
+        """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence of all samples or prompts; None where it is not known beforehand.
+        """Return the longest sequence of all samples or prompts; None if it is not known beforehand.
 
-        Compared with the model's positions before training.
+        It is compared with the model's positions before training.
         """
         return None
 
     def preview(self) -> Sequence[str]:
-        """Return lines about what the model gets to see, for `spurline plan`; none where the batches show it."""
+        """Return lines about the model's inputs, for `spurline plan`; none if the first batch is enough."""
         return ()
 
     def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        """Return the first prompts of training, for people to look at; none where the batches show what is trained."""
+        """Return the first prompts of training, for people to look at; none if the source has no prompts."""
         return ()
 
     @abstractmethod
@@ -234,28 +232,28 @@ class BatchSource(ABC):
 
     @abstractmethod
     def epoch(self, step: int) -> float:
-        """Return the passes over the data completed when this step is done."""
+        """Return the number of passes over the data after this step."""
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
         """Act on the update of a step, such as by publishing weights, and return metrics."""
         return {}
 
     def flush(self) -> None:  # noqa: B027 - many write nothing
-        """Force what was written into the run directory to disk. Called before each checkpoint, which covers it."""
+        """Force the files in the run directory to disk. It is called before each checkpoint."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
-        """Return the evaluation of `data.eval` if it is not the loss on its tokens, else None.
+        """Return the source's own evaluation of `data.eval`; None for the default one.
 
-        Called once, and only if there is held-out data.
+        It is called once, and only if there is held-out data.
         """
         return None
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        """Return the samples of held-out data if a sample is more than the tokens of one row, else None."""
+        """Return the samples of held-out data if the source makes its own samples; None for one sample per row."""
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:
-        """Return a hash of each training sample or prompt, equal for equal ones, to compare held-out data with.
+        """Return a hash of each training sample or prompt, by which copies in the held-out data are found.
 
         None if the training data is not read before training.
         """
@@ -279,10 +277,10 @@ def _of_inner(name: str) -> Any:
 
 
 class DecoratedSource(BatchSource):
-    """A source around another one, `inner`, which answers all that a subclass does not override; most override `build`.
+    """A source around another one, `inner`. Methods that a subclass does not override call the inner source.
 
-    Its state is the state of the inner source. A subclass with more state overrides `state_dict` and `load_state_dict`
-    and includes the inner state. It is not `pure` then, since its state would count batches that were built ahead.
+    Its state is the state of the inner source. A subclass with more state overrides `state_dict` and `load_state_dict`,
+    and includes the inner state. It is not `pure` then, since batches that are built ahead would change its state.
     """
 
     def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:
@@ -291,7 +289,7 @@ class DecoratedSource(BatchSource):
         keeps_state = type(self).state_dict is not DecoratedSource.state_dict
         self.pure = self.inner.pure and not keeps_state
         self.records = self.inner.records
-        # A pure source needs no weights, so neither does a decorator with state around it.
+        # A pure source needs no weights, so a decorator around it needs none either.
         self.reads_only_data = self.inner.reads_only_data or self.inner.pure
 
     summary = _of_inner("summary")
@@ -342,11 +340,11 @@ class Samples(Protocol):
         ...
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON-able facts; see `spurline.data.token_store`."""
+        """Return facts as JSON values; see `spurline.data.token_store`."""
         ...
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return a hash of each of the first million samples, equal for equal samples."""
+        """Return a hash of each of the first million samples. Equal samples have equal hashes."""
         ...
 
     def location(self, number: int) -> str:
@@ -354,5 +352,5 @@ class Samples(Protocol):
         ...
 
     def answered(self) -> Sequence[DatasetToTokenize]:
-        """Return the datasets as rows of a prompt with its answer, for held-out generation."""
+        """Return datasets whose rows are prompts with answers, for held-out generation."""
         ...

@@ -1,4 +1,4 @@
-"""Kind `tracker`: a place that metrics are sent to."""
+"""Kind `tracker`: send the metrics of a run to a place."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class TrackerConfig(ComponentConfig):
 
     kind: ClassVar[str] = "tracker"
 
-    @property
-    def silences_start(self) -> bool:
-        """Return whether a run prints no lines to stderr while it starts."""
-        return False
-
 
 @dataclass(frozen=True)
 class RunInfo:
     """Facts about a run that a tracker gets at the start.
 
-    run_dir: the run's folder. resume_step: last step that is kept of an earlier start of the run; 0 in a new run.
-    total_steps: steps of the whole run. config: every setting as plain values. notes: lines to show the user, such as
-    what was resumed, how many samples there are, and which were left out and why.
+    Attributes:
+        run_dir: The run's folder.
+        resume_step: Last step of earlier processes whose metrics are kept; 0 in a new run.
+        total_steps: Steps of the whole run.
+        config: Every setting as plain values.
+        notes: Lines to show the user, about the resume and the data.
+        continues: Whether the run continues from a checkpoint. `resume_step` may still be 0, if step 1 was saved
+            without its evaluation.
     """
 
     run_dir: Path
@@ -36,24 +36,22 @@ class RunInfo:
     config: Mapping[str, Any]
     notes: tuple[str, ...] = ()
     continues: bool = False
-    """True if the run continues from a checkpoint. `resume_step` is 0 if the checkpoint's step 1 must be evaluated."""
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether the run continues from a checkpoint, so that stores have its earlier steps."""
+        """Return whether the run continues from a checkpoint."""
         return self.continues or self.resume_step > 0
 
     @property
     def first_step(self) -> int:
-        """Return the first step whose metrics may be logged. A new run may log step 0, which is the evaluation before
-        training."""
+        """Return the first step that may be logged. A new run may log step 0, the evaluation before training."""
         return self.resume_step + 1 if self.is_resumed else 0
 
 
 class Tracker(Protocol):
     """Receives metrics on the loop's thread.
 
-    Factory: `Class(config)`. Raises ConfigError in the factory when its optional library is missing.
+    Factory: `Class(config)`. It raises ConfigError if an optional library is missing.
     """
 
     def start(self, info: RunInfo) -> None:
@@ -65,7 +63,7 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Make everything logged so far durable. Called before each checkpoint, which covers these steps."""
+        """Make everything logged so far durable. It is called before each checkpoint."""
         ...
 
     def close(self) -> None:
@@ -82,7 +80,7 @@ class ShowsWarnings(Protocol):
 
         Args:
             step: The step that has just been logged.
-            kind: A short name of the trouble; what is said of one kind again and again may be shown once in a while.
-            words: A sentence or two: what is off, and what to do.
+            kind: A short name of the trouble. Repeated warnings with the same name may be left out.
+            words: A sentence or two about the trouble and what to do.
         """
         ...

@@ -28,7 +28,7 @@ from spurline.update.update import Recipe, Update
 
 @dataclass(frozen=True)
 class Done:
-    """Progress of a run before it starts or resumes: the last finished step, and the optimizer steps by role."""
+    """Progress that a run has already made when it starts: the last finished step, and the optimizer steps by role."""
 
     step: int = 0
     updates: Mapping[Role, int] = field(default_factory=dict["Role", int])
@@ -43,10 +43,10 @@ class DataComponents:
     minibatches: MiniBatches
     loss: Loss
     evaluations: tuple[ScheduledEvaluation, ...]
-    """The evaluation of `data.eval` comes first, if there is one."""
+    """If there is an evaluation of `data.eval`, it comes first."""
 
     def total_updates(self, done: Done = Done()) -> int:
-        """Return the number of the policy's optimizer steps in the whole run, including those of `done`."""
+        """Return the number of the policy's optimizer steps in the whole run, including `done`."""
         left = max(0, self.source.total_steps - done.step)
         return done.updates.get("policy", 0) + left * self.minibatches.steps_per_batch()
 
@@ -96,27 +96,24 @@ class Prepared:
     """Notes for the user, by subject: `data`, `steps` and `backend`."""
 
 
-def _call(part: Callable[[], Any]) -> Any:
-    return part()
-
-
 def prepare(
     loaded: LoadedConfig,
     stack: ExitStack,
     row_limit: int | None = None,
     progress: Progress = silent,
     done: Done = Done(),
-    attempt: Callable[[Callable[[], Any]], Any] = _call,
+    attempt: Callable[[Callable[[], Any]], Any] = lambda part: part(),
 ) -> Prepared:
-    """Build and check everything that needs no weights, as each run does first. `spurline plan` does only this.
+    """Build and check everything that needs no weights. A run does this first, and `spurline plan` does only this.
 
     Args:
         loaded: The config.
         stack: Closes the components.
         row_limit: Rows of each dataset that are read; None reads all.
-        progress: Is told what takes time.
+        progress: Called when slow work begins.
         done: Progress of the run that is resumed.
-        attempt: Calls each part of the start. A plan notes the error of a part and returns None for it.
+        attempt: Calls the function that it is given, for each part of the start. `spurline plan` passes one that
+            collects the error of a part and returns None, so that all parts are tried.
     """
     config = loaded.config
     trackers = attempt(lambda: build_trackers(loaded))
@@ -141,7 +138,7 @@ def build_components(
     assert trackers is not None, "the trackers were not built"
     for _, section in sections_within(loaded.config):
         section.await_services(progress)
-    # Reserve resources before anything loads: minutes later, ranks would take what engines need of the cluster.
+    # Reserve resources before anything loads. Otherwise ranks could take the part of a cluster that engines need.
     for name, section in loaded.host.registry.sections.items():
         if section.held is not None:
             stack.enter_context(resolve(section.held, f"section '{name}'")(loaded.config))
@@ -156,11 +153,11 @@ def build_components(
     if "kernels" in facts:
         progress(f"Liger's fused kernels compute {facts['kernels']}")
     if "reads" in facts:
-        progress(f"this model reads {facts['reads']}, padded: packed rows would mix them (see docs/models.md)")
+        progress(f"this model reads {facts['reads']} in padded rows, since packed rows would mix them (docs/models.md)")
     if "draws" in facts:
         progress(
-            f"this model's config asks for dropout ({facts['draws']}): gradients then depend on how a batch is cut. "
-            "Set these to 0 under model.config_overrides to train without"
+            f"this model's config asks for dropout ({facts['draws']}), so gradients depend on how a batch is cut. "
+            "Set these to 0 under model.config_overrides to train without dropout"
         )
     notes = (note for subject in ("data", "steps", "backend") for note in prepared.notes[subject])
     return Components(data, backend, trackers, tuple(notes))
@@ -199,13 +196,12 @@ def build_update(components: Components, loaded: LoadedConfig, done: Done = Done
 
 
 def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
-    """Return trackers by name, not started: first metrics.jsonl, then the terminal, then those that the config lists.
+    """Return trackers by name, not started: metrics.jsonl, the terminal, and then the trackers of the config.
 
     Raises ConfigError if a tracker's library is missing.
     """
     chosen = {config.name: config for config in loaded.config.trackers}
     always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    # Keep this order even if the config lists them: the terminal reads metrics.jsonl after its tracker has cut it back.
     configs = always | chosen
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 

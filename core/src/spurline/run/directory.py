@@ -1,6 +1,6 @@
 """Name, lock, read and write the files of a run directory: config, summary and sample answers.
 
-Trackers and checkpoints have files of their own.
+Trackers and checkpoints write their own files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RunDirectory:
             remove_unfinished(folder)
 
     def obstacle(self) -> str | None:
-        """Return why a run could not write here, as a clause; None if nothing is in the way."""
+        """Return why a run could not write here, such as `/data is not a folder`; None if it could."""
         nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
         if not nearest.is_dir():
             return f"{nearest} is not a folder"
@@ -93,9 +93,9 @@ class RunDirectory:
             )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
-        """Move the files of an attempt without a checkpoint to a folder `before-N`, and return a note about them.
+        """Move the files of an earlier start without a checkpoint to a folder `before-N`, and return a note.
 
-        `more` has the names of further entries of the folder that belong to the record of such an attempt.
+        `more` has the names of further files and folders to move.
         """
         steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         if steps == 0:
@@ -104,16 +104,16 @@ class RunDirectory:
         target = self.path / f"before-{number}"
         target.mkdir()
         own = (self.eval_samples, self.config, self.report)
-        # An earlier attempt may have had another source, with files of its own.
+        # The earlier start may have had another source, whose files are listed in its summary.
         earlier = read_mapping(self.summary).get("records", [])
-        # Move summary and metrics last: after a kill, they tell what is still to be moved.
+        # Move summary and metrics last. After a kill, they tell what is still to be moved.
         names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
         for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
                 (self.path / name).rename(target / name)
         return (
             f"{self.path} has {steps:,} steps of an earlier attempt and no checkpoint, so the run starts again. "
-            f"The files of that attempt are kept in {target}."
+            f"The files of the attempt are kept in {target}."
         )
 
     def is_in_use(self) -> bool:
@@ -145,7 +145,7 @@ def _refuse_launcher() -> None:
 
 
 def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
-    """Try to take the lock for a moment, since `is_in_use` may hold it briefly."""
+    """Try for a second to take the lock, since `is_in_use` may hold it briefly."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -179,7 +179,7 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
-            # Half of a surrogate pair cannot be encoded, and is written as a JSON escape.
+            # `backslashreplace` writes half a surrogate pair as a JSON escape, since UTF-8 cannot encode it.
             try:
                 place = self._directory.eval_samples
                 with open(place, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
@@ -188,11 +188,11 @@ class RunRecordFiles:
                 raise write_failure(self._directory.eval_samples, error) from error
 
     def data_notes(self) -> list[str]:
-        """Return lines on the data: its size, and what was left out and why."""
+        """Return lines about the data: its size, and which rows were left out and why."""
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
-        """Mark the run as finished, stopped, interrupted or failed. `given_up` has a line for each such prompt."""
+        """Mark the run as finished, stopped, interrupted or failed. `given_up` has a line for each prompt given up."""
         if given_up:
             self.summary["given_up"] = list(given_up)
         self._write_status(status, error)
@@ -203,7 +203,7 @@ class RunRecordFiles:
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError if the folder is missing or not a run directory. The error names runs inside it."""
+    """Raise RunDirectoryError if the folder is missing or not a run directory. The error names runs in the folder."""
     if not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     if not _holds_a_run(run_dir):
@@ -216,12 +216,12 @@ def check_run_directory(run_dir: Path) -> None:
 
 
 def _holds_a_run(folder: Path) -> bool:
-    # The config.json in a folder may be a model's.
+    # A config.json alone may belong to a model.
     return any((folder / name).exists() for name in (METRICS_FILE, SUMMARY_FILE))
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; a missing one is empty. Raises RunDirectoryError for anything else."""
+    """Return the JSON object in a file, or an empty one if there is no file. Raises RunDirectoryError."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = json.loads(file.read())

@@ -1,4 +1,4 @@
-"""THE loop. SFT, synchronous RL and asynchronous RL run through these lines; they differ in the source of batches.
+"""The training loop. SFT, synchronous RL and asynchronous RL share it, and differ only in the source of batches.
 
 A source supplies batches, a backend applies updates, hooks observe. The loop knows no ranks, no dataset and no
 algorithm, and nothing subclasses it.
@@ -39,9 +39,9 @@ class LoopedRun(Protocol):
 def train(run: LoopedRun) -> None:
     """Train the remaining steps of a run whose components are built and, on a resume, restored.
 
-    The metrics line of a step is written before the checkpoint that covers it, so a kill between any two lines leaves
-    no step missing and none twice. A checkpoint comes after `on_step_end`: it holds what hooks keep of the whole step.
-    An exception leaves the last checkpoint as it was.
+    The metrics of a step are written before the checkpoint that covers it. Whenever the process is killed, the record
+    of the resumed run has each step once. The checkpoint comes after `on_step_end`, so it includes the state of hooks
+    after the step. An exception leaves the last checkpoint as it was.
     """
     for step in run.remaining_steps():
         clock = StepClock()

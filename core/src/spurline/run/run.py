@@ -1,7 +1,7 @@
 """One run from config to result, as a program or a hook sees it.
 
-`Run(load_config("run.yaml")).train()` is what the command line does. SIGINT, SIGTERM and SIGHUP ask a run to stop after
-the step it is in; a second SIGINT or SIGTERM raises KeyboardInterrupt. The module `session` trains the steps.
+The command line calls `Run(load_config("run.yaml")).train()`. SIGINT, SIGTERM and SIGHUP ask a run to stop after its
+current step. A second SIGINT or SIGTERM raises KeyboardInterrupt. The module `session` trains the steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
-from spurline.errors import PluginError, RunFailedError, UserError, listing
+from spurline.errors import RunFailedError, UserError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.run_view import RunState, Warned
 from spurline.progress import Progress, silent
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 
 OnStep = Callable[[int, Mapping[str, float]], object]
-"""Gets the number of the step, from 1, and its metrics, read-only."""
+"""A function of the number of a step, from 1, and its metrics, which are read-only."""
 
 
 class Run:
     """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
 
-    All methods but `keep_state` are for the loop's thread, which is the one that calls hooks.
+    Call all methods but `keep_state` on the loop's thread, which also calls the hooks.
 
     Args:
         loaded: A loaded config, the path of a config file, or a mapping.
-        resume: `auto` continues from the latest checkpoint of run_dir if there is one; `never` refuses a run_dir that
-            has one; anything else is the path of a checkpoint folder.
+        resume: `auto` continues from the latest checkpoint of run_dir if there is one. `never` refuses a run_dir that
+            has one. `latest`, `best` or the path of a folder chooses a checkpoint.
         allow_change: Settings that may differ from the checkpoint's although they change how the run trains, such as
             `optimizer.learning_rate`. The history of the run keeps each such change.
-        progress: Is told what the start is doing; silent by default.
-        on_step: A function or several, called after each step with its number and metrics. They may raise, which ends
-            the run, or call `request_stop`. A function with a method `close` is told when the run has ended.
+        progress: Called with a short text when a slow part of the start begins. By default nothing is reported.
+        on_step: One or more functions that are called after each step with its number and metrics. They may raise,
+            which ends the run, or call `request_stop`. If a function has a method `close`, that is called at the end.
 
     Attributes:
         config: Every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
@@ -64,7 +64,7 @@ class Run:
         hooks: Calls all implementations of a hook, `run.hooks.on_step_start(step=1)`.
         directory: The paths of the files that the run writes; `directory.path` is run_dir.
         state: The last finished step with its metrics, and the newest checkpoint.
-        backend: The backend, which holds the model. It and the following attributes exist from `on_run_start` to
+        backend: The backend, which holds the model. `backend`, `source` and `tokenizer` exist from `on_run_start` to
             `on_run_end`. `spurline.protocols.backend` lists further abilities of some backends.
         source: The source of batches; `source.total_steps` is the length of the run.
         tokenizer: The tokenizer of the model, from Hugging Face transformers.
@@ -106,16 +106,15 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Return whether there is no further step to train: the last one was made, or `stop_when` ended the run."""
+        """Return whether there is no further step to train."""
         return self._session is not None and self._session.is_done
 
     def train(self) -> RunResult:
         """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
 
-        Signals are caught from the beginning of training until all that was started has ended; before that there is
-        nothing to save, and they act as usual.
+        Signals are caught from the beginning of training until all engines and ranks have ended. Before that there is
+        nothing to save, and signals act as usual.
         """
-        # Engines and ranks take seconds to end, in which an interruption would lose the result of a run that is saved.
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(own_event_loops())
             self.directory.open()
@@ -129,16 +128,11 @@ class Run:
             session.train(self)
             files: dict[str, Path] = {}
             for made in self.hooks.on_run_recorded(run=self):
-                if not isinstance(made, Mapping) or files.keys() & made.keys():
-                    raise PluginError(
-                        f"A hook on_run_recorded returned {made!r}. It returns a mapping of names to the files that it "
-                        f"made, under names of its own; taken: {listing(files)}."
-                    )
                 files |= made
             return session.result(files)
 
     def _begin(self, stack: ExitStack) -> Session:
-        """Build the run up to its first step, data before weights. The stack takes it down."""
+        """Build the run up to its first step, data before weights. The stack closes it."""
         resume = find_resume(self.directory, self.loaded, self._request)
         prepared = prepare(self.loaded, stack, progress=self._progress, done=resume.done)
         built = build_components(self.loaded, prepared, stack, self._progress, resume.done)
@@ -153,13 +147,13 @@ class Run:
     def keep_state(self, name: str, state: Stateful) -> None:
         """Save the state of a plugin in every checkpoint, under `hooks/PLUGIN/NAME`, and restore it on a resume.
 
-        Call it in `on_run_start`, in new and resumed runs alike: in a resumed one, `state.load_state_dict` has got what
-        the checkpoint holds when this returns. A program may also call it before `train`.
+        Call it in `on_run_start`, in new and resumed runs alike. In a resumed run, this calls `state.load_state_dict`
+        with the state from the checkpoint. A program may also call it before `train`.
 
         Args:
-            name: One of the plugin's own.
-            state: Its `state_dict` returns nested dicts and lists of JSON values and numpy arrays. A checkpoint asks
-                for it after the step's `on_step_end`.
+            name: A name that is unique within the plugin.
+            state: Its `state_dict` returns nested dicts and lists of JSON values and numpy arrays. It is called after
+                the `on_step_end` of a step with a checkpoint.
 
         Raises:
             PluginError: The name is taken, the object is no `Stateful`, or training has begun.
@@ -169,7 +163,7 @@ class Run:
     def evaluate(self, prefix: str) -> dict[str, float]:
         """Make every evaluation of the run now, with the weights that the backend has at this moment.
 
-        Metrics of a call between `on_step_start` and the end of `on_eval_end` are also recorded with those of the step.
+        If it is called between `on_step_start` and the end of `on_eval_end`, the step's record includes the metrics.
         It calls no hook and keeps no sample answers.
 
         Returns:
@@ -177,8 +171,8 @@ class Run:
 
         Raises:
             UserError: There is no held-out data, or the prefix is taken.
-            RunFailedError: The first step has not begun, or the evaluation asks engines with weights of their own while
-                the backend's are swapped.
+            RunFailedError: The first step has not begun, or the backend's weights are swapped and the evaluation uses
+                engines that have their own copy of the weights.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
             raise UserError(
@@ -206,7 +200,7 @@ class Run:
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the adapter that the backend has at this moment as a folder that `PeftModel.from_pretrained` loads.
 
-        Arguments and errors are those of `export`. Also raises UserError for a run without `backend.lora`.
+        It takes the arguments of `export`, and also raises UserError for a run without `backend.lora`.
         """
         return self._export(path, replace=replace, adapter=True)
 
@@ -217,17 +211,15 @@ class Run:
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the record so far as a pandas DataFrame: a row for each step, a column for each metric.
 
-        It includes the steps of earlier processes, and can be read after the run too. Raises UserError without pandas.
+        It includes the steps of earlier processes, and works after the run too. Raises UserError without pandas.
         """
         return metrics_frame(self.directory.path)
 
     def request_stop(self, reason: str) -> None:
-        """End the run in good order after the step it is in: with a checkpoint, a report and status `stopped`.
-
-        The same command trains on from there.
+        """End the run after its current step, with a checkpoint, a report and status `stopped`. It can be resumed.
 
         Args:
-            reason: Words for the terminal, summary.json and the result. The first reason given stands.
+            reason: Words for the terminal, summary.json and the result. Only the first call's reason counts.
         """
         self._stop.reason = self._stop.reason or reason or "no reason was given"
 
@@ -236,7 +228,7 @@ class Run:
 
         Args:
             step: Number of the step.
-            kind: A short name of the trouble; warnings of one kind are shown only now and then.
+            kind: A short name of the trouble. Warnings with the same name are shown only now and then.
             words: A sentence or two about the trouble and what to do.
         """
         for tracker in self._training("warn").components.trackers.values():
@@ -247,7 +239,7 @@ class Run:
         """Let a function report trouble of the whole run, for summary.json and the result.
 
         Args:
-            judge: Called once when the run ends, also after an error, when all its steps are recorded.
+            judge: Called once at the end of the run, also after an error, when all steps are recorded.
         """
         self._training("add_judge").judges.append(judge)
 
@@ -288,8 +280,7 @@ class OnStepHook:
 def own_event_loops() -> Iterator[None]:
     """Return a context in which this thread may run event loops although one is running, as in a notebook.
 
-    A cell runs inside a callback of the notebook's loop, which waits until the cell ends. asyncio refuses to run
-    another loop meanwhile, although that would work.
+    The notebook's loop waits until the cell ends. Another loop could run meanwhile, but asyncio refuses that.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

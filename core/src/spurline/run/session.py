@@ -1,6 +1,6 @@
 """Train a run from its first step to its last, with its record, checkpoints and evaluations.
 
-`Run` gives programs and hooks access to a session; `loop` has the order of a step.
+`Run` gives programs and hooks access to a session. The module `loop` calls its methods in each step.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from spurline.run.checkpoints.saving import Saving
 from spurline.run.directory import RunDirectory, RunRecordFiles
 from spurline.run.endings.ending import RunResult, Status, explained, go_on
 from spurline.run.endings.stop_request import StopRequest
-from spurline.run.evaluations.step_scores import StepScores
-from spurline.run.evaluations.watched import BestSoFar, EarlyStop
+from spurline.run.evaluations.watched import BestSoFar, EarlyStop, StepScores
 
 
 class Session:
@@ -37,11 +36,11 @@ class Session:
         loaded: The config.
         directory: The run directory, open.
         request: The options of a resume.
-        resume: The point to go on from.
+        resume: The point from which the run continues.
         components: Every component of the run.
         stop: The request to stop the run.
-        progress: Is told what takes time.
-        stack: Closes what is started here.
+        progress: Called when slow work begins.
+        stack: Closes everything that is started here.
     """
 
     batches: Prefetch
@@ -64,7 +63,7 @@ class Session:
         self.tokenizer = components.data.context.tokenizer
         self.state = RunState()
         self.is_started = False
-        """True from when the source has been started."""
+        """True once the source has been started."""
         self._config = loaded.config
         self._directory, self._resumed = directory, resume
         self._stop, self._progress, self._stack = stop, progress, stack
@@ -81,16 +80,16 @@ class Session:
         elif note := directory.set_aside_earlier(self.source.records):
             self._notes.append(note)
         self._update = build_update(components, loaded, resume.done)
-        # Detach everything at the end that hooks attach for this run.
+        # At the end, detach everything that hooks have attached for this run.
         stack.enter_context(loaded.host.attachments())
         loaded.host.attach(self._update, "core/update")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(directory, summarize_run(components, loaded) | history)
-        # A new run keeps no answers, not even those of step 0 that an earlier attempt left.
+        # Step -1 drops the sample answers of step 0 too, which an earlier attempt may have left.
         self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
         self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
         self._saving = Saving(loaded, directory, components, self.state, self._course)
-        # After the run, another run may hold the directory, so no checkpoint may be renamed into it.
+        # Another run may use the directory after this one, so no checkpoint may be published then.
         stack.callback(self._saving.abandon)
         self.judges: list[Callable[[], Sequence[Warned]]] = []
         """Functions that report trouble of the whole run, for the summary and the result."""
@@ -108,19 +107,18 @@ class Session:
             self.hooks.on_run_start(run=run)
             self._notes += self.components.hook_states.close()
             self._start_trackers()
-            # Engines may take minutes to start, and nothing is trained by then.
+            # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt this.
             self._stop.cut_short(self._start_batches)
             if self._stop.signal is None:
                 self._settle_start()
             loop.train(self)
             self._saving.take_written(wait=True)
             if self.state.step > self.state.saved_step:
-                # A stop was asked for after the last step had its chance to save.
+                # The request to stop came after `maybe_checkpoint` of the last step.
                 self._saving.save(self.state.step)
             self._directory.check_present()
             self._export_if_finished(run)
         except BaseException as raised:
-            # Raise this error even if saving fails too.
             error = raised
             self._saving.settle(raised)
             error = explained(raised, self.state, self._go_on())
@@ -132,7 +130,7 @@ class Session:
             self._end(run, error)
 
     def result(self, files: Mapping[str, Path]) -> RunResult:
-        """Return how the run ended. `files` are those that plugins made from its record."""
+        """Return how the run ended. `files` are the files that plugins made from its record."""
         model, adapter = self._exports() if self._status() == "finished" else (None, None)
         return RunResult(
             self._status(),
@@ -150,7 +148,7 @@ class Session:
         )
 
     def words_on_stop(self) -> str:
-        """Say what the run does about a request to stop."""
+        """Return words that say how the run reacts to a request to stop."""
         if self._is_over:
             return "Ending what the run has started"
         step = self._step_under_way
@@ -159,7 +157,7 @@ class Session:
         return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"
 
     def _course(self, pending: Mapping[str, float] | None) -> dict[str, Any]:
-        """Return facts of the run so far for a manifest. `pending` has the metrics of a step without its evaluation."""
+        """Return facts of the run so far for a manifest. `pending` has the metrics of a step that is not evaluated."""
         facts = {
             "updates": dict(self._update.done),
             "history": list(self._resumed.history),
@@ -170,7 +168,7 @@ class Session:
         return {name: value for name, value in facts.items() if value}
 
     def _start_trackers(self) -> None:
-        # A step whose evaluation is still to come gets its line when that is done.
+        # If the evaluation of the last step is still to come, so is the step's line in the record.
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
         notes = (*self._notes, *self._files.data_notes())
         continues = self._resumed.checkpoint is not None
@@ -183,7 +181,7 @@ class Session:
         first = self.state.step + 1
         self.source.start(first, self.backend)
         self.is_started = True
-        # A batch that depends on the weights cannot be built ahead of the update before it.
+        # If batches depend on the weights, they cannot be built ahead.
         prefetch = self._config.prefetch if self.source.pure else SerialPrefetchConfig(name="core/serial")
         self.batches = self.loaded.host.registry.create(
             "prefetch", prefetch, build=self.source.build, last_step=self.source.total_steps
@@ -192,7 +190,7 @@ class Session:
         self.batches.start(first)
 
     def _settle_start(self) -> None:
-        """Measure the model that a new run begins with, or do what a resume owes before its first step."""
+        """Make the evaluation and the checkpoint that are due before the first step."""
         if self._resumed.checkpoint is None:
             self._evaluate_before_training()
         elif self._resumed.pending is not None:
@@ -204,14 +202,11 @@ class Session:
             self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._saving.save(step)
         elif self._resumed.foreign:
-            # A kill before the first own checkpoint must not leave this run without the weights it began with.
+            # Save at once. After a kill, the run must find the weights that it began with in its own directory.
             self._saving.save(self.state.step)
 
     def _evaluate_before_training(self) -> None:
-        """Record the evaluations with `at_start` as step 0.
-
-        No checkpoint covers it: a run that is killed before its first one starts again, and measures again.
-        """
+        """Record the evaluations with `at_start` as step 0. A run that starts again makes them again."""
         due = [evaluation for evaluation in self.components.data.evaluations if evaluation.at_start]
         if due and not self._stop:
             self._progress("evaluating the model before its first step")
@@ -220,7 +215,7 @@ class Session:
             self.record(0, metrics | self._evaluated(0, *self.scores.measure(0, due), metrics))
 
     def remaining_steps(self) -> Iterator[int]:
-        """Yield the steps still to train, from 1, until the last one, a stop, or the end that `stop_when` asks for."""
+        """Yield the steps still to train, until the last one, a request to stop, or the end by `stop_when`."""
         while not self.is_done and not self._stop:
             self._directory.check_present()
             self.scores.open()
@@ -229,12 +224,14 @@ class Session:
             self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of all evaluations that are due at this step, and those of `Run.evaluate`.
+        """Return the metrics of all evaluations at this step, including calls of `Run.evaluate`.
+
+        If an evaluation fails, a checkpoint with `metrics` is saved before the error is raised, so that a mistake in a
+        reward does not cost the training before it. A resumed run then begins with the evaluation.
 
         Args:
             step: The step just trained.
-            metrics: Those of its update. When an evaluation fails, they are saved with the weights before the error
-                goes on: a mistake in a reward must not cost the training before it. A resume evaluates first.
+            metrics: The metrics of its update.
         """
         evaluations = self.components.data.evaluations
         due = [evaluation for evaluation in evaluations if self._is_due(step, evaluation.every_steps)]
@@ -243,7 +240,7 @@ class Session:
         try:
             scores, samples = self.scores.measure(step, due)
         except RankFailedError:
-            # The weights are lost with the ranks, so they cannot be saved.
+            # The weights are lost with the ranks.
             raise
         except Exception as error:
             self._saving.save_before(error, step, {**metrics, **self.scores.asked})
@@ -253,7 +250,7 @@ class Session:
     def _evaluated(
         self, step: int, scores: dict[str, float], samples: Sequence[Mapping[str, Any]], metrics: Mapping[str, float]
     ) -> dict[str, float]:
-        """Record the answers and call the hooks. Returns the metrics of all evaluations, hooks' own included."""
+        """Record the answers and call the hooks. Returns all metrics, including those that hooks evaluated."""
         self._files.add_samples(step, samples)
         self.hooks.on_eval_end(step=step, metrics=MappingProxyType(scores))
         return {**scores, **self.scores.beside(metrics)}
@@ -264,14 +261,14 @@ class Session:
         self._directory.check_present()
         for tracker in self.components.trackers.values():
             tracker.log(step, dict(metrics))
-        # Last: a step whose line cannot be written is not done.
+        # A step is done only if its line could be written, so set this last.
         self.state.step = step
         self.state.metrics = dict(metrics)
 
     def maybe_checkpoint(self, step: int) -> None:
-        """Save at the settings' steps and minutes, after the last step and the best one so far, and before a stop.
+        """Save a checkpoint if one is due: by the settings, after the best evaluation so far, or at the end of the run.
 
-        With `checkpoint.async`, checkpoints are written while training goes on, except before the run ends.
+        With `checkpoint.async`, checkpoints are written while training goes on, except at the end of the run.
         """
         self._saving.take_written(wait=False)
         is_due = self._is_due(step, self._config.checkpoint.every_steps)
@@ -280,7 +277,7 @@ class Session:
             self._saving.save(step, beside=self._config.checkpoint.is_async and goes_on)
 
     def saving_metrics(self) -> dict[str, float]:
-        """Return the seconds that checkpoints beside training have taken from it since the last call."""
+        """Return the seconds that training has waited for asynchronous checkpoints since the last call."""
         return self._saving.metrics()
 
     def _is_due(self, step: int, every: int | None) -> bool:
@@ -292,8 +289,7 @@ class Session:
         return self.state.step >= self.source.total_steps or self._early_stop.reason is not None
 
     def _status(self) -> Status:
-        # A signal during the start may leave the evaluation of the last step, which then has no metrics, to the next
-        # process.
+        # If a signal stopped the start, the pending evaluation of the last step is still to come.
         is_owed = self._resumed.pending is not None and not self.state.metrics
         return "finished" if self.is_done and not is_owed else "stopped"
 
@@ -303,7 +299,7 @@ class Session:
         return self._early_stop.reason or self._stop.reason
 
     def _exports(self) -> tuple[Path | None, Path | None]:
-        """Return where the model and the adapter go when the run finishes; None for what is not exported."""
+        """Return the folders for model and adapter of a finished run; None for each that the config does not export."""
         wanted, folders = self._config.checkpoint, self._directory
         model = folders.exported_model if wanted.export_hf else None
         return model, folders.exported_adapter if wanted.export_adapter else None
@@ -317,25 +313,24 @@ class Session:
                 export(path, replace=True)
 
     def _end(self, run: RunView, error: BaseException | None) -> None:
-        """Tell the hooks and write the status; a failure here never hides the error that ended the run."""
+        """Call `on_run_end` and write the status. A failure here never hides the error that ended the run."""
         try:
             self.hooks.on_run_end(run=run, error=error)
         except Exception as failure:
             if error is None:
-                # The run fails because of this error alone.
                 self._record_end(failure)
                 raise
             error.add_note(f"on_run_end failed too: {type(failure).__name__}: {failure}")
         self._record_end(error)
 
     def _record_end(self, error: BaseException | None) -> None:
-        """Write how the run ended; a failure here never hides the error that ended it."""
+        """Write how the run ended. A failure here never hides the error that ended it."""
         status = self._status()
         if error is not None:
             status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         summary = self._directory.summary
         try:
-            # Another folder may be in its place.
+            # Another folder may have taken the place of the run directory.
             self._directory.check_present()
             self._warnings = tuple(warning for judge in self.judges for warning in judge())
             self._files.summary["warnings"] = [asdict(warning) for warning in self._warnings]
@@ -351,5 +346,5 @@ class Session:
             error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
-        """Say how to continue. A checkpoint of this run records the allowed changes, which need no options then."""
+        """Return a sentence on how to continue. A checkpoint of this run records the allowed changes already."""
         return go_on(self.loaded, () if self._saving.has_saved else self._options)

@@ -1,6 +1,8 @@
-"""Settings of core's trackers. Light: imports no torch."""
+"""Settings of core's trackers. Imports no torch."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -14,14 +16,9 @@ class JsonlTrackerConfig(TrackerConfig):
 
 
 class ConsoleTrackerConfig(TrackerConfig):
-    """Progress as a live bar, or as plain lines if output is not a terminal. This tracker is always on."""
+    """Progress as a live bar, or as plain lines if the output is not a terminal. This tracker is always on."""
 
     name: str = "console"
+    retired: ClassVar[tuple[str, ...]] = ("start_lines",)
     every_steps: int = Field(default=10, gt=0)
     """Print a plain line each time this many steps are done."""
-    start_lines: bool = True
-    """Print on stderr what will run, and what is done while it starts; set it to false in scripts."""
-
-    @property
-    def silences_start(self) -> bool:
-        return not self.start_lines

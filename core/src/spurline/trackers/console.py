@@ -1,7 +1,7 @@
 """Show progress on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
-This tracker is always on. Steps of reinforcement learning show their reward, since their loss does not tell whether the
-model improves. Steps of preference pairs also show how often and how far the chosen answer is ahead.
+This tracker is always on. In reinforcement learning it shows the reward, since the loss does not tell whether the model
+improves. For preference pairs it shows how often and how far the chosen answer is ahead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ConsoleTracker:
 
     def __init__(self, config: ConsoleTrackerConfig, console: Console | None = None) -> None:
         self._config = config
-        # In a process that was started with stdout closed, `sys.stdout` is None.
+        # If the process was started with stdout closed, `sys.stdout` is None.
         output = None if sys.stdout is None else cast("IO[str]", _WhileItCanBeWritten(sys.stdout))
         self._console = console or Console(file=output)
         self._total_steps: int | None = None
@@ -49,13 +49,13 @@ class ConsoleTracker:
         self._total_steps = info.total_steps
         for note in info.notes:
             self._print(note)
-        # FORCE_COLOR makes rich take a log file for a terminal; a moving bar belongs on real ones only.
+        # With FORCE_COLOR, rich takes a log file for a terminal, but a moving bar needs a real one.
         is_live = self._console.is_terminal and self._console.file.isatty() and not self._console.is_dumb_terminal
         if is_live and self._progress is None:
             self._open_bar(info)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar, or print a line when one is due; warnings and evaluation results are always printed."""
+        """Move the bar, or print a line if one is due. Evaluation results are always printed."""
         self._observe(metrics)
         fields = self._fields(step, metrics)
         if self._progress is not None and self._task is not None:
@@ -72,17 +72,17 @@ class ConsoleTracker:
             self._print(self._evaluation_line(step, evaluated))
 
     def warn(self, step: int, kind: str, words: str) -> None:
-        """Print what is off, each kind of it at most once in a while."""
+        """Print a warning, unless a warning of this kind was printed a few steps ago."""
         last = self._warned_at.get(kind)
         if last is None or step - last >= _STEPS_BETWEEN_WARNINGS:
             self._warned_at[kind] = step
             self._print(f"warning at {self._step_label(step)}: {words}")
 
     def flush(self) -> None:
-        """Do nothing: each line is written when it is printed."""
+        """Do nothing, since each line is written when it is printed."""
 
     def close(self) -> None:
-        """Stop the bar where it is and give the cursor back. May be called twice, or without start."""
+        """Stop the bar and show the cursor again."""
         if self._progress is not None:
             progress, self._progress, self._task = self._progress, None, None
             progress.stop()
@@ -116,7 +116,7 @@ class ConsoleTracker:
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         fields = _progress_fields(metrics)
         step_s = self._step_s.value
-        # The first step loads and compiles, so its time says nothing about the others.
+        # The first step loads and compiles, so its time says nothing about later steps.
         if step_s is not None and not self._is_first and self._total_steps is not None and step < self._total_steps:
             fields.append(f"ETA {clock(step_s * (self._total_steps - step))}")
         if speed := self._speed():
@@ -128,7 +128,7 @@ class ConsoleTracker:
         return fields
 
     def _speed(self) -> str:
-        """Return tokens per second of training and, if there is some, of generation, each over its own time."""
+        """Return tokens per second of training, and of generation if there is any, each over its own time."""
         tokens, seconds = self._tokens.value, self._training_s.value
         if tokens is None or not seconds:
             return ""
@@ -145,12 +145,12 @@ class ConsoleTracker:
         return _SEPARATOR.join([f"eval at {self._step_label(step)}", *results])
 
     def _print(self, line: str) -> None:
-        """Print a line above the bar as it is: no markup, colours or escapes."""
+        """Print a line above the bar, without markup, colours or escapes."""
         self._console.print(printable(line), markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class _WhileItCanBeWritten:
-    """A file that ignores failed writes, such as those to `| head` or to a log on a full disk: they must end no run."""
+    """A file that ignores failed writes, for example to `| head` or to a full disk. They must not end a run."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -169,7 +169,7 @@ class _WhileItCanBeWritten:
         try:
             getattr(self._file, method)(*arguments)
         except OSError:
-            # What is still buffered must not fail once more when the process ends.
+            # Buffered text must not fail again when the process ends.
             with suppress(OSError):
                 write_nowhere(self._file.fileno())
             self._file = NULL_FILE

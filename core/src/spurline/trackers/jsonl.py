@@ -1,7 +1,6 @@
 """Write and read RUN_DIR/metrics.jsonl: one JSON object per finished step, forced to disk before each checkpoint.
 
-Resume and report rely on this record. A kill leaves at most one torn last line, which reading skips and the next start
-cuts off.
+A kill leaves at most one torn last line. Readers skip it, and the next start cuts it off.
 """
 
 from __future__ import annotations
@@ -41,13 +40,11 @@ class JsonlTracker:
     def start(self, info: RunInfo) -> None:
         """Create the file, or cut an earlier one back to the lines before `info.first_step`.
 
-        Raises RunDirectoryError if a line is unreadable or not a recorded step. A torn last line is no error.
+        Raises RunDirectoryError if one of these lines is unreadable. A torn last line is no error.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
-        # Find an unreadable line now, not when the report is drawn at the end of the run.
-        read_metrics(path)
         try:
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -79,14 +76,14 @@ class JsonlTracker:
 
 
 def encode_line(step: int, metrics: Mapping[str, float]) -> bytes:
-    """Return one line with its newline: first `step`, then the common metrics, then all others sorted by name.
+    """Return one line with its newline: `step`, then the common metrics, then all others sorted by name.
 
     Raises RunFailedError naming a metric that is not finite.
     """
     leading = [key for key in _LEADING_KEYS if key in metrics]
     others = sorted(key for key in metrics if key not in _LEADING_KEYS and key != "step")
     values = {"step": int(step)} | {key: _plain_number(step, key, metrics[key]) for key in (*leading, *others)}
-    # A lone surrogate in a name cannot be encoded; it is written as the JSON escape `\uXXXX`.
+    # Half a surrogate pair in a name cannot be encoded, so it is written as the JSON escape `\uXXXX`.
     return (json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
 
 
@@ -96,16 +93,16 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
     number = float(value)
     if not math.isfinite(number):
         raise RunFailedError(
-            f"Metric '{key}' of step {step} is {number}; metrics must be finite. Look at what computes it: a loss, a "
-            "reward or a plugin."
+            f"Metric '{key}' of step {step} is {number}, but metrics must be finite. A loss, a reward or a plugin "
+            "computes it."
         )
     return number
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all complete objects of a JSON-lines file, without a torn last line. A missing file has no objects.
+    """Return all objects of a JSON-lines file, without a torn last line. A missing file has no objects.
 
-    Raises RunDirectoryError naming file and line when any other line is unreadable.
+    Raises RunDirectoryError naming file and line if another line is unreadable.
     """
     found: list[dict[str, Any]] = []
     for number, _, line in _lines(path):
@@ -115,15 +112,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, Any]]:
-    """Return the recorded steps of a metrics file: each line has a whole number under `step`, and only numbers.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the recorded steps of a metrics file: each has a whole number under `step`, and only numbers.
 
-    Args:
-        path: The file; if it is missing, no steps are returned.
-        skip_foreign: Whether to skip lines that no run has written, with a warning on standard error.
-
-    Raises:
-        RunDirectoryError: If there is such a line and `skip_foreign` is false. The error names the line.
+    A missing file has no steps. Other lines are left out, with one warning on standard error.
     """
     steps: list[dict[str, Any]] = []
     first = ""
@@ -131,17 +123,15 @@ def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, An
         if (wrong := _not_metrics(line)) is None:
             assert isinstance(line, dict)
             steps.append(line)
-        elif not skip_foreign:
-            raise _foreign(path, number, wrong)
         else:
-            first = first or f"{path}:{number}: {wrong}. Lines that no run has written are left out."
+            first = first or f"{path}:{number}: {wrong}. Such lines are left out."
     if first:
         print(first, file=sys.stderr, flush=True)
     return steps
 
 
 def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
-    """Return why a line does not have the metrics of a step; None if it does."""
+    """Return why a line has no metrics of a step; None if it has."""
     if isinstance(line, ValueError):
         return str(line)
     if type(line.get("step")) is not int:
@@ -153,10 +143,10 @@ def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
 
 
 def cut_back(path: Path, last_step: int) -> None:
-    """Keep the lines up to the last one whose `step` is at most `last_step`, byte for byte; create a missing file.
+    """Keep the lines of steps up to `last_step`, byte for byte, and drop the rest; create a missing file.
 
-    After a kill, the file is either the old or the new one. Lines after `last_step` may be garbage after a power cut,
-    since they were never forced to disk. Raises RunDirectoryError for an unreadable line before them.
+    After a kill, the file is either the old or the new one. Later lines may be garbage after a power cut, since they
+    were not forced to disk. Raises RunDirectoryError for an unreadable line of an earlier step.
     """
     kept: list[bytes] = []
     reached = 0
@@ -173,13 +163,13 @@ def cut_back(path: Path, last_step: int) -> None:
 
 def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
     return RunDirectoryError(
-        f"{path}:{number}: {wrong}. Only the last line may be cut off by a kill; something else changed this file. "
-        "Repair or remove that line."
+        f"{path}:{number}: {wrong}. A kill only cuts off the last line, so something else changed this file. Repair or "
+        "remove the line."
     )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Yield number, raw bytes (without newline) and content of each complete line; a ValueError if it is unreadable."""
+    """Yield number, raw bytes (without newline) and content of each line, or a ValueError if it is unreadable."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = file.read()
@@ -196,7 +186,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError
             if not isinstance(line, dict):
                 raise ValueError("it is not a JSON object")
         except ValueError as error:
-            # Only the piece after the last newline can come from a write that was cut short.
+            # The piece after the last newline may come from a write that was cut short.
             if number < len(pieces):
                 yield number, raw, ValueError(f"unreadable line ({error})")
         else:
@@ -206,7 +196,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError
 def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
     """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
 
-    Metrics that a step does not have are NaN. Raises UserError without pandas, or if there is no such folder.
+    Missing metrics are NaN. Raises UserError without pandas, or if there is no such folder.
     """
     try:
         import pandas

@@ -1,4 +1,4 @@
-"""Write rates, durations and quantities as people read them, for the console tracker and the report."""
+"""Format rates, durations and quantities for people, in the console tracker and the report."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Smoothed:
 
 
 def training_seconds(metrics: Mapping[str, float]) -> float | None:
-    """Return the seconds of a step without evaluation and generation, None if they are unknown."""
+    """Return the seconds of a step without evaluation and generation; None if they are unknown."""
     whole = metrics.get("time/step")
     if whole is None or whole <= 0:
         return None
-    # Training waited for generation only as far as `time/batch` includes `time/generate`.
+    # Generation may go on while training runs. Only the part within `time/batch` has taken time from the step.
     generating = min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
     rest = whole - metrics.get("time/evaluate", 0.0) - generating
     return rest if rest > 0 else whole
 
 
 def seconds_of_generation(metrics: Mapping[str, float]) -> float:
-    """Return the seconds in which the step's rollouts were generated, also beside training; 0 if unknown."""
+    """Return the seconds in which rollouts were generated, also while training went on; 0 if unknown."""
     return metrics.get("time/generating", metrics.get("time/generate", 0.0))
 
 
@@ -52,7 +52,7 @@ def quantity(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # 999,950 would read "1000k" after rounding; it belongs to the next prefix.
+        # 999,950 would become "1000k" after rounding, so it gets the next prefix.
         if abs(value) >= size * 0.9995:
             scaled = value / size
             digits = max(0, 2 - int(math.log10(max(1.0, abs(scaled) * 1.0005))))
@@ -61,7 +61,7 @@ def quantity(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write seconds as H:MM:SS, with days in front where needed."""
+    """Write seconds as H:MM:SS, with days in front if needed."""
     if not math.isfinite(seconds):
         return "unknown"
     days, rest = divmod(round(max(0.0, seconds)), 86_400)

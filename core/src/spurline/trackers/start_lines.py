@@ -1,6 +1,6 @@
-"""Write the lines with which a run starts to stderr: a banner of its settings, and what takes time.
+"""Write the first lines of a run to stderr: a banner of its settings, and each slow piece of work as it begins.
 
-The banner is made of settings alone, so that it appears before torch is imported. This module imports nothing heavy.
+The banner appears before torch is imported, so this module imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WIDTH = 8
 
 
 def banner(loaded: LoadedConfig) -> list[str]:
-    """Return the lines that a person checks before walking away."""
+    """Return lines with the settings that a person checks when a run starts."""
     config, plugins = loaded.config, loaded.host.plugins
     model = config.model
     # Default plugins are not listed, since they are in every run.
@@ -41,20 +41,15 @@ def _places(datasets: Iterable[DatasetConfig]) -> str:
 
 
 class StartLines:
-    """A `Progress` that writes lines to stderr, each with the seconds since the first; nothing when `quiet`."""
+    """A `Progress` that writes lines to stderr, each with the seconds so far. It writes nothing if `quiet`."""
 
-    def __init__(self, *, quiet: bool) -> None:
+    def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._began = time.monotonic()
 
-    @classmethod
-    def of(cls, loaded: LoadedConfig) -> StartLines:
-        """Make start lines as the trackers of this run want them."""
-        return cls(quiet=any(tracker.silences_start for tracker in loaded.config.trackers))
-
     def show(self, lines: list[str]) -> None:
         if not self._quiet:
-            # Flush, so that the lines appear before the next import.
+            # Flush the lines, since the next import may take seconds.
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def __call__(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Set the weights and the normaliser with which token losses become one number per optimizer step.
 
 A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both are
-computed for all rows of an optimizer step, before they are cut into micro-batches and for ranks, since means of parts
-would overweight parts with short samples.
+computed for all rows of an optimizer step together, before the rows are divided into micro-batches and among ranks.
+Means of the parts would overweight parts with short samples.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
 def fixed_norm(length: int) -> Reduce:
     """Divide by `length` times the number of trajectories (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    The weights are as in the batch, so that no token counts less because an answer is long. All trajectories count,
-    also those without loss. A trajectory counts once, even if its turns are in several rows.
+    The weights are as in the batch, so tokens of long answers count as much as others. Trajectories without loss count
+    too. A trajectory counts once, even if its turns are in several rows.
     """
 
     def reduce(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
@@ -62,7 +62,7 @@ def fixed_norm(length: int) -> Reduce:
 
 
 REDUCTIONS: dict[str, Reduce] = {"token_mean": token_mean, "sequence_mean": sequence_mean, "prompt_mean": prompt_mean}
-"""The reductions without settings. `fixed_norm` is not among them, since it has a setting."""
+"""The reductions without settings."""
 
 
 def make_reduction(config: ReductionConfig) -> Reduce:
@@ -75,8 +75,8 @@ def make_reduction(config: ReductionConfig) -> Reduce:
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:
     """Reduce a mini-batch with correction factors, float32 [R, L], which are 0 for rejected tokens.
 
-    Rejected tokens are removed before the reduction, so it does not count them. All other factors are applied after it.
-    If they were part of Z or of the sum of a sequence, they would cancel out.
+    Rejected tokens are removed before the reduction, so it does not count them. All other factors are applied after it,
+    since they would cancel out as part of Z or of the sum of a sequence.
     """
     accepted = batch.with_tokens(loss_weights=torch.where(factors != 0, batch.tokens["loss_weights"], 0.0))
     reduced, normalizer = reduce(accepted)
@@ -84,7 +84,7 @@ def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> t
 
 
 def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch, float]:
-    """Divide w by its sum over tokens with the same number. Z is how many numbers have any weight."""
+    """Divide w by its sum over tokens with the same number. Z is the number of sums above zero."""
     weights = batch.tokens["loss_weights"]
     sums = sums_by_number(weights, numbers)
     shares = torch.where(sums > 0, 1 / sums, 0.0)[numbers]
@@ -93,7 +93,7 @@ def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch,
 
 
 def _num_trajectories(batch: TrainingBatch) -> int:
-    """Return the number of attempts in the batch. If a sample occurs twice, as at an epoch's end, it counts twice."""
+    """Return the number of attempts in the batch. A sample that occurs twice counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
     attempts: Counter[tuple[str, int]] = Counter()

@@ -1,8 +1,8 @@
 """Train the policy, and the critic if there is one, on one batch: cut it into mini-batches, reduce, and update.
 
 This is core's implementation of the `train_step` hook. There is no other one, but plugins may wrap it. Sources that
-use models have added logprobs, values and correction factors to the batch already. Other sources build their batches
-ahead of time on other threads, so logprobs of the reference model are computed here if the loss needs them.
+use models have already added logprobs, values and correction factors to the batch. Other sources build batches ahead of
+time on other threads, where they cannot use the models. For them, the update computes the reference model's logprobs.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from dataclasses import dataclass
 
 import torch
 
+from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
+from spurline.data.configs import WholeBatchConfig
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.backend import Backend, Role
+from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import ENTROPY, Loss, Objective
 from spurline.protocols.minibatches import MiniBatches
 from spurline.update.reduction import Reduce, reduce_corrected, token_mean
 
 REFERENCE_LOGPROBS = "reference_logprobs"
 MADE_IN_UPDATE = frozenset({ENTROPY, REFERENCE_LOGPROBS})
-"""Needs of a loss that a batch does not have to contain, since the update computes them."""
+"""Columns that a loss may need although the batch lacks them, since the update computes them."""
 _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 
@@ -29,8 +32,11 @@ _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 class Recipe:
     """The way in which one model is trained on a batch.
 
-    minibatches: cuts the batch into optimizer steps. loss, reduce: objective of each optimizer step.
-    temperature: temperature with which the batch was sampled; 1 if it was not sampled.
+    Attributes:
+        minibatches: Cuts the batch into optimizer steps.
+        loss: Loss of each optimizer step.
+        reduce: Reduction of the token losses.
+        temperature: Temperature with which the batch was sampled; 1 if it was not sampled.
     """
 
     minibatches: MiniBatches
@@ -39,11 +45,29 @@ class Recipe:
     temperature: float = 1.0
 
 
+class WholeBatch:
+    """Mini-batches `whole`: one of each batch, padded to the data-parallel size if the backend needs that."""
+
+    def __init__(self, config: WholeBatchConfig, run: RunConfig, layout: ParallelLayout) -> None:
+        self._row_multiple = layout.row_multiple
+
+    def steps_per_batch(self) -> int:
+        return 1
+
+    def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
+        return [batch.pad_rows(self._row_multiple)]
+
+
 class Update:
     """Hook implementation that trains on one batch.
 
-    stepped: called after each optimizer step with number and role. done: number of optimizer steps before the first
-    batch, by role. It is needed because the number of optimizer steps per step may change at a resume.
+    Args:
+        backend: Holds the models.
+        policy: How the policy is trained.
+        critic: How the critic is trained; None without a critic.
+        stepped: Called after each optimizer step with its number and role.
+        done: Optimizer steps before the first batch, by role. They cannot be computed from the step, since a resume may
+            change the number of optimizer steps per step.
     """
 
     def __init__(
@@ -65,8 +89,7 @@ class Update:
     def train_step(self, step: int, batch: TrainingBatch) -> Mapping[str, float]:
         """Update the models with every mini-batch of this batch, the critic first.
 
-        The order does not change results, since both learn from columns that were computed before any update. It only
-        decides which metrics exist if an update fails.
+        The order does not change results, since both learn from columns that were computed before any update.
         """
         batch = with_reference_logprobs(batch, self._policy.loss, self._backend)
         critic = {} if self._critic is None else _name_as_critics(self._train("critic", self._critic, batch))
@@ -84,7 +107,7 @@ class Update:
     def _update(self, role: Role, recipe: Recipe, minibatch: TrainingBatch) -> Mapping[str, float]:
         factors = minibatch.tokens.get("correction_factors")
         if factors is None or role == "critic":
-            # Corrections are for the policy only. The critic's returns do not depend on the policy that sampled.
+            # Corrections are for the policy only, since returns do not depend on the policy that sampled.
             weighted, normalizer = recipe.reduce(minibatch)
         else:
             weighted, normalizer = reduce_corrected(minibatch, factors, recipe.reduce)
@@ -92,7 +115,7 @@ class Update:
 
 
 def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the critic's metrics under names that differ from the policy's. Metrics of its loss have a `/` already."""
+    """Return the critic's metrics under names that differ from the policy's. Names of its loss already have a `/`."""
     named: dict[str, float] = {}
     for name, value in metrics.items():
         group, slash, rest = name.partition("/")
@@ -126,7 +149,7 @@ def _joined(name: str, values: Sequence[float]) -> float:
 
 
 def with_reference_logprobs(batch: TrainingBatch, loss: Loss, backend: Backend) -> TrainingBatch:
-    """Return the batch with the column `reference_logprobs`, if the loss needs it and the source has not put it in."""
+    """Return the batch with the column `reference_logprobs` if the loss needs it."""
     if REFERENCE_LOGPROBS not in loss.needs or REFERENCE_LOGPROBS in batch.tokens:
         return batch
     column = torch.zeros(batch.num_rows, batch.length)

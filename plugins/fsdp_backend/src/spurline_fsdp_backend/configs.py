@@ -117,7 +117,6 @@ class FsdpBackendConfig(RankBackendConfig):
             freezes=True,
             checkpoint_reader="spurline_fsdp_backend.trained_model:read_weights",
             adapter_reader="spurline_fsdp_backend.trained_model:read_adapter",
-            optimizes_on_host=self.cpu_offload,
             # Replay and balance need hooks of routers, for which compiled layers would be compiled again.
             replays_experts=not self.compile,
             # With `context` a rank sees only parts of sequences.

@@ -19,7 +19,6 @@ from spurline.importing import importing
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
-    from spurline.config.loading import LoadedConfig
     from spurline.trackers.start_lines import StartLines
     from spurline_models.machine import Finding
 
@@ -33,7 +32,7 @@ def plan(
 ) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    start = _start_lines(loaded)
+    start = _start_lines()
     with importing():
         from spurline_planning.plan import make_plan
 
@@ -58,7 +57,7 @@ def data(
 ) -> None:
     """Show the first rows of a run: every token, whether it is trained, and what was cut or left out."""
     loaded = load(config, overrides)
-    start = _start_lines(loaded)
+    start = _start_lines()
     with importing():
         from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
         from spurline_planning.data_preview.terminal import print_data
@@ -77,7 +76,7 @@ def diagnose_run(
 ) -> None:
     """Check machine, folders, devices and ranks before a run. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    _start_lines(loaded)
+    _start_lines()
     with importing():
         from spurline_planning.doctor import find
 
@@ -94,9 +93,9 @@ def diagnose_run(
         raise typer.Exit(2)
 
 
-def _start_lines(loaded: LoadedConfig) -> StartLines:
+def _start_lines() -> StartLines:
     from spurline.trackers.start_lines import StartLines
 
-    start = StartLines.of(loaded)
+    start = StartLines()
     start("loading PyTorch and transformers")
     return start

@@ -323,7 +323,6 @@ class PromptSourceConfig(SourceConfig):
             carried=self.carry,
             reward_terms=self.environment.reward_terms,
             context_tokens=self.engine.context_tokens,
-            most_turns=self.environment.most_turns,
             sampling=self.sampling,
             sampling_temperature=self.sampling.temperature,
             uses_reference=self.kl_in_reward is not None,

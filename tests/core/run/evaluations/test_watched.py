@@ -70,11 +70,11 @@ def test_the_model_that_training_begins_with_is_the_first_to_be_better_than_but_
     watch(stop, 0, 0.4)
     assert stop.reason is None
     watch(stop, 1, 0.3)
-    assert stop.reason == "eval/score has not got better than 0.4, of step 0, in 1 evaluation (stop_when.patience: 1)"
+    assert stop.reason == "eval/score was 0.4 at step 0 and has not got better in 1 evaluation (stop_when.patience: 1)"
     stop = EarlyStop(StopWhenConfig(metric="eval/score", patience=1, min_delta=0.01))
     watch(stop, 0, 0.4)
     watch(stop, 1, 0.405)
-    assert "better than 0.4, of step 0, by 0.01 in 1 evaluation" in str(stop.reason)
+    assert "0.4 at step 0 and has not got better by 0.01 in 1 evaluation" in str(stop.reason)
     stop = EarlyStop(StopWhenConfig(metric="eval/score", reaches=0.5))
     watch(stop, 0, 0.9)
     assert stop.reason is None

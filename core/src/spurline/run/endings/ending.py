@@ -20,18 +20,18 @@ class RunResult:
     """How a run ended.
 
     Attributes:
-        status: `finished`, or `stopped` by a signal or a request after a checkpoint.
+        status: `finished`, or `stopped` if a signal or a request ended the run early.
         step: The last finished step.
         metrics: Metrics of that step; empty if this process trained no step.
         checkpoint: The newest complete checkpoint.
         signal: The signal that stopped the run, if any.
-        stop_reason: The reason given to `request_stop`, or why `stop_when` finished the run early.
+        stop_reason: The reason given to `request_stop`, or the reason why `stop_when` ended the run early.
         go_on: A sentence on how to continue a stopped run.
         best: `metric`, `step` and `value` of the best evaluation so far, with `checkpoint.keep_best`.
-        warnings: Sentences about lasting trouble; the report also lists passing trouble.
+        warnings: Sentences about lasting trouble. The report also lists trouble that has passed.
         model: The folder of the model that a finished run exported, with `checkpoint.export_hf`.
         adapter: The folder of the exported adapter, with `checkpoint.export_adapter`.
-        files: Files that plugins made from the run's record, by name, such as the page `report`.
+        files: Files that plugins made from the run's record, by name, such as `report`.
     """
 
     status: Status
@@ -49,7 +49,7 @@ class RunResult:
 
     @property
     def report(self) -> Path | None:
-        """Return the HTML page; None if none was written."""
+        """Return the HTML report; None if there is none."""
         return self.files.get("report")
 
 
@@ -74,6 +74,6 @@ def explained(error: BaseException, state: RunState, how: str) -> BaseException:
 
 
 def go_on(loaded: LoadedConfig, options: Sequence[str]) -> str:
-    """Return a sentence on how to continue a run, with these further words of the command line."""
+    """Return a sentence on how to continue a run, with these options of the command line."""
     command = loaded.train_command(*options)
     return f"Go on with: {command}" if command is not None else "Train the same config again to go on."

@@ -17,9 +17,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """A request to end a run after its current step. It is true once a signal or a reason has been given.
+    """A request to end a run after its current step. It is true once a signal has arrived or a reason has been given.
 
-    It is a context manager, which catches signals on the main thread.
+    It is a context manager that catches signals on the main thread.
 
     Args:
         words: Returns the first words of the message that is printed when a signal arrives.
@@ -45,20 +45,19 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            # A closing terminal sends SIGHUP twice, and the second one may arrive after the run has ended.
+            # A closing terminal sends SIGHUP twice. The second one may arrive after the run has ended.
             again = number == signal.SIGHUP == self.signal
             signal.signal(number, signal.SIG_IGN if again else handler)
         self._previous = {}
 
     def cut_short(self, work: Callable[[], None]) -> None:
-        """Call `work`, unless a signal has arrived before. The first signal during `work` ends it at once."""
+        """Call `work`, unless a signal has arrived already. The first signal during `work` ends it at once."""
         if self.signal is not None:
             return
         try:
             self._cuts_short = True
             work()
         except _CutShort:
-            # The run goes on to its end without the work.
             pass
         finally:
             self._cuts_short = False
@@ -66,7 +65,7 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first = self.signal is None
         if number == signal.SIGHUP:
-            # The shell and the kernel both send it when a terminal closes.
+            # The shell and the kernel both send it when a terminal closes, so a second one does not stop at once.
             _leave_closed_terminal()
         elif not is_first:
             raise KeyboardInterrupt(f"Interrupted by a second signal, {signal.Signals(number).name}.")
@@ -78,9 +77,9 @@ class StopRequest:
 
     def _acknowledge(self, number: int) -> None:
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
-        # A terminal has printed `^C` on this line. sys.stderr is not used, since the signal may have interrupted it.
+        # A terminal has printed `^C` on this line. Do not use sys.stderr, since the signal may have interrupted it.
         begin = "\n" if os.isatty(2) else ""
-        # A message that cannot be written must not keep the run from ending in order.
+        # The run must save even if the message cannot be written.
         with suppress(OSError):
             os.write(2, f"{begin}{self._words()}; {again}.\n".encode())
 
@@ -90,7 +89,7 @@ class _CutShort(KeyboardInterrupt):
 
 
 def _leave_closed_terminal() -> None:
-    """Discard output to a terminal that is gone: a failing write would also fail the step that is to be saved."""
+    """Discard output to a terminal that is gone. Otherwise a failing write would end the run before it is saved."""
     for output in (1, 2):
         with suppress(OSError):
             if stat.S_ISCHR(os.fstat(output).st_mode) and not os.isatty(output):

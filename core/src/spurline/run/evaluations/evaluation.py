@@ -1,19 +1,19 @@
-"""Build and run all evaluations of a run: that of `data.eval`, and those under `evaluations`.
+"""Build all evaluations of a run: the evaluation of `data.eval`, and those under `evaluations`.
 
-The section `evaluation` configures evaluations of `data.eval`: the source's own one if it has one, else the default one
-and those of plugins that add settings to this section. The rest of the code sees a list of scheduled evaluations only.
+A source may bring its own evaluation of `data.eval`. Otherwise the default evaluation measures `data.eval`, and so do
+plugins that add settings to the section `evaluation`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from spurline.config.run_config import DataEvaluationConfig, RunConfig
-from spurline.errors import ConfigError, DataError, PluginError
+from spurline.errors import ConfigError, DataError
 from spurline.plugins.host import installed_plugins
 from spurline.plugins.official import how_to_enable, plugin_of_kind
 from spurline.protocols.backend import Backend
@@ -24,7 +24,7 @@ from spurline.protocols.held_out import HeldOutEvaluation
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Put the evaluation's setting in front of errors of its data."""
+    """Add the key of the evaluation to errors about its data."""
     try:
         yield
     except DataError as error:
@@ -49,7 +49,7 @@ class ScheduledEvaluation:
 
     @property
     def label(self) -> str:
-        """Return the name of its data in plans, summaries and reports."""
+        """Return the name of this evaluation in plans, summaries and reports."""
         return f"eval/{self.name}" if self.name else "eval"
 
     def longest(self) -> Longest | None:
@@ -62,27 +62,20 @@ class ScheduledEvaluation:
         names = self.held_out.metrics()
         return None if names is None else {f"{self.label}/{name}" for name in (*names, "time")}
 
-    def run(self, backend: Backend, root: str = "eval") -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics by full name, `ROOT/...` or `ROOT/NAME/...`, and sample answers.
+    def run(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return metrics by full name, `eval/...` or `eval/NAME/...`, and sample answers.
 
         The metrics include `time` in seconds. The answers have the name of this evaluation, if it has one.
         """
-        prefix = f"{root}/{self.name}/" if self.name else f"{root}/"
         begin = time.perf_counter()
-        measured: object = self.held_out.evaluate(backend)
-        if not (isinstance(measured, tuple) and len(measured) == 2 and isinstance(measured[0], Mapping)):
-            raise PluginError(
-                f"{type(self.held_out).__name__}.evaluate returned a {type(measured).__name__} instead of two things, "
-                "metrics by name and a list of sample answers. End it with `return metrics, []` when it has no answers."
-            )
-        metrics, samples = measured
-        metrics = {f"{prefix}{name}": value for name, value in metrics.items()}
+        found, samples = self.held_out.evaluate(backend)
+        metrics = {f"{self.label}/{name}": value for name, value in found.items()}
         mark = {"evaluation": self.name} if self.name else {}
-        return {**metrics, f"{prefix}time": time.perf_counter() - begin}, [mark | sample for sample in samples]
+        return {**metrics, f"{self.label}/time": time.perf_counter() - begin}, [mark | sample for sample in samples]
 
 
 class DataEvaluation(HeldOutEvaluation):
-    """The evaluations of the section `evaluation`: the default one of `data.eval`, and those of plugins' sections."""
+    """Measures `data.eval` by the default evaluation, and by plugins that add settings to the section `evaluation`."""
 
     def __init__(self, config: RunConfig, context: EvaluationContext) -> None:
         registry = context.run.host.registry
@@ -138,7 +131,7 @@ class DataEvaluation(HeldOutEvaluation):
 
 
 def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[ScheduledEvaluation, ...]:
-    """Build every evaluation of the run, that of `data.eval` first. The stack closes them."""
+    """Build every evaluation of the run, first the one of `data.eval`. The stack closes them."""
     config, registry = context.run.config, context.run.host.registry
     built: list[ScheduledEvaluation] = []
 
@@ -156,25 +149,6 @@ def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[Sch
             held_out = registry.create("evaluation", settings, context=here)
         add(name, settings, held_out)
     return tuple(built)
-
-
-def run_all(
-    evaluations: Iterable[ScheduledEvaluation], backend: Backend
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Return metrics and sample answers of all evaluations. Raises ConfigError if two of them return one metric."""
-    scores: dict[str, float] = {}
-    samples: list[dict[str, Any]] = []
-    for evaluation in evaluations:
-        found, answers = evaluation.run(backend)
-        if taken := sorted(scores.keys() & found.keys()):
-            raise ConfigError.at(
-                f"evaluations.{evaluation.name}",
-                f"measures {taken[0]}, which another evaluation measures too. Rename this one, or the reward of that "
-                "name.",
-            )
-        scores |= found
-        samples += answers
-    return scores, samples
 
 
 def fingerprints(evaluations: Sequence[ScheduledEvaluation]) -> dict[str, str]:

@@ -1,22 +1,110 @@
-"""Watch one metric of the held-out evaluations, to keep the best checkpoint and to end a run early.
+"""Evaluate held-out data at a step, and watch the scores for the best checkpoint and the end of the run.
 
-Both classes observe the scores of each evaluation. Their state is part of a checkpoint's manifest, so that a resumed
-run goes on as if it had never stopped.
+`StepScores` makes the evaluations. `BestSoFar` and `EarlyStop` each watch one metric. Their state is part of a
+checkpoint's manifest, so a resumed run goes on as if it had never stopped.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from spurline.config.run_config import KeepBestConfig, RunConfig, StopWhenConfig, WatchedMetricConfig
-from spurline.errors import ConfigError, listing, suggestion
+from spurline.errors import ConfigError, RunFailedError, UserError, listing, suggestion
+from spurline.protocols.backend import Backend, LendsParameters
 from spurline.run.evaluations.evaluation import ScheduledEvaluation
 
 
+class StepScores:
+    """Makes the evaluations of each step, one step after the other."""
+
+    def __init__(
+        self, evaluations: Sequence[ScheduledEvaluation], backend: Backend, best: BestSoFar, early_stop: EarlyStop
+    ) -> None:
+        self._evaluations = evaluations
+        self._backend = backend
+        self._best = best
+        self._early_stop = early_stop
+        self._asked: dict[str, float] | None = None
+        """Metrics of the evaluations that hooks asked for in the current step; None between two steps."""
+
+    def open(self) -> None:
+        """Begin a step. Evaluations by hooks are recorded with it from now on."""
+        self._asked = {}
+
+    def close(self) -> None:
+        """End the step after it is recorded."""
+        self._asked = None
+
+    @property
+    def asked(self) -> Mapping[str, float]:
+        """Return the metrics that hooks have evaluated in this step."""
+        return MappingProxyType(self._asked or {})
+
+    def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return metrics and sample answers of these evaluations. If `stop_when` ends the run, include all others."""
+        scores, samples = self._measured(step, due)
+        rest = [evaluation for evaluation in self._evaluations if evaluation not in due]
+        if rest and self._early_stop.reason is not None:
+            # Every evaluation runs at the end of the run.
+            further, answers = self._measured(step, rest)
+            scores, samples = scores | further, samples + answers
+        return scores, samples
+
+    def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics that hooks have evaluated in this step. Raises UserError if `metrics` has one of them."""
+        if taken := sorted(self.asked.keys() & metrics.keys()):
+            raise UserError(f"run.evaluate: the step itself has a metric '{taken[0]}'. Evaluate under another prefix.")
+        return dict(self.asked)
+
+    def ask(self, prefix: str) -> dict[str, float]:
+        """Make every evaluation now, with metrics under PREFIX/. `Run.evaluate` lists the errors."""
+        if not self._evaluations:
+            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
+            raise ConfigError.at("data.eval", what)
+        swapped = isinstance(self._backend, LendsParameters) and self._backend.is_swapped
+        if swapped and any(evaluation.held_out.measures_copies for evaluation in self._evaluations):
+            raise RunFailedError(
+                f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
+                "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
+            )
+        scores, _ = self._run(self._evaluations)
+        renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
+        if self._asked is not None:
+            if taken := sorted(renamed.keys() & self._asked.keys()):
+                raise UserError(
+                    f"run.evaluate({prefix!r}): this step already has a '{taken[0]}'. Give each evaluation of a step a "
+                    "prefix of its own."
+                )
+            self._asked |= renamed
+        return renamed
+
+    def _measured(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        scores, samples = self._run(due)
+        labels = [evaluation.label for evaluation in due]
+        every = [evaluation.label for evaluation in self._evaluations]
+        self._early_stop.observe(step, scores, labels, every)
+        self._best.observe(step, scores, labels, every)
+        return scores, samples
+
+    def _run(self, evaluations: Iterable[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return metrics and sample answers. Raises ConfigError if two evaluations return one metric."""
+        scores: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
+        for evaluation in evaluations:
+            found, answers = evaluation.run(self._backend)
+            if taken := sorted(scores.keys() & found.keys()):
+                what = f"measures {taken[0]}, and so does another evaluation. Rename this one, or the reward."
+                raise ConfigError.at(f"evaluations.{evaluation.name}", what)
+            scores |= found
+            samples += answers
+        return scores, samples
+
+
 class BestSoFar:
-    """The best evaluation of a run so far, by `checkpoint.keep_best`; without a config, no step is ever the best."""
+    """The best evaluation of a run so far, by `checkpoint.keep_best`. Without a config, no step is ever the best."""
 
     def __init__(self, config: KeepBestConfig | None) -> None:
         self._config = config
@@ -26,7 +114,7 @@ class BestSoFar:
         """Value of the metric at that step."""
 
     def restore(self, saved: Mapping[str, Any] | None, kept_steps: set[int], *, same_data: bool) -> list[str]:
-        """Restore the best evaluation from a checkpoint, or return notes on why it no longer counts.
+        """Restore the best evaluation from a checkpoint. If it no longer counts, return notes that say why.
 
         Args:
             saved: The `facts` in the checkpoint's manifest.
@@ -50,13 +138,13 @@ class BestSoFar:
         """Look at the evaluations of a step.
 
         Args:
-            step: The step; 0 for evaluations before training, of which there is no checkpoint.
+            step: The step, or 0 before training. There is no checkpoint of step 0.
             scores: The metrics of these evaluations.
             labels: Labels of these evaluations.
             every: Labels of all evaluations of the run.
 
         Raises:
-            ConfigError: If the evaluation of the watched metric does not measure it.
+            ConfigError: If the evaluation that should measure the watched metric does not.
         """
         if self._config is None:
             return
@@ -77,18 +165,18 @@ class BestSoFar:
 
 
 class EarlyStop:
-    """Ends a run when `stop_when` says so; without a config, the run makes all its steps."""
+    """Ends a run when `stop_when` says so. Without a config, the run makes all its steps."""
 
     def __init__(self, config: StopWhenConfig | None) -> None:
         self._config = config
         self._best: tuple[int, float] | None = None
-        """Step and value of the best evaluation so far, by `min_delta`."""
+        """Step and value of the best evaluation so far. A value counts as better if it is better by `min_delta`."""
         self._last: tuple[int, float] | None = None
         self._waited = 0
-        """Evaluations in a row that were not better."""
+        """Evaluations since the best one."""
 
     def restore(self, saved: Mapping[str, Any] | None, *, same_data: bool) -> list[str]:
-        """Restore the values from a checkpoint. Arguments and result are those of `BestSoFar.restore`."""
+        """Restore the values from a checkpoint, as `BestSoFar.restore` does."""
         if self._config is None or saved is None:
             return []
         if any(saved[name] != value for name, value in self._measure().items()):
@@ -101,9 +189,9 @@ class EarlyStop:
         return []
 
     def observe(self, step: int, scores: Mapping[str, float], labels: Collection[str], every: Collection[str]) -> None:
-        """Look at the evaluations of a step; arguments and errors are those of `BestSoFar.observe`."""
+        """Look at the evaluations of a step, as `BestSoFar.observe` does."""
         if self._config is None or (self._last is not None and self._last[0] == step):
-            # The evaluation of a step is made again if something failed after it.
+            # A step is evaluated again if something failed after its first evaluation. Count it once.
             return
         value = _measured(self._config, "stop_when", scores, labels, every)
         if value is None:
@@ -116,7 +204,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Return why the run is over, None while it goes on. The model that training begins with ends no run."""
+        """Return why the run is over; None while it goes on. The evaluation before training ends no run."""
         config = self._config
         if config is None or self._last is None or self._last[0] == 0 or self._best is None:
             return None
@@ -126,7 +214,7 @@ class EarlyStop:
         if config.patience is not None and self._waited >= config.patience:
             by = f"by {config.min_delta:g} " if config.min_delta else ""
             return (
-                f"{config.metric} has not got better than {self._best[1]:.4g}, of step {self._best[0]:,}, {by}in "
+                f"{config.metric} was {self._best[1]:.4g} at step {self._best[0]:,} and has not got better {by}in "
                 f"{self._waited:,} evaluation{'s' if self._waited != 1 else ''} (stop_when.patience: {config.patience})"
             )
         return None
@@ -138,14 +226,14 @@ class EarlyStop:
         return {**self._measure(), "best": self._best, "last": self._last, "waited": self._waited}
 
     def _measure(self) -> dict[str, Any]:
-        """Return the settings that make values comparable; patience and the value to reach may change on a resume."""
+        """Return the settings that make values comparable. A resume may change the other settings."""
         assert self._config is not None
         config = self._config
         return {"metric": config.metric, "lower_is_better": config.lower_is_better, "min_delta": config.min_delta}
 
 
 def check_watched(run: RunConfig, evaluations: Sequence[ScheduledEvaluation]) -> None:
-    """Raise ConfigError for a watched metric that its evaluation will not measure."""
+    """Raise ConfigError if an evaluation will not measure the metric that is watched."""
     by_label = {evaluation.label: evaluation for evaluation in evaluations}
     for where, config in (("checkpoint.keep_best", run.checkpoint.keep_best), ("stop_when", run.stop_when)):
         if config is not None:
@@ -156,7 +244,10 @@ def check_watched(run: RunConfig, evaluations: Sequence[ScheduledEvaluation]) ->
 
 
 def is_same_data(config: WatchedMetricConfig | None, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether the evaluation of the metric has the same fingerprint, by its label, as before."""
+    """Return whether the data that the metric is measured on has the same fingerprint as before.
+
+    `before` and `now` have the fingerprints by label of the evaluation.
+    """
     if config is None:
         return True
     label = _label_of(config.metric, now)
@@ -193,5 +284,5 @@ def _is_better(config: WatchedMetricConfig, value: float, than: float, by: float
 
 
 def _label_of(metric: str, labels: Collection[str]) -> str:
-    """Return the label, `eval` or `eval/NAME`, of the evaluation that measures a metric: the longest that fits."""
+    """Return the label of the evaluation that measures a metric: the longest one that begins the metric's name."""
     return next((label for label in sorted(labels, reverse=True) if metric.startswith(f"{label}/")), "eval")

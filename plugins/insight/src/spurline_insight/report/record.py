@@ -23,8 +23,7 @@ def read_record(run_dir: Path) -> RunRecord:
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        # A line that no run has written must not prevent the report.
-        metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
+        metrics=read_metrics(run_dir / METRICS_FILE),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_summary(run_dir),
     )

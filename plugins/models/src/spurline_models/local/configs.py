@@ -118,7 +118,6 @@ class LocalBackendConfig(ModelBackendConfig):
             checkpoint_reader="spurline_models.local.checkpoint:read_weights",
             adapter_reader="spurline_models.local.checkpoint:read_adapter",
             stays_on_cpu=self.device == "cpu",
-            optimizes_on_host=self.offload_optimizer,
             # Both need hooks of routers, for which a compiled decoder would be recompiled.
             replays_experts=not self.compile,
             balances_experts=not self.compile,

@@ -20,5 +20,3 @@ _NAMES = {
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."

@@ -69,7 +69,7 @@ def init(
     data = data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
     from spurline.trackers.start_lines import StartLines
 
-    start = StartLines(quiet=False)
+    start = StartLines()
     start("loading PyTorch and transformers")
     with importing():
         from spurline_planning.first_config.command import Options, write_first_config
