@@ -1,8 +1,7 @@
-"""The errors a user can meet, and the near-miss suggestions in them.
+"""Define the errors that a user can meet, and the suggestions in their texts.
 
-Every error that a user can cause is a `SpurlineError` whose text says where, what and the nearest fix. The command
-line prints that text without a traceback and exits with `exit_code`. A broken internal invariant is an assertion, not
-one of these.
+Every error that a user can cause is a `SpurlineError`. Its text says where the problem is, what is wrong, and how to
+fix it. The command line prints the text without a traceback. A broken internal invariant is an assertion instead.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from typing import Any
 
 
 class SpurlineError(Exception):
-    """Base of every expected failure. `exit_code` is what the command line returns for it."""
+    """Base of every expected failure. The command line then exits with `exit_code`."""
 
     exit_code = 1
     where: str | None = None
     """The plugin and hook that raised the error, if it came from a hook. The text then begins with them."""
 
     def say_where(self, where: str) -> None:
-        """Begin the text with this place, unless it has one already."""
+        """Put a place in front of the text, unless there is one already."""
         if self.where is None:
             self.where = where
             self.args = (f"{where}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make every subclass picklable, notes included, for transfer between processes of one run."""
+        """Make every subclass picklable, with its notes, so that it can be sent between the processes of a run."""
         # Unpickling must not call the class, since its `__init__` may take other arguments.
         return _restored, (type(self), self.args, vars(self))
 
@@ -73,9 +72,9 @@ class RunFailedError(SpurlineError):
 
 
 class RankFailedError(RunFailedError):
-    """A training process of several died, raised an unexpected error, or did not answer in time.
+    """One of several training processes died, raised an unexpected error, or did not answer in time.
 
-    rank: number of the process. node: its machine. pid: its process id. call: the call that it was to answer.
+    rank: number of the process. node: its machine. pid: its process id. call: the call that failed.
     traceback: traceback of its error; empty if there is none.
     """
 
@@ -93,7 +92,7 @@ class RunDirectoryLostError(RunFailedError):
 
 
 class HookFailedError(RunFailedError):
-    """A plugin's hook raised an error that is no SpurlineError. The text names plugin and hook; the cause is set."""
+    """A plugin's hook raised an error that is no SpurlineError, which is the cause of this one."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -101,19 +100,19 @@ class HookFailedError(RunFailedError):
 
 
 class NonFiniteLossError(RunFailedError):
-    """The loss or gradient norm became NaN or infinite; names the samples of that step."""
+    """The loss or gradient norm became NaN or infinite. The text names the samples of the step."""
 
 
 class CheckpointWriteError(RunFailedError):
-    """A checkpoint could not be written (full disk, say); earlier checkpoints are intact."""
+    """A checkpoint could not be written, for example to a full disk. Earlier checkpoints are intact."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration.
+    """One problem of a configuration.
 
-    key: dotted path in the file, such as `collator.max_tokens`; empty for the file as a whole.
-    message: what is wrong and the nearest fix, as sentences.
+    key: dotted path in the file, such as `collator.max_tokens`; empty for the whole file.
+    message: text that follows the key, and says what is wrong and how to fix it.
     """
 
     key: str
@@ -121,9 +120,9 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of one configuration at once.
+    """All problems of one configuration.
 
-    Each line of the text reads `FILE:LINE: KEY message`. The line number is left out if it is not known.
+    Each problem is a line `FILE:LINE: KEY message` of the text. The line number is left out if it is not known.
     """
 
     def __init__(self, problems: Sequence[Problem], origin: str = "config", lines: dict[str, int] | None = None):
@@ -134,11 +133,11 @@ class ConfigError(UserError):
 
     @classmethod
     def at(cls, key: str, message: str) -> ConfigError:
-        """Return an error with this one problem, for callers that do not know the file."""
+        """Return an error with one problem, for callers that do not know the file."""
         return cls([Problem(key, message)])
 
     def in_file(self, origin: str) -> ConfigError:
-        """Return this error with the file's name in front, if it was made without one."""
+        """Return this error with the name of the file, if it has none yet."""
         if self.origin != "config":
             return self
         located = ConfigError(self.problems, origin)
@@ -153,7 +152,7 @@ class ConfigError(UserError):
 
 
 def line_of(key: str, lines: dict[str, int]) -> int | None:
-    """Return the line of `key`, or of the closest enclosing key that is written in the file."""
+    """Return the line of `key`, or of the closest enclosing key that is in the file."""
     while key:
         if key in lines:
             return lines[key]
@@ -173,7 +172,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
 
 
 SAME_NAME = 0.8
-"""Cutoff for names that look alike and mean different things: `gspo` is no typo of `grpo`, nor `bf16` of `fp16`."""
+"""Cutoff for names that are similar without being typos: `gspo` and `grpo`, `bf16` and `fp16`."""
 
 
 def suggestion(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:

@@ -1,7 +1,7 @@
 """Write files so that a kill or a power cut leaves either the old content or the new, never a mixture.
 
-Links are not followed, since another user may have made them. If a file to be replaced or removed is a link, the link
-itself is replaced or removed. Appending to a link is refused.
+Links are not followed, since another user may have made them. Replacing or removing a link changes the link itself.
+Appending to a link is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file that a run appends to or truncates, as `opener` of `open`. Raises OSError for a link or a pipe."""
+    """Open a file to append to or to truncate; pass it to `open` as `opener`. Raises OSError for a link or a pipe."""
     try:
         return regular_file(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -44,9 +44,9 @@ def own_file(path: str, flags: int) -> int:
 
 
 def regular_file(path: str, flags: int) -> int:
-    """Open a file of a run directory, as `opener` of `open`.
+    """Open a file of a run directory; pass it to `open` as `opener`.
 
-    Raises OSError for a pipe or a device, which may block forever or have no end.
+    Raises OSError for a pipe or a device. Reading one may block forever or never end.
     """
     # Without the flag, opening a pipe waits for its other end.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
@@ -80,8 +80,8 @@ def write_bytes(path: Path, content: bytes | memoryview) -> None:
 def remove_unfinished(folder: Path) -> None:
     """Remove temporary files that killed processes have left in a folder."""
     for path in folder.glob(".*.tmp"):
-        # A temporary file that cannot be removed does no harm.
         if _TEMPORARY.fullmatch(path.name):
+            # A temporary file that cannot be removed does no harm.
             with suppress(OSError):
                 remove(path)
 
@@ -95,14 +95,14 @@ def remove(path: Path) -> None:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, so that its content can be trusted even in a shared place.
+    """Make a folder that only this user can enter. Its content can be trusted even if its parent folder is shared.
 
-    Raises UserError if another user's folder or a link is there.
+    Raises UserError if there is a link or another user's folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700, exist_ok=True)
-        # Use the descriptor from here on, since another user may give the name to another folder.
+        # From here on, use the descriptor, since another user may put another folder at the path.
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as error:
         raise UserError(f"{path}: {_not_private(error.strerror or str(error))}") from error
@@ -119,17 +119,14 @@ def private_folder(path: Path) -> Path:
 
 
 def _not_private(why: str) -> str:
-    return (
-        f"cannot be this user's own folder ({why}), and files of others are not used. Remove it, or set TMPDIR to a "
-        "folder of your own."
-    )
+    return f"must be a private folder of this user ({why}). Remove it, or set TMPDIR to a folder of your own."
 
 
 @contextmanager
 def scratch_inside(folder: Path) -> Iterator[Path]:
-    """Make a new folder inside this one for the context. It is removed afterwards, with parents that were made for it.
+    """Return a context with a new folder inside this one. At the end, all folders that were made are removed.
 
-    Raises OSError if none can be made.
+    Raises OSError if the folder cannot be made.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -138,7 +135,7 @@ def scratch_inside(folder: Path) -> Iterator[Path]:
             yield Path(scratch)
     finally:
         for place in made:
-            # Another process may have put something into the folder meanwhile.
+            # Another process may have put files into the folder meanwhile.
             if place.is_dir() and not any(place.iterdir()):
                 place.rmdir()
 

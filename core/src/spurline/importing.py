@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TALKERS = ("torchao", "torch.utils._pytree")
-"""Loggers that warn of kernels and classes whenever transformers imports torchao."""
+"""Loggers with needless warnings when transformers imports torchao."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Return a context for large imports. The garbage collector is off, as it would take a quarter of the time."""
+    """Return a context for large imports. It turns the garbage collector off, which saves a quarter of the time."""
     was_enabled = gc.isenabled()
     loggers = [logging.getLogger(name) for name in _TALKERS]
     levels = [logger.level for logger in loggers]
@@ -30,5 +30,5 @@ def importing() -> Iterator[None]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Silence the warning of bitsandbytes about a CPU kernel that nothing here uses, before PEFT imports it."""
+    """Silence a warning of bitsandbytes about a CPU kernel that is not used. Call this before PEFT imports it."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

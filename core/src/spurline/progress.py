@@ -1,8 +1,8 @@
-"""Report what a run is doing while it starts, through a callable that its caller passes down.
+"""Report what a run is doing while it starts.
 
-A `Progress` takes a short text in the present tense, without an end mark: `tokenizing 1,200 rows`. It is called between
-pieces of work, on the thread that does them, and by `waiting` on a thread of its own. A run that is started from Python
-is silent unless the program passes a `Progress`.
+A `Progress` is a function that takes a short text in the present tense, without a full stop: `tokenizing 1,200 rows`.
+It is called on the thread that does the work, and by `waiting` on another thread. A run that is started from Python is
+silent unless the program passes a `Progress`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ def silent(text: str) -> None:
 
 @contextmanager
 def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
-    """Report what begins, and every 15 s that it is still under way, until the block ends.
+    """Report that work begins, and repeat every 15 s that it is still under way, until the block ends.
 
-    Use this around work in other processes, or in libraries that report nothing themselves.
-    limit: how long the work may take, in words; the repeated texts include it.
+    Use this around work in other processes, and in libraries that report nothing themselves.
+
+    Args:
+        progress: Gets the texts.
+        text: The work, such as `loading weights`.
+        limit: How long the work may take, in words. The repeated texts include it.
     """
     progress(text)
     began, ended = time.monotonic(), threading.Event()

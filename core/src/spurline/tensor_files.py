@@ -1,7 +1,7 @@
 """Write safetensors files from front to back, hash them meanwhile, and force them to disk.
 
-Arrays and tensors of any library are passed as `Values`, which yield their bytes block by block, so that a file's
-content is never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
+Arrays and tensors of any library are passed as `Values`, which yield their bytes block by block. The content of a file
+is therefore never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
 """
 
 from __future__ import annotations
@@ -40,8 +40,12 @@ _DTYPES = {
 class Values:
     """The values that a file holds under one name.
 
-    dtype: safetensors name of the dtype. item_bytes: bytes of one value. num_bytes: bytes of all values. blocks:
-    function that iterates over all bytes, in little-endian order, as contiguous memoryviews of single bytes.
+    Attributes:
+        dtype: Name that safetensors has for the dtype.
+        shape: Shape of the tensor.
+        item_bytes: Bytes of one value.
+        num_bytes: Bytes of all values.
+        blocks: Returns an iterator over all bytes in little-endian order, as contiguous memoryviews of single bytes.
     """
 
     dtype: str
@@ -76,7 +80,7 @@ def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> byt
 
 
 def can_hold(array: NDArray[np.generic]) -> bool:
-    """Return whether the format has this array's dtype."""
+    """Return whether a safetensors file can hold the array's dtype."""
     return array.dtype.name in _DTYPES
 
 

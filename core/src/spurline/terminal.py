@@ -1,4 +1,4 @@
-"""Make text of others, such as data and names, safe to print on a terminal."""
+"""Make text from data and other people safe to print on a terminal, and ask what a terminal can do."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import os
 import re
 import sys
-from typing import Any, TextIO
+from typing import Any
 
-# Escape sequences move the cursor and set the window's title; half a surrogate pair cannot be encoded.
+# Escape sequences could move the cursor or change the window's title. Half a surrogate pair cannot be encoded.
 _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Write control characters, other than tab and end of line, as escapes."""
+    """Return the text with control characters as escapes, except tabs and ends of lines."""
     return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -22,19 +22,14 @@ def json_line(value: Any) -> str:
     return _NOT_SHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))
 
 
-def standard_input() -> TextIO | None:
-    """Return standard input; None where the process was started without one."""
-    return sys.stdin
-
-
 def is_person_asking() -> bool:
-    """Return whether somebody at a terminal can answer questions."""
-    stream = standard_input()
-    return stream is not None and stream.isatty()
+    """Return whether standard input is a terminal, at which somebody can answer questions."""
+    # If the process was started without standard input, `sys.stdin` is None.
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
 def write_nowhere(descriptor: int) -> None:
-    """Discard everything that is written to this output from now on. Raises OSError."""
+    """Discard everything that is written to this file descriptor from now on. Raises OSError."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, descriptor)

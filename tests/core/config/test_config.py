@@ -197,11 +197,11 @@ def test_two_plugins_cannot_add_one_section(plugins: FakePlugins) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("evaluatoin.limits", "no section 'evaluatoin' takes another key. Did you mean 'evaluation'?"),
-        ("a.b.c", "no section 'a.b' takes another key."),
-        ("steps.limits", "no section 'steps' takes another key."),
+        ("evaluatoin.limits", "there is no such section 'evaluatoin'. Did you mean 'evaluation'?"),
+        ("a.b.c", "there is no such section 'a.b'."),
+        ("steps.limits", "there is no such section 'steps'."),
         ("evaluation.limits", "which is no EvaluationPart. Derive LimitsConfig from that class."),
-        ("evaluation.batch_size", "which there is already. Give it another name."),
+        ("evaluation.batch_size", "which exists already. Give it another name."),
     ],
 )
 def test_a_section_that_has_no_place_is_told_why(plugins: FakePlugins, name: str, told: str) -> None:

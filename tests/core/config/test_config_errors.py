@@ -146,7 +146,7 @@ def test_required_setting_says_what_it_is(failing: Failing) -> None:
     (line,) = failing("model: {}\ndata: {train: a}\nsteps: 1\n")
     assert line == (
         "run.yaml:1: model.path is required. Hub name or local folder with `config.json`, weights and tokenizer. "
-        "From Python also a model."
+        "A Python program may give a model instead."
     )
 
 

@@ -64,16 +64,16 @@ def test_value_that_is_no_yaml_names_its_key() -> None:
 
 
 def test_index_out_of_range_says_what_there_is() -> None:
-    assert "needs an index from 0 to 0 where it says '2'" in message("data.train.2.split=a", data={"train": ["x"]})
-    assert "needs an index from 0 to 0 where it says '2'" in message("data.train.2.split=a", data={"train": "x"})
-    assert "where it says 'split'" in message("data.train.split=a", data={"train": ["x"]})
-    assert "goes into an empty list" in message("data.train.0=a", data={"train": []})
+    assert "'2' must be an index from 0 to 0" in message("data.train.2.split=a", data={"train": ["x"]})
+    assert "'2' must be an index from 0 to 0" in message("data.train.2.split=a", data={"train": "x"})
+    assert "'split' must be an index" in message("data.train.split=a", data={"train": ["x"]})
+    assert "in an empty list" in message("data.train.0=a", data={"train": []})
 
 
 @pytest.mark.parametrize("settings", [{}, {"trackers": [5]}])
 def test_path_through_a_plain_value_is_refused(settings: dict[str, Any]) -> None:
     key = "trackers.0" if settings else "steps"
-    assert f"goes through '{key.rpartition('.')[2]}', which is the value" in message(f"{key}.x=1", **settings)
+    assert f"'{key.rpartition('.')[2]}' is the value" in message(f"{key}.x=1", **settings)
 
 
 def test_problem_of_an_override_names_the_override_and_not_the_line_it_replaced(tmp_path: Path) -> None:

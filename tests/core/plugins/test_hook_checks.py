@@ -40,7 +40,7 @@ def replacing(step: int) -> dict[str, float]:
         ("on_step_ended", misspelled, "an unknown hook 'on_step_ended'. Did you mean 'on_step_end'?"),
         ("on_step_end", unknown_argument, "an unknown argument 'metric'. Did you mean 'metrics'?"),
         ("on_step_end", default_argument, "argument 'step' of 'on_step_end' has a default"),
-        ("train_step", replacing, "Plugin 'wrong' implements 'train_step', which core alone does. Wrap it"),
+        ("train_step", replacing, "Plugin 'wrong' implements 'train_step', but only core may. Wrap it"),
     ],
 )
 def test_a_wrong_hook_is_refused_with_the_fix(

@@ -66,5 +66,5 @@ def test_a_backend_without_models_can_do_nothing_besides_training_and_refuses_to
     run: Any = run_of(config)
     config.check_trainable(run)
     assert list(config.check_lengths(nothing, nothing, ())) == []  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"Backend 'plain' exports nothing.*checkpoint\.export_hf"):
+    with pytest.raises(UserError, match=r"Backend 'plain' cannot export.*checkpoint\.export_hf"):
         config.export(nothing, nothing, nothing, Path("out"), replace=True)  # type: ignore[arg-type]

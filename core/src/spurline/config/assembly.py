@@ -1,7 +1,7 @@
-"""Build the config model of a run: core's sections and those of plugins, with a union for each kind of component.
+"""Build the config model of a run from the sections of core and plugins.
 
-The model is a subclass of RunConfig in which every field with a `Component` mark is a union of the registered configs,
-told apart by `name`. Nothing is validated here.
+The model is a subclass of RunConfig. The type of each field with a `Component` mark is a union of the configs that are
+registered for the kind, and `name` chooses among them. Nothing is validated here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from spurline.errors import PluginError, suggestion
 from spurline.plugins.registry import Registry, TopLevelSection
 
 _UNKNOWN = "unknown_component"
-"""Type of the error for an unknown component."""
+"""Type of the validation error for an unknown component."""
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """Return the config model of a run with these components, and the section of each plugin by its name.
+    """Return the config model of a run with these components, and with the sections of plugins by name.
 
-    Raises PluginError for a section that has no place.
+    Raises PluginError if a section cannot be added.
     """
     builder = _Builder(registry)
     fields: dict[str, dict[str, Any]] = {"": {}}
@@ -41,9 +41,9 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
         adds = f"Plugin '{declared.plugin}' adds the config section '{name}'"
         if model is None:
             open_ones = [field for field in RunConfig.model_fields if _section_model(field)]
-            raise PluginError(f"{adds}, and no section '{owner}' takes another key.{suggestion(owner, open_ones)}")
+            raise PluginError(f"{adds}, but there is no such section '{owner}'.{suggestion(owner, open_ones)}")
         if key in model.model_fields or (name in sections and name in registry.sections):
-            raise PluginError(f"{adds}, which there is already. Give it another name.")
+            raise PluginError(f"{adds}, which exists already. Give it another name.")
         if model is DataEvaluationConfig and not issubclass(section, EvaluationPart):
             raise PluginError(f"{adds}, which is no EvaluationPart. Derive {section.__name__} from that class.")
         annotation = builder.replaced(marked | None) if declared.optional else builder.replaced(marked)
@@ -54,7 +54,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
     for owner, extra in fields.items():
         field = RunConfig.model_fields[owner]
         model = builder.specialized(cast("type[Section]", field.annotation), extra)
-        own[owner] = (_annotated(model, field.metadata) if field.metadata else model, builder.rebuilt(field))
+        own[owner] = (_annotated(model, field.metadata) if field.metadata else model, builder.with_default(field))
     return cast("type[RunConfig]", builder.specialized(RunConfig, own))
 
 
@@ -84,15 +84,16 @@ class _Builder:
             annotation = self._union(mark) if mark else self.replaced(field.annotation)
             if mark is None and annotation is field.annotation:
                 continue
-            replaced[name] = (annotation, self._with_default(field, mark))
+            replaced[name] = (annotation, self.with_default(field, mark))
         if not replaced and not extra:
             return model
         return _subclass(model, {**replaced, **(extra or {})})
 
-    def _with_default(self, field: FieldInfo, mark: Component | None) -> FieldInfo:
-        """Return the same field, with the default component of its kind if the field itself chooses none.
+    def with_default(self, field: FieldInfo, mark: Component | None = None) -> FieldInfo:
+        """Return a copy of the field whose default fits its new type.
 
-        A component config as default is for code that builds sections directly. Here the kind's default replaces it.
+        A field for a component gets the kind's default. A component config that the field has as default is only for
+        code that builds sections directly.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -102,7 +103,7 @@ class _Builder:
                 copy.default = {"name": default}
                 copy.validate_default = True
         elif not field.is_required():
-            # The default holds sections of the original type, so rebuild them from their values.
+            # The default has sections of the original types. Turn them into values, to be validated as the new types.
             if field.default_factory is None:
                 copy.default = _values(field.default)
             else:
@@ -110,12 +111,8 @@ class _Builder:
             copy.validate_default = True
         return copy
 
-    def rebuilt(self, field: FieldInfo) -> FieldInfo:
-        """Return the field for a specialised type, with its default rebuilt from that type."""
-        return self._with_default(field, None)
-
     def replaced(self, annotation: Any) -> Any:
-        """Specialise Section types and marked types anywhere inside a type expression."""
+        """Return a type expression in which sections are specialized and marked types are unions."""
         section: object = annotation
         if isinstance(section, type) and issubclass(section, Section):
             return self.specialized(section)
@@ -134,20 +131,20 @@ class _Builder:
         return _generic(Union, new) if origin in (Union, types.UnionType) else _generic(origin, new)
 
     def _union(self, mark: Component) -> Any:
-        """Return the union of the kind's configs, chosen by `name`; a bare string stands for one setting of it."""
+        """Return the union of the kind's configs. A bare string stands for the setting that the mark names."""
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
-            # `config.error_messages` says which plugin has such components.
+            # `config.error_messages` adds which plugin has such components.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
-        # A component may hold another one of its own kind, but not itself: that would never end.
+        # A component may hold another component of its own kind. It may not hold itself, since that would never end.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type=_UNKNOWN,
-            # `config.error_messages` parses this text. typing hashes the mark, so it cannot have a context mapping.
+            # `config.error_messages` parses this text. A context mapping cannot be used, since typing hashes the mark.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(
@@ -168,7 +165,7 @@ class _Builder:
 
 
 def _values(default: Any) -> Any:
-    """Return a default with each section in it as the mapping of what was set there."""
+    """Return a default in which each section is a mapping of the settings that were given."""
     if isinstance(default, Section):
         chosen = {"name"} if isinstance(default, ComponentConfig) else set[str]()
         return {name: _values(getattr(default, name)) for name in default.model_fields_set | chosen}
@@ -199,7 +196,7 @@ def _config_with_name(config: type[Section], name: str) -> type[Section]:
 
 def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
     create: Any = create_model
-    # A class made here has no source to read docstrings from, and looking for it takes time.
+    # pydantic would search for the source of the class to read docstrings, but there is none.
     keywords = {"use_attribute_docstrings": False}
     model = create(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=keywords, **fields)
     return cast("type[Section]", model)

@@ -1,7 +1,7 @@
-"""Compare the config of a checkpoint with the one that resumes it, setting by setting.
+"""Compare the config of a checkpoint with the config that resumes it, setting by setting.
 
-Each `Difference` has what the marks of the fields (`OnResume`) say about it. Nothing is allowed or refused here;
-`spurline.run.checkpoints.resume` does that.
+Each `Difference` carries the mark of its field (`OnResume`). `spurline.run.checkpoints.resume` decides whether it is
+permitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Difference:
         key: Key path of the setting.
         before: The value as plain JSON; `(absent)` if there was none.
         now: The value that replaces it.
-        mark: Whether a resume may change it. MAY_GROW becomes FREE for a count that grew, else BY_NAME.
+        mark: Whether a resume may change it. Instead of MAY_GROW, it is FREE if the count grew, else BY_NAME.
     """
 
     key: str
@@ -43,9 +43,9 @@ class Difference:
 
 
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
-    """Return every setting that differs between a stored config, as `LoadedConfig.resolved` gave it, and this one.
+    """Return every setting that differs between this config and an earlier result of `LoadedConfig.resolved`.
 
-    A secret that was replaced by another one is no difference.
+    Secrets are hidden in both, so a changed secret is no difference.
     """
     before, now = hide_secrets(before), hide_secrets(config.model_dump(mode="json"))
     sections = dict(sections_within(config))
@@ -54,13 +54,13 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        # A plugin's top-level section comes and goes with the plugin; its key in a section of core, only if null.
+        # A plugin's top-level section comes and goes with the plugin, and so does its key in another section if null.
         if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 
 
 def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, now) of what differs, as far down as both sides have the same shape."""
+    """Yield (key, before, now) of each difference. Go into mappings and lists as long as both sides have them."""
     if before == now:
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -78,7 +78,7 @@ def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tupl
 
 
 def _lists_sections(value: Any) -> TypeGuard[list[Any]]:
-    """Return whether a value is a list of sections; plain values in a list are one setting together."""
+    """Return whether a value is a list of sections. Any other list is a single setting."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in cast("list[Any]", value))
 
 
@@ -90,7 +90,7 @@ def _settled(mark: OnResume, before: Any, now: Any) -> OnResume:
 
 
 def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
-    """Return the mark of a field, or of the closest section around it; all below a FREE section is FREE."""
+    """Return the mark of a field, or of the closest section around it. Everything in a FREE section is FREE."""
     found = OnResume.REFUSED
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):

@@ -1,8 +1,7 @@
 """Read a config file (YAML 1.2, or TOML by suffix) into plain values with the line of every key, and override values.
 
-Nothing here knows what a setting means. Values of `--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a
-list. A path may go through lists by index, and through settings that the file writes in their short form, such as
-`collator: packed` or `data.train: rows.jsonl`.
+Values of `--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a list. A path may go through lists by
+index, and through settings in their short form, such as `collator: packed` or `data.train: rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ class Document:
     overridden: dict[str, str] = field(default_factory=dict[str, str])
 
     def forget_lines(self, key: str) -> None:
-        """Drop the line numbers of `key` and of everything under it, since an override replaced their values."""
+        """Drop the line numbers of `key` and everything under it, after an override has replaced the value."""
         for path in [path for path in self.lines if path == key or path.startswith(f"{key}.")]:
             del self.lines[path]
 
     def override_of(self, key: str) -> str | None:
-        """Return the `--set` text that set the value at this key path or created the mapping there, or None."""
+        """Return the `--set` text that set the value at this key path, or created the mapping there; else None."""
         if key and key not in self.lines:
             made = next((text for path, text in self.overridden.items() if path.startswith(f"{key}.")), None)
             if made is not None:
@@ -86,12 +85,12 @@ def read_document(path: Path) -> Document:
 def _parse_yaml(text: str, origin: str, what: str) -> Any:
     """Return the text as ruamel's containers, which know their lines; None for empty text.
 
-    ruamel reads YAML 1.2 (1e-5 is a float) and refuses duplicate keys. Raises ConfigError that begins with `what`.
+    ruamel reads YAML 1.2, where 1e-5 is a float, and refuses duplicate keys. `what` begins the text of a ConfigError.
     """
     try:
         return cast("Any", YAML(typ="rt")).load(text)
     except Exception as error:
-        # The parser raises other errors too, such as ValueError for a date that does not exist.
+        # The parser also raises other errors, such as ValueError for a date that does not exist.
         mark: Any = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = str(getattr(error, "problem", None) or str(error).strip().partition("\n")[0]).rstrip(".")
         place = origin if mark is None else f"{origin}:{mark.line + 1}"
@@ -116,14 +115,14 @@ def _collect_lines(node: Any, prefix: str, lines: dict[str, int]) -> None:
 
 
 def plain(node: Any) -> Any:
-    """Return a copy in which containers are dict and list, and ruamel's own scalar types are gone."""
+    """Return a copy with plain dicts, lists and scalars in place of ruamel's types."""
     if isinstance(node, Mapping):
         return {str(key): plain(value) for key, value in cast("Mapping[Any, Any]", node).items()}
     if isinstance(node, (list, tuple)):
         return [plain(value) for value in cast("Sequence[Any]", node)]
     if isinstance(node, ScalarBoolean):
         return bool(node)
-    # Enums and other named constants that a Python caller passes are str or int too; only ruamel's become plain.
+    # Leave other subclasses of str and int alone, such as enums that a Python program passes.
     if type(node).__module__.startswith("ruamel."):
         return next((base(node) for base in (int, float, str) if isinstance(node, base)), node)
     return node
@@ -166,28 +165,28 @@ def _put(node: dict[str, Any] | list[Any], part: str, value: Any, override: str)
 
 
 def _opened(node: dict[str, Any] | list[Any], part: str, following: str, override: str) -> Any:
-    """Return the value under `part` as a mapping or list, so that the next part of the path can go into it."""
+    """Return the value under `part` as a mapping or list that the next part of the path can go into."""
     child: Any = node[_index(node, part, override)] if isinstance(node, list) else node.get(part)
     if child is None:
         return {}
-    # A single value may stand for a list of one, so `0` selects it, unless it is a mapping that has `0` as a key.
+    # A single value may stand for a list of one item, which `0` selects. A mapping may instead have the key `0`.
     is_one = following == "0" and not (isinstance(child, dict) and following in child)
     if is_one or (isinstance(child, str) and following.isdecimal()):
         child = as_list(child)
     if isinstance(child, str):
-        # `collator: packed` is shorthand for {name: packed}; setting collator.max_tokens must keep the name.
+        # `collator: packed` is short for {name: packed}. An override of collator.max_tokens must keep the name.
         return {BARE: child}
     if isinstance(child, (dict, list)):
         return cast("Any", child)
-    raise _error(f"'{override}' goes through '{part}', which is the value {child!r}.")
+    raise _error(f"'{override}': '{part}' is the value {child!r}, and has no settings in it.")
 
 
 def _index(items: list[Any], part: str, override: str) -> int:
     if part.isdecimal() and int(part) < len(items):
         return int(part)
     if not items:
-        raise _error(f"'{override}' goes into an empty list where it says '{part}'.")
-    raise _error(f"'{override}' needs an index from 0 to {len(items) - 1} where it says '{part}'.")
+        raise _error(f"'{override}': there is no item '{part}' in an empty list.")
+    raise _error(f"'{override}': '{part}' must be an index from 0 to {len(items) - 1}.")
 
 
 def _error(message: str) -> ConfigError:

@@ -1,7 +1,4 @@
-"""Turn pydantic's validation errors into problems that a user can act on.
-
-Each key path, as the user wrote it (without the tags of unions), becomes one `Problem` with the nearest fix.
-"""
+"""Turn pydantic's validation errors into problems with a fix, one for each key path as the user wrote it."""
 
 from __future__ import annotations
 
@@ -26,12 +23,12 @@ _CHARACTERS_TOLD = 300
 def explain(
     error: ValidationError, model: type[BaseModel], registry: Registry, unlisted: Collection[str] = ()
 ) -> list[Problem]:
-    """Return one Problem per key path; a value that fits none of several types gets one message for all of them.
+    """Return one Problem for each key path. If a value may have several types, its problem has a text for each.
 
     Args:
         error: What pydantic raised.
         model: The config model that was validated against.
-        registry: The components that there are.
+        registry: The known components.
         unlisted: Plugins that are installed and not in the `plugins` list.
     """
     messages: dict[str, list[str]] = {}
@@ -41,7 +38,7 @@ def explain(
     explained = _Explainer(model, registry, unlisted)
     for details in told:
         place = details["loc"]
-        # A list counts as too short if its only item is invalid; the error of the item says more.
+        # pydantic calls a list too short if its only item is invalid. The error of the item is enough.
         inner = [each for each in told if each["loc"][: len(place)] == place]
         if details["type"] == "too_short" and len(inner) > 1:
             continue
@@ -65,7 +62,7 @@ class _Explainer:
         self._unlisted = unlisted
 
     def message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
-        """Say what is wrong with the value at a key path; `owner` is the section that has its last key."""
+        """Return what is wrong with the value at a key path. `owner` is the section that has the last key."""
         kind, value = details["type"], details["input"]
         if kind == "extra_forbidden" and owner is not None:
             return self._unknown_key(path, owner)
@@ -109,7 +106,7 @@ class _Explainer:
         return f"is not a setting{of}.{hint} Settings: {listing(settings)}.{plugins}"
 
     def _plugin_of_section(self, path: list[str]) -> str:
-        """Name the plugin that has this section and is not enabled; empty for any other key."""
+        """Return how to enable the plugin that has this section; empty if the key is no section of a plugin."""
         key = ".".join(path)
         plugin = key if key in self._unlisted else plugin_with("section", key)
         if plugin is None:
@@ -118,7 +115,7 @@ class _Explainer:
         return f"is a section of the plugin '{plugin}', which is not enabled: {how}."
 
     def _found_elsewhere(self, path: list[str], owner: type[BaseModel]) -> str:
-        """Name another component of the kind, or other sections, that have a setting of this name."""
+        """Return other places that have a setting of this name: components of the same kind, else other sections."""
         key = path[-1]
         kind = owner.kind if issubclass(owner, ComponentConfig) else ""
         registry = self._registry
@@ -126,13 +123,13 @@ class _Explainer:
         if having:
             return f" It is a setting of {' and '.join(having)}: add `name: {having[0]}`."
         found = [place for place in _places(lambda name, _: name == key, self._model) if place != ".".join(path)]
-        # The least nested are the likeliest to be meant.
+        # The places with the shortest paths are the likeliest.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
         return f" There is {' and '.join(homes[:3])}." if homes else ""
 
     def _missing_component(self, path: list[str]) -> str:
-        """Say which plugin has the component that a run needs; empty for any other setting."""
+        """Return which plugin has a required component; empty for any other setting."""
         field = RunConfig.model_fields.get(path[0]) if len(path) == 1 else None
         mark = next((item for item in field.metadata if isinstance(item, Component)), None) if field else None
         if mark is None or self._registry.default(mark.kind) is not None:
@@ -171,13 +168,13 @@ class _Explainer:
         others_of_name = [entry.config for entry in self._registry.entries() if entry.name == name]
         hint = "".join(self._of_another_kind(name, config) for config in others_of_name)
         hint = hint or suggestion(name, self._registry.all_names(kind), SAME_NAME)
-        # Only listed plugins are imported, so it is not known whether another installed one has this component.
+        # Plugins that are not listed are not imported, so one of them may have this component.
         strangers = sorted(set(self._unlisted) - OFFICIAL.keys())
         further = f" Installed, but not listed under plugins: {listing(strangers)}." if strangers else ""
         return f"is '{name}', but no {kind} has that name.{hint} Available: {listing(names)}.{further}"
 
     def _of_another_kind(self, name: str, config: type[ComponentConfig]) -> str:
-        """Say where a component of this name belongs, and what goes with it there."""
+        """Return where a component of another kind belongs, and which settings go with it."""
         places = _places(lambda _, members: config.kind in [getattr(each, "kind", "") for each in members], self._model)
         place = min(places, key=lambda place: place.count("."), default="")
         setting = f": set {place}: {name}" if place else ""
@@ -201,10 +198,7 @@ def _component_name(owner: type[BaseModel]) -> str | None:
 
 
 def _places(fits: Callable[[str, Sequence[Any]], bool], section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the key paths of settings, each once.
-
-    fits: Tells from its name and the types of its value whether a setting is looked for.
-    """
+    """Return the key paths of the settings for which `fits(name, types of the value)` is true, each once."""
     found: list[str] = []
     for name, field in section.model_fields.items():
         annotation = _field_type(field)
@@ -243,7 +237,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
 
 
 def _name_within(field: Any) -> str:
-    """Return `NAME.` for a mapping whose keys the user chooses, and an empty string for any other setting."""
+    """Return `NAME.` for a mapping whose keys the user chooses; empty for any other setting."""
     return "NAME." if any(get_origin(_strip(member)) is dict for member in _members(_field_type(field))) else ""
 
 
@@ -261,7 +255,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _choices(annotation: Any) -> list[Any]:
-    """Return the types a value may have; more than one only for a union that is not just "or null"."""
+    """Return the types that a value may have, without null."""
     return [member for member in _members(annotation) if member is not types.NoneType]
 
 

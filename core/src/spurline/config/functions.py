@@ -1,7 +1,7 @@
 """Refer to functions of this process by text.
 
-A loaded config holds references such as `in-memory.3:reward`. A run writes down `in-memory:reward`, which is the same
-text for the same function in the next process. This module imports only the standard library.
+A loaded config holds references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
+number, since another process may number the same function otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """Return a reference that `function_of` understands in this process until `forget`.
+    """Return a new reference to a function, which `function_of` finds in this process until `forget`.
 
-    Each call returns a new one, so a notebook cell that redefines `reward` does not change configs loaded before.
+    Each call returns another reference. A notebook cell may thus redefine `reward` without changing earlier configs.
     """
     reference = f"in-memory.{next(_numbers)}:{name_of(function)}"
     _functions[reference] = function
@@ -38,16 +38,16 @@ def forget(references: Iterable[str]) -> None:
 
 
 def is_reference(path: str) -> bool:
-    """Return whether the path is a reference to a function, of this or another process."""
+    """Return whether the path is a reference to a function of this or another process."""
     return _REFERENCE.fullmatch(path) is not None
 
 
 def function_of(reference: str) -> Callable[..., Any] | None:
-    """Return the function; None if another process made the reference, or a run wrote it down."""
+    """Return the function; None if the reference comes from another process or from the record of a run."""
     return _functions.get(reference)
 
 
 def recorded(path: str) -> str:
-    """Return the path as a run writes it down."""
+    """Return the path as a run records it."""
     found = _REFERENCE.fullmatch(path)
     return path if found is None else f"in-memory:{found[2]}"

@@ -1,6 +1,6 @@
 """Hide secrets in configs that are written to the run directory, checkpoints, reports and trackers.
 
-A config should hold no secrets. But URLs can, and so can settings for environment variables and arguments.
+URLs may contain secrets, and so may settings for environment variables and arguments.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 HIDDEN = "(hidden)"
-"""The text that stands for a secret."""
+"""The text that replaces a secret."""
 
 _NAME = re.compile(
     # Names of environment variables, settings and arguments. `eos_token` and `sort_key` are not secrets.
@@ -21,8 +21,10 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def hide_secrets(value: Any) -> Any:
-    """Return a copy of these JSON values in which secrets are replaced by HIDDEN. Secrets are texts, or lists of texts,
-    under the name of a secret, and logins in URLs."""
+    """Return a copy of these JSON values in which HIDDEN replaces secrets.
+
+    A secret is the login in a URL, or a text or list of texts whose key is the name of a secret.
+    """
     if isinstance(value, Mapping):
         values = cast("Mapping[str, Any]", value)
         return {

@@ -1,6 +1,6 @@
-"""Load a config in two phases: read and load `plugins`, then validate the file with the sections that plugins add.
+"""Load a config in two phases: load the `plugins`, and then validate the file with the sections that they add.
 
-Errors list every problem at once, with file, line, key path and nearest fix.
+An error lists every problem of the file, with line, key path and the nearest fix.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LoadedConfig:
         config: The settings, frozen.
         host: The loaded plugins.
         origin: File name for messages.
-        file: The file it was read from; None for a mapping.
+        file: The file; None for a mapping.
         overrides: The values of `--set`, as given.
     """
 
@@ -51,11 +51,11 @@ class LoadedConfig:
     overrides: tuple[str, ...] = ()
 
     def resolved(self) -> dict[str, Any]:
-        """Return every setting, defaults included, as JSON-able values with secrets hidden."""
+        """Return every setting, defaults included, as JSON values with secrets hidden."""
         return hide_secrets(self.config.model_dump(mode="json"))
 
     def train_command(self, *options: str) -> str | None:
-        """Return the command line that trains this config, with further options; None if it came from no file."""
+        """Return the command line that trains this config, with further options; None without a file."""
         if self.file is None:
             return None
         sets = [word for override in self.overrides for word in ("--set", override)]
@@ -78,10 +78,10 @@ def load_config(
 
     Args:
         source: Path of a YAML or TOML file, or a mapping of the same shape. A mapping may hold rows, functions, a model
-            and a tokenizer instead of their paths; all but functions are then saved below its run_dir.
+            and a tokenizer in place of their paths. All but functions are then saved below its run_dir.
         overrides: `key.path=value` strings.
-        available: Installed plugins; read from package metadata when None.
-        recorded: Whether this is the record of a run, with every default written out. Checks across sections are then
+        available: Installed plugins; read from package metadata if None.
+        recorded: Whether this is the record of a run, which includes every default. Checks between sections are then
             skipped, since they passed when the run started.
 
     Raises:
@@ -98,7 +98,7 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded
     keeper = _keeper(host.registry, document.values) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A function's closure may hold a model. Functions are released with the host, which every copy of the config holds.
+    # A function's closure may hold a model. Release functions with the host, which every copy of the config refers to.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)
@@ -114,9 +114,9 @@ def load_config(
 
 
 def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
-    """Leave out sections of plugins that are not enabled, which the record of a run contains with their defaults.
+    """Return the values without sections of plugins that are not enabled. The record of a run may contain them.
 
-    only_null: Leave out only sections that are null.
+    With `only_null`, leave out only sections that are null.
     """
     kept = dict(values)
     for owner, _, key in (name.rpartition(".") for name in section_names() if name not in registry.sections):
@@ -139,7 +139,7 @@ def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | Non
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Add the components that the chosen source uses by default, where the file names none."""
+    """Return the values with the components that the chosen source uses by default, if the file names none."""
     completed = dict(values)
     for setting, default in _run_defaults(values.get("source"), registry).items():
         given = completed.setdefault(setting, {})
@@ -149,7 +149,7 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
 
 
 def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
-    """Return the `run_defaults` of this source. If it decorates another source, those of that source are included."""
+    """Return the `run_defaults` of a source, including the defaults of a source that it decorates."""
     source: Any = expand_shorthand(value, "name")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
     name: Any = settings.get("name")
@@ -186,7 +186,7 @@ def _loaded_plugins(document: Document, available: Mapping[str, InstalledPlugin]
 
 
 def config_model(host: PluginHost) -> type[RunConfig]:
-    """Return the pydantic model of the whole file for these plugins (`spurline schema` prints its JSON schema)."""
+    """Return the pydantic model of the whole file for these plugins."""
     configs = {name: plugin.declaration.config for name, plugin in host.plugins.items()}
     return assemble(host.registry, {name: config for name, config in configs.items() if config is not None})
 

@@ -1,7 +1,7 @@
 """Mark settings in which a Python program may give an object in place of a path.
 
-The marks act while a config is validated: the validation context has the keeper, which writes objects below the run
-directory.
+While a config is validated, a marked setting passes the object to the keeper in the validation context. The keeper
+writes the object below the run directory, and its path becomes the value.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 _COLUMNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "text", "instruction", "input_ids", "question")
 )
-"""Column names that tell a list of rows from a list of dataset settings."""
+"""Column names by which a list of rows is told from a list of dataset settings."""
 
 KEPT = "in_memory"
 """Folder of kept objects, below the run directory."""
 
 
 class CannotKeepError(Exception):
-    """An object cannot be kept. The text continues a sentence that begins with the setting, without a full stop."""
+    """An object cannot be kept. The text follows the setting in a message, and has no full stop."""
 
 
 class KeepsObjects(Protocol):
@@ -67,7 +67,7 @@ class ObjectSetting:
 
 
 def is_kept_model(path: str) -> bool:
-    """Return whether a path is the folder of a model that was kept, which has no tokenizer."""
+    """Return whether a path is the folder of a kept model. Such a folder has no tokenizer."""
     folder = Path(path)
     return folder.parent.name == KEPT and folder.name.startswith("model-")
 
@@ -80,10 +80,7 @@ def is_dataset(value: object) -> bool:
 
 
 def as_datasets(value: Any) -> Any:
-    """Write rows as the settings of a dataset, also within a list, and leave anything else as it is.
-
-    Rows in a form that the keeper refuses, such as several splits or a pandas frame, count as rows too.
-    """
+    """Return rows as the settings of a dataset, also within a list, and any other value unchanged."""
     if _means_rows(value):
         return [{"path": value}]
     if isinstance(value, (list, tuple)):
@@ -92,7 +89,10 @@ def as_datasets(value: Any) -> Any:
 
 
 def _means_rows(value: Any) -> bool:
-    """Return whether a value is rows, and not a path, the settings of a dataset, or a list of these."""
+    """Return whether a value is rows, and not a path, dataset settings, or a list of these.
+
+    Forms that the keeper refuses, such as a pandas frame, count as rows too, so that the keeper's error is raised.
+    """
     if isinstance(value, Mapping):
         given = cast("Mapping[Any, Any]", value)
         return "path" not in given and any(is_dataset(item) for item in given.values())

@@ -1,8 +1,8 @@
 """Expand `~` and `$VAR` in path settings, and find files relative to the config file.
 
-A setting carries a mark, `Annotated[Path, PathSetting()]`, so that paths of plugins follow the rules of core. The marks
-act while a config file is validated; the validation context says where that file is. A path that was found is kept
-absolute, so that the config which a run writes down means the same from any folder.
+A setting carries a mark, `Annotated[Path, PathSetting()]`. The marks act while a config is validated, and the
+validation context has the folder of its file. A path that is found becomes absolute, so that the config which a run
+records is valid in any folder.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ConfigPlace:
     """The validation context of a config.
 
     Attributes:
-        folder: The folder of the config file, in which relative paths begin; None without a file.
-        recorded: Whether a run wrote these settings down; their paths are absolute and stay as they are.
-        file: All settings as they are written; None if their defaults are spelled out.
+        folder: The folder of the config file, where relative paths begin; None without a file.
+        recorded: Whether a run recorded these settings. Their paths are absolute and stay as they are.
+        file: All settings as they are written; None if they include their defaults.
         objects: Saves the objects that a program gives in place of paths.
         functions: References to functions that were made while the config was validated.
     """
@@ -43,19 +43,19 @@ class ConfigPlace:
     functions: list[str] = field(default_factory=list[str])
 
     def homes(self) -> list[Path]:
-        """Return the folders in which a relative path is looked for, in this order."""
+        """Return the folders in which a relative path is searched for, in order."""
         return [Path.cwd()] if self.folder is None else [self.folder, Path.cwd()]
 
 
 @dataclass(frozen=True)
 class PathSetting:
-    """Mark of a setting that holds a path: `~`, `$VAR` and `${VAR}` are expanded; an unknown variable is an error.
+    """Mark of a setting that holds a path. `~`, `$VAR` and `${VAR}` are expanded; an unknown variable is an error.
 
     Attributes:
-        reads: Whether the path names something that exists already. A relative path is then looked for in the folder of
-            the config file, next in the working directory, and becomes absolute. If neither has it, it stays as it is,
-            since it may be a hub name. Without `reads`, a relative path begins at the working directory.
-        names: Words that are not paths here, such as names of bundled templates. `./NAME` is the path of such a file.
+        reads: Whether the setting names something to read. A relative path is then searched for in the folder of the
+            config file and in the working directory, and becomes absolute. If it is not found, it stays as it is, since
+            it may be a hub name. Without `reads`, a relative path begins at the working directory.
+        names: Words that are not paths, such as names of bundled templates. `./NAME` is the path of such a file.
     """
 
     reads: bool = False
@@ -69,7 +69,7 @@ class PathSetting:
         if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
             return str(value) if isinstance(value, Path) else value
         path = expanded(str(value))
-        # The empty path would be the folder itself.
+        # An empty path would be found as the folder itself.
         if place is None or not self.reads or not path or path in self.names:
             return path
         return _found(path, place) or path
@@ -80,11 +80,11 @@ class FunctionSetting:
     """Mark of a setting that names a Python function: `module:function`, or `file.py:function`.
 
     A file follows the rules of a path that is read. A module beside the config file or in the working directory becomes
-    `FOLDER/module:function`; any other is imported by its name. Text without a colon is left alone. A Python program
-    may give the function itself, which becomes a reference that `load_function` knows in this process.
+    `FOLDER/module:function`. Any other module is imported by its name. Text without a colon is left alone. If a Python
+    program gives the function itself, the value becomes a reference to it (see `config.functions`).
 
     Attributes:
-        method: An object that has this method may be given too.
+        method: A Python program may also give an object that has this method.
     """
 
     method: str | None = None
@@ -118,7 +118,10 @@ class FunctionSetting:
 
 
 def expanded(path: str) -> str:
-    """Return the path with `~`, `~USER`, `$VAR` and `${VAR}` replaced. Raises PydanticCustomError for unknown ones."""
+    """Return the path with `~`, `~USER`, `$VAR` and `${VAR}` replaced.
+
+    Raises PydanticCustomError for an unknown user or variable.
+    """
 
     def value_of(match: re.Match[str]) -> str:
         name = match[1] or match[2]
@@ -137,7 +140,7 @@ def _place(info: ValidationInfo) -> ConfigPlace | None:
 
 
 def _found(path: str, place: ConfigPlace) -> str | None:
-    """Return where the file, folder or glob is, absolute; None if it is nowhere."""
+    """Return the absolute path of the file, folder or glob; None if it does not exist."""
     found = (str(home / path) for home in place.homes())
     return next((each for each in found if os.path.lexists(each) or glob.glob(each, recursive=True)), None)
 
@@ -147,6 +150,6 @@ def _has_module(folder: Path, module: str) -> bool:
 
 
 def shown_path(path: str) -> str:
-    """Return a path below the working directory as a relative one, and any other path or hub name as it is."""
+    """Return a path for people: relative if it is below the working directory, else unchanged."""
     inside = Path(path)
     return str(inside.relative_to(Path.cwd())) if inside.is_absolute() and inside.is_relative_to(Path.cwd()) else path

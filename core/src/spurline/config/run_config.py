@@ -1,7 +1,7 @@
 """Define the sections that core owns, and `RunConfig`, the whole file.
 
-Fields marked with `Component(kind)` hold the settings of one component; loading replaces their type by a union of the
-configs that core and the enabled plugins registered for that kind.
+A field with the mark `Component(kind)` holds the settings of one component. Loading replaces its type by a union of the
+configs that core and the enabled plugins have registered for the kind.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SectionT = TypeVar("SectionT", bound=Section)
 class CriticConfig(Section):
     """A second model of the run's architecture, with a value head, trained beside the policy.
 
-    The plugin whose algorithm needs one derives its section from this class; `RunConfig.trained_critic` finds it.
+    A plugin whose algorithm needs a critic derives its section from this class. `RunConfig.trained_critic` finds it.
     """
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Loss of its values; its mean over tokens is minimised."""
+    """Loss of the critic's values; its mean over tokens is minimised."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
-    """How its gradients become new weights."""
+    """How the critic's gradients become new weights."""
     warmup_steps: Annotated[int, OnResume.BY_NAME] = Field(default=0, ge=0)
     """Optimizer steps of the critic in which the learning rate rises from zero; it is constant after that."""
 
@@ -57,7 +57,7 @@ class ReductionConfig(NamedSection):
     """How the token losses of an optimizer step are averaged; a bare string is short for its `name`."""
 
     name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
-    """`token_mean`, `sequence_mean` and `prompt_mean` weigh all tokens, sequences or prompts equally; `fixed_norm`
+    """`token_mean`, `sequence_mean` and `prompt_mean` weigh all tokens, sequences or prompts equally. `fixed_norm`
     divides by a constant instead of the number of tokens (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     length: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
     """`fixed_norm` only: tokens to divide by for each trajectory, usually the longest response allowed."""
@@ -82,11 +82,11 @@ class DataConfig(Section):
     """Tokens a sample may have."""
     too_long: Literal["truncate", "split", "drop", "error"] | None = None
     """A sample over `max_length` keeps its first tokens, is cut into several samples, is left out and counted, or stops
-    the run; null splits raw text (format `text`) and truncates everything else. Prompts to generate from are no
-    samples: they are used whole, except that with `error` one over `max_length` stops the run."""
+    the run. Null splits raw text (format `text`) and truncates everything else. Prompts to generate from are not cut,
+    but with `error`, a prompt over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
-    """How to treat a row if the chat template leaves out its tools, tool calls, reasoning or a whole message, so that
-    the model would be trained on less than the row says: stop the run, or train on what is left and count the row."""
+    """Stop the run if the chat template leaves out a row's tools, tool calls, reasoning or a whole message; or train on
+    the rest of the row and count it."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
     """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
@@ -100,11 +100,11 @@ class ModelConfig(Section):
     """The causal language model to train, as Hugging Face `transformers` loads it."""
 
     path: Annotated[str, PathSetting(reads=True), ObjectSetting("model"), OnResume.BY_NAME] = Field(min_length=1)
-    """Hub name or local folder with `config.json`, weights and tokenizer. From Python also a model."""
+    """Hub name or local folder with `config.json`, weights and tokenizer. A Python program may give a model instead."""
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     tokenizer: Annotated[str | None, PathSetting(reads=True), ObjectSetting("tokenizer"), OnResume.BY_NAME] = None
-    """Hub name or folder of the tokenizer; default is `path`. From Python also a tokenizer."""
+    """Hub name or folder of the tokenizer; default is `path`. A Python program may give a tokenizer instead."""
     chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
@@ -113,23 +113,23 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that ships with a hub model."""
     allow_extrapolation: bool = False
-    """Train on sequences longer than the rotary positions that the model was made for, rope scaling counted. Learned
-    positions end where their table ends, whatever this says."""
+    """Train on sequences with more rotary positions than the model was made for, rope scaling included. A table of
+    learned positions cannot be extended in this way."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
     freeze: tuple[str, ...] = ()
-    """Parameters that are not trained, by patterns of their names: globs over the whole name, as in `*embed_tokens*`
-    or `model.layers.[0-3].*`, or `re:` and a regular expression found anywhere in it. Applies to policy and critic."""
+    """Patterns of the names of parameters that are not trained, in policy and critic. A pattern is a glob for the whole
+    name, as in `*embed_tokens*` or `model.layers.[0-3].*`, or `re:` and a regular expression for a part of it."""
     router_aux_loss: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["config"] | None, OnResume.BY_NAME
     ] = None
-    """Mixtures of experts: train the policy's routers to use all experts evenly within a sequence too, by the
-    sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437) times this coefficient; `config` takes
-    `router_aux_loss_coef` of the model's config. Null trains them by the loss alone."""
+    """Coefficient of the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437), which trains the routers of a
+    mixture of experts to use all experts evenly. `config` takes `router_aux_loss_coef` of the model's config. Null
+    adds no balance loss."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if is_kept_model(self.path) and self.tokenizer is None:
-            yield Problem("tokenizer", "is required with a model that is an object. Give one, or its name or folder.")
+            yield Problem("tokenizer", "is required with a model object. Give a tokenizer, or its name or folder.")
         if self.router_aux_loss is not None and not run.backend.facts.balances_experts:
             yield Problem(
                 "router_aux_loss",
@@ -144,8 +144,8 @@ class ModelConfig(Section):
         elif self.freeze and run.backend.facts.trains_adapters:
             yield Problem(
                 "freeze",
-                "has no meaning with backend.lora, which freezes all weights. Remove it; backend.lora.target_modules "
-                "says which layers have adapters.",
+                "has no meaning with backend.lora, which freezes all weights. Remove it. Choose layers with "
+                "backend.lora.target_modules.",
             )
         for number, pattern in enumerate(self.freeze):
             problem = pattern_problem(pattern)
@@ -157,26 +157,27 @@ _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "ppl", "kl", "error", "failed"}
 
 
 class WatchedMetricConfig(Section):
-    """A metric of the held-out evaluation, and which of its values is better."""
+    """A metric of the held-out evaluation, and which values are better."""
 
     metric: str = Field(min_length=1)
     """Metric of the held-out evaluation, such as `eval/loss` or `eval/exact_match`."""
     mode: Literal["max", "min"] | None = None
-    """The better direction; null takes less for losses, perplexity, KL and errors, and more for all others."""
+    """The better direction. By default, smaller values are better for losses, perplexity, KL and errors, and larger
+    values for all other metrics."""
 
     @property
     def lower_is_better(self) -> bool:
-        """Return whether a smaller value is better, as `mode` or the words of the metric's name say."""
+        """Return whether a smaller value is better, by `mode`, or else by the metric's name."""
         if self.mode is not None:
             return self.mode == "min"
         return not _LOWER_IS_BETTER.isdisjoint(self.metric.replace("_", "/").split("/"))
 
     def metric_problems(self, run: RunConfig, section: str) -> Iterable[Problem]:
-        """Yield why the run does not measure the metric while it trains; `section` is the name of this section."""
+        """Yield the problem if the run does not measure the metric. `section` is the key of this section."""
         name = self.metric.split("/")[1] if self.metric.count("/") > 1 else ""
         evaluation = run.evaluations.get(name, run.evaluation if run.data.eval else None)
         if not self.metric.startswith("eval/"):
-            yield Problem("metric", f"is {self.metric}, and held-out metrics begin with eval/, as eval/loss does.")
+            yield Problem("metric", f"is {self.metric}, but held-out metrics begin with eval/, as in eval/loss.")
         elif evaluation is None:
             yield Problem(
                 "metric",
@@ -186,13 +187,13 @@ class WatchedMetricConfig(Section):
         elif evaluation.every_steps is None:
             yield Problem(
                 "",
-                f"goes by {self.metric}, but the run evaluates only once, at its end. Set evaluation.every_steps, or "
-                f"remove {section}.",
+                f"needs {self.metric} during training, but the run evaluates only once, at its end. Set "
+                f"evaluation.every_steps, or remove {section}.",
             )
 
 
 class KeepBestConfig(WatchedMetricConfig):
-    """The measure of the best checkpoint; a bare string is short for its `metric`."""
+    """The metric of the best checkpoint; a bare string is short for its `metric`."""
 
 
 class StopWhenConfig(WatchedMetricConfig):
@@ -201,7 +202,7 @@ class StopWhenConfig(WatchedMetricConfig):
     patience: int | None = Field(default=None, ge=1)
     """End after this many evaluations in a row without a new best value; null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How much better than the best a value must be to count as better for `patience`."""
+    """How much a value must be better than the best one to count as better for `patience`."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
     """End when the metric is as good as this or better; null disables this."""
 
@@ -209,7 +210,7 @@ class StopWhenConfig(WatchedMetricConfig):
         if self.patience is None and self.reaches is None:
             yield Problem("", "never stops. Set patience, such as 3 evaluations, or reaches, a value of the metric.")
         if self.patience is None and self.min_delta:
-            yield Problem("min_delta", "belongs to patience, which is not set. Set it too, or remove min_delta.")
+            yield Problem("min_delta", "has no meaning without patience. Set patience too, or remove min_delta.")
         yield from self.metric_problems(run, "stop_when")
 
 
@@ -231,12 +232,12 @@ class CheckpointConfig(Section):
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
     export_adapter: bool = False
     """Also write the adapter that `backend.lora` trains to RUN_DIR/adapter when training ends, as a PEFT folder."""
-    # `async` is a keyword of Python, which a field cannot be called in the usual way.
+    # `async` is a keyword of Python, so the field cannot be declared in the usual way.
     __annotations__["async"] = bool
     vars()["async"] = Field(
         default=False,
-        description="Copy what a checkpoint holds to the host's memory after the step, and write it while training "
-        "goes on; takes that memory for the whole run.",
+        description="Copy the state to the host's memory after the step, and write the checkpoint while training goes "
+        "on. The copy takes memory during the whole run.",
     )
 
     @property
@@ -260,9 +261,9 @@ class CheckpointConfig(Section):
 
 
 class EvaluationPart(Section):
-    """Base of a section within `evaluation` that a plugin adds, such as `evaluation.generate`: more to measure.
+    """Base of a section within `evaluation` that a plugin adds, such as `evaluation.generate`.
 
-    Its fields are settings of the evaluation `component`, which is then made of `data.eval`.
+    It adds a measurement of `data.eval`, by the evaluation component `component` with the fields as its settings.
     """
 
     component: ClassVar[str]
@@ -272,7 +273,7 @@ class EvaluationPart(Section):
 
 
 class DataEvaluationConfig(Section):
-    """Held-out loss and what plugins measure besides, on `data.eval`; `evaluations` has further ones."""
+    """Evaluation of `data.eval`: the held-out loss, and what plugins add. `evaluations` has further evaluations."""
 
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done; it always runs once at the end."""
@@ -283,7 +284,7 @@ class DataEvaluationConfig(Section):
 
     @property
     def parts(self) -> Sequence[EvaluationPart]:
-        """Return the sections of plugins that are given."""
+        """Return the sections of plugins that the file has."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return [value for value in values if isinstance(value, EvaluationPart)]
 
@@ -299,8 +300,8 @@ class RunConfig(Section):
     """One training run: the whole configuration file."""
 
     plugins: Annotated[tuple[str, ...], OnResume.BY_NAME] = ()
-    """Plugins to enable, in the order their hooks are called, after those that are loaded by default; `-NAME` leaves
-    one of these out."""
+    """Plugins to enable besides the default ones, in the order in which their hooks are called. `-NAME` leaves out a
+    default plugin."""
     run_dir: Annotated[Path, OnResume.FREE, PathSetting()] = Path("runs/default")
     """Folder for metrics, checkpoints and the report of one run. A relative path begins at the working directory."""
     seed: int = Field(default=0, ge=0, lt=2**63)
@@ -314,7 +315,7 @@ class RunConfig(Section):
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data, rounded up to whole batches; the last batch wraps into the next epoch."""
+    """Passes over the mixed training data, rounded up to whole batches. The last batch goes on into the next epoch."""
     source: Annotated[SourceConfig, Component("source")]
     """The supply of batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]
@@ -328,7 +329,7 @@ class RunConfig(Section):
     loss: Annotated[LossConfig, Component("loss")]
     """The objective per token."""
     reduction: ReductionConfig = ReductionConfig()
-    """How the token losses of an optimizer step are averaged: over all tokens, or first within each sample."""
+    """How the token losses of an optimizer step are averaged."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
     """How gradients become new weights."""
     schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]
@@ -338,11 +339,11 @@ class RunConfig(Section):
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
-    """Further evaluations by name, each with data, rhythm and settings of its own; metrics are `eval/NAME/...`."""
+    """Further evaluations by name, each with its own data, steps and settings. Metrics are `eval/NAME/...`."""
     stop_when: Annotated[StopWhenConfig | None, OnResume.FREE] = None
     """End the run early, by a metric of its evaluations; null trains all steps."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
-    """Saving."""
+    """When to save checkpoints, and what to keep."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
     """Further places for metrics, besides RUN_DIR/metrics.jsonl and the terminal."""
 
@@ -360,19 +361,15 @@ class RunConfig(Section):
                 yield Problem(f"trackers.{position}", f"lists '{name}' a second time. Remove one.")
 
     def find_section(self, kind: type[SectionT]) -> SectionT | None:
-        """Return the top-level section of this class, which a plugin added.
+        """Return the top-level section of this class, which a plugin has added.
 
-        None where the plugin is not enabled, or the section is an optional one that the file leaves out.
+        None if the plugin is not enabled, or if the section is optional and the file leaves it out.
         """
         values = (getattr(self, name) for name in type(self).model_fields)
         return next((value for value in values if isinstance(value, kind)), None)
 
     def section(self, kind: type[SectionT]) -> SectionT:
-        """Return the top-level section of this class as `find_section` does.
-
-        Raises:
-            LookupError: There is none.
-        """
+        """Return the top-level section of this class. Raises LookupError if there is none."""
         found = self.find_section(kind)
         if found is None:
             raise LookupError(f"This run has no section {kind.__name__}.")
@@ -380,7 +377,7 @@ class RunConfig(Section):
 
     @property
     def trained_critic(self) -> CriticConfig | None:
-        """Settings of the critic that is trained beside the policy; None without one."""
+        """Return the settings of the critic that is trained beside the policy; None without a critic."""
         return self.find_section(CriticConfig)
 
     @property
@@ -391,10 +388,10 @@ class RunConfig(Section):
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
         """Return the number of loop steps for data with this many samples per epoch.
 
-        `samples_per_step` is `batch_size`, unless the source counts its steps otherwise.
+        `samples_per_step` is `batch_size` by default.
         """
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        # A billionth of a batch absorbs binary rounding of fractional epochs, e.g. 0.1 * 30 samples.
+        # Subtract a billionth of a batch, since fractional epochs such as 0.1 * 30 samples may be rounded up a little.
         return max(1, math.ceil(self.epochs * samples_per_epoch / (samples_per_step or self.batch_size) - 1e-9))

@@ -1,9 +1,7 @@
 """Define the base classes of config sections, the marks of their fields, and the short ways to write a setting.
 
 A bare string may stand for a component or a named section, and a single item for a list of one: `collator: packed` is
-`{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. Which setting the string stands for is known only
-once the model is built, so an override below a bare string keeps the string under `BARE`. The JSON schema accepts the
-same short forms.
+`{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. The JSON schema accepts the same short forms.
 """
 
 from __future__ import annotations
@@ -43,9 +41,9 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
     retired: ClassVar[tuple[str, ...]] = ()
-    """Settings of earlier versions that are passed over in the records of runs, and do not keep a run from a resume.
+    """Settings of earlier versions. They are ignored in the records of runs and when a run is resumed.
 
-    They changed nothing in training, or the checkpoint tells by itself that it does not fit.
+    Retire a setting only if it did not change training, or if a checkpoint that was made with it is refused anyway.
     """
 
     @model_validator(mode="before")
@@ -59,7 +57,7 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_boolean(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse true and false for a number, or in a list or dict of numbers, as pydantic takes them for 1 and 0."""
+        """Refuse true and false for a number, or in a list or dict of numbers. pydantic would take them as 1 and 0."""
         annotation = cls.model_fields[info.field_name or ""].annotation
         items: Any = [value]
         if holds := isinstance(value, (list, tuple)):
@@ -74,17 +72,17 @@ class Section(BaseModel):
         return cast("Any", value)
 
     def problems(self, run: Any) -> Iterable[Problem]:
-        """Yield the problems that this section has with other sections. Their keys are relative to this section.
+        """Yield the problems of this section, also with other sections. Their keys are relative to this section.
 
-        `run` is the `RunConfig`, which is made of sections, so that their base classes cannot name it.
+        `run` is the `RunConfig`. Its type cannot be given here, since RunConfig is made of sections.
         """
         return ()
 
     def await_services(self, progress: Progress) -> None:
         """Wait until the services that this section names, such as servers, answer. By default there are none.
 
-        Called at the start of a run, after its data is read and before its model loads. Raises UserError if a service
-        does not answer in time.
+        It is called at the start of a run, after the data is read and before the model loads. Raises UserError if a
+        service does not answer in time.
         """
 
 
@@ -94,7 +92,7 @@ def summary_of(section: type[BaseModel]) -> str:
 
 
 def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]:
-    """Yield (key path, section) for the value, if it is a section, and for all sections inside it, outer ones first."""
+    """Yield (key path, section) for the value, if it is a section, and then for all sections inside it."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Section):
         yield path, value
@@ -111,18 +109,19 @@ class ComponentConfig(Section):
     """Settings of one component; `name` says which implementation the registry builds."""
 
     kind: ClassVar[str] = ""
-    """Kind of the component that this configures, set by the base class of the kind."""
+    """Kind of the component, set by the base class of the kind."""
     goes_with: ClassVar[str] = ""
     """Other settings that are usually set together with this component, for messages: `loss: ppo`."""
     missing_settings: ClassVar[Mapping[str, str]] = {}
-    """Key of a setting that this component lacks and others of its kind have -> why, and what to do instead."""
+    """Messages for settings that other components of the kind have, by key: why this one lacks the setting, and what
+    to do instead."""
 
     name: str = Field(min_length=1)
     """The component to use."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return defaults that depend on other sections of the file; settings that are given override them.
+        """Return defaults that depend on other sections of the file.
 
         Args:
             given: Settings of this section as they are written.
@@ -156,29 +155,30 @@ class Component:
 class OnResume(Enum):
     """Mark of a field: whether a run that continues a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
 
-    A mark also holds for the fields below, unless they have marks of their own; everything below FREE is free. A field
+    The mark of a section also holds for its fields that have no mark. Everything in a FREE section is free. A field
     without a mark is REFUSED.
     """
 
     FREE = "free"
-    """Training does not depend on it: paths, logging, evaluation, memory, time-outs."""
+    """Training does not depend on the setting: paths, logging, evaluation, memory, time-outs."""
     TO_ROUNDING = "to rounding"
-    """It changes the order of a sum, not what is summed: micro-batches, layout, kernels. The run continues equal up to
-    rounding, unless it uses dropout, whose random numbers depend on the layout."""
+    """The setting changes the order in which numbers are summed: micro-batches, layout, kernels. The run continues
+    equal up to rounding. With dropout, other random numbers are drawn too."""
     MAY_GROW = "may grow"
-    """Step and epoch counts: a longer run may continue a shorter one; any other change is treated as BY_NAME."""
+    """The setting is a number of steps or epochs, and may grow. Any other change is treated as BY_NAME."""
     BY_NAME = "by name"
-    """A hyper-parameter: the same model and data, trained differently from here on. Needs `--allow-change KEY`."""
+    """The setting is a hyper-parameter. A change needs `--allow-change KEY`."""
     REFUSED = "refused"
-    """It decides what is trained on, or which model it is."""
+    """The setting decides which data or which model is trained."""
 
 
 BARE = "(as written)"
-"""Key under which `--set` keeps a bare string that it had to turn into a mapping."""
+"""Key for a bare string that `--set` has turned into a mapping. Which setting it stands for is known only later, when
+the model of the config is built."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
-    """Return a bare string as `{setting: string}`; anything else unchanged."""
+    """Return a bare string as `{setting: string}`, and any other value unchanged."""
     if isinstance(value, str):
         return {setting: value}
     if isinstance(value, Mapping) and BARE in value:
@@ -188,14 +188,14 @@ def expand_shorthand(value: Any, setting: str) -> Any:
 
 
 def as_list(value: Any) -> Any:
-    """Return a single string or mapping as a list of one, null as an empty list; anything else unchanged."""
+    """Return a string or mapping as a list of one, null as an empty list, and any other value unchanged."""
     if value is None:
         return []
     return [value] if isinstance(value, (str, dict)) else value
 
 
 class NamedSection(Section):
-    """A section with a field `name` of fixed choices, for which a bare string may stand, also in the JSON schema."""
+    """A section with a field `name` of fixed choices. A bare string may stand for the section."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,14 +209,14 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a union of components: a bare string is valid too, one of `names` unless that is None."""
+    """Mark of a union of components that a bare string may stand for. It is one of `names`, or any text if None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union = handler(core_schema)
-        # `oneOf` would refuse a mapping without `name`, which fits several components; loading takes the default.
+        # `oneOf` would refuse a mapping without `name`, since it fits several components. Loading takes the default.
         choices: list[Any] = union.pop("oneOf", None) or [union]
         text: dict[str, Any] = {"type": "string"}
         if self._names is not None:

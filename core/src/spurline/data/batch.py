@@ -1,9 +1,8 @@
 """Define `TrainingBatch`, the row-aligned columns in which all data reaches a backend.
 
 A collator makes the batch, the update cuts it into mini-batches, and the backend trains on them. SFT and RL use the
-same columns. A padded batch is a packed batch with one segment per row. The methods here alone select and pad rows,
-so that columns stay aligned. A segment is one sequence, and several may share a row, so sums by sequence come
-from the functions here and never from sums over rows.
+same columns. A row has one or more segments, each of which is a sequence. A padded batch has one segment per row. Use
+the methods here to select and pad rows, so that all columns stay aligned, and the functions here for sums by sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns that every batch has, `[rows, length]`, aligned to the token position. On the host, ids and positions are
-narrow to save memory and copying; on the device they are int64, as indices must be. A collator may also make them
-int64."""
+"""Columns that every batch has, `[rows, length]`, aligned to the token position. On the host, ids and positions may be
+int32 to save memory and copying. On the device they are int64, as indices must be."""
 
 MAY_BE_WIDE = ("input_ids", "position_ids")
 """Columns that may be int64 on the host too."""
@@ -45,15 +43,15 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "pair_ids": torch.int32,
 }
 """Columns that RL and preference data add. `pair_ids` is n on the chosen answer of the batch's n-th pair, from 1, and
--n on the rejected one. `routed_experts` is `[rows, length, layers, top_k]`: the experts in each decoder layer that the
-engine chose when it computed the token AT this position, or -1. `correction_factors` are the factors of `Corrected`;
-they weigh the policy's loss, and are applied only when the optimizer step is reduced."""
+-n on the rejected answer. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose in
+each decoder layer for the token AT this position, or -1. `correction_factors` weigh the policy's loss; the reduction
+applies them."""
 
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the only column that is read at all tokens, not just at tokens with loss."""
+"""Name of the only column that is read at all tokens. All others are read only at tokens with loss."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
-"""Ragged metadata, one value per segment: prompt uid (str), sample of the group, turn, tokens."""
+"""Ragged columns with one value per segment: uid of the prompt (str), number of the attempt, turn, tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ class TrainingBatch:
 
     Attributes:
         tokens: Tensors `[R, L, ...]` by name of the column; at least TOKEN_COLUMNS. `segment_ids` is 0 on padding and
-            1, 2, ... on the sub-sequences of a row; `position_ids` restart in each. `loss_weights[r, t]` weighs the
-            loss on predicting the token AT t: 0 on prompts, on the first token of each segment and on padding.
+            1, 2, ... on the segments of a row. `position_ids` begin at 0 in each segment. `loss_weights[r, t]` weighs
+            the loss on predicting the token AT t: 0 on prompts, on the first token of each segment and on padding.
         segments: Ragged columns by name, with one value per segment in the order of the row.
         unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
         is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
@@ -151,7 +149,7 @@ class TrainingBatch:
         )
 
     def without_padding_rows(self) -> TrainingBatch:
-        """Return the batch without padding rows: the inverse of `pad_rows`. If they are last, columns are views."""
+        """Return the batch without padding rows. If these come last, the columns are views."""
         real = torch.nonzero(~self.is_padding_row).flatten()
         if len(real) == self.num_rows:
             return self
@@ -159,7 +157,7 @@ class TrainingBatch:
         return self.between(0, len(real)) if are_first else self.take(real)
 
     def drop_padding_rows(self, values: Tensor) -> Tensor:
-        """Return `values` [R, ...], which were computed for this batch, without padding rows."""
+        """Return `values` [R, ...] that were computed for this batch, without padding rows."""
         assert values.shape[0] == self.num_rows, (values.shape, self.num_rows)
         padding = self.is_padding_row.to(values.device)
         return values[~padding] if bool(padding.any()) else values
@@ -244,7 +242,7 @@ class Ragged:
         return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def append_empty(self, count: int) -> Ragged:
-        """Return the column with `count` rows appended that have no values."""
+        """Return the column with `count` empty rows appended."""
         return Ragged(self.values, self._longer_offsets(count))
 
     def _selection(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -258,7 +256,7 @@ class Ragged:
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return where the values of each row begin and where those of the last row end, int64 [R + 1]."""
+    """Return the offsets of rows with these numbers of values, int64 [R + 1]."""
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
@@ -267,8 +265,8 @@ def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 class LazyRagged(Ragged):
     """A ragged column whose values are computed when they are first read.
 
-    It is for values that most batches never need, such as the names of samples. Selecting rows does not compute them,
-    but pickling does.
+    It is for values that are seldom needed, such as the names of samples. Selecting rows does not compute them, but
+    pickling does.
 
     Args:
         compute: Returns all values, each time the same.
@@ -276,7 +274,7 @@ class LazyRagged(Ragged):
     """
 
     def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:
-        # The dataclass is frozen, so set fields in __dict__. The values do not exist yet, so they are not checked.
+        # The dataclass is frozen, so set its fields in __dict__.
         self.__dict__.update(_compute=compute, offsets=offsets)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from spurline.protocols.prefetch import BuildBatch
 
 
 class SerialPrefetch:
-    """Builds each batch on demand, without threads. Every other prefetch must serve the same batches."""
+    """Builds each batch on demand, without threads."""
 
     def __init__(self, config: SerialPrefetchConfig, build: BuildBatch, last_step: int) -> None:
         self._build = build

@@ -1,7 +1,7 @@
 """Hold tokenized samples as flat arrays, from which batches are made.
 
-Tokenization fills a `TokenStore`, and a collator reads the `TokenView` of a step's indices. The arrays are in memory
-here. A plugin may use memory-mapped files, since readers only need numpy indexing. This module imports no torch.
+Tokenization fills a `TokenStore`, and a collator reads the `TokenView` of a step's indices. The arrays are in memory. A
+plugin may use memory-mapped files instead, since readers only index the arrays. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 
 
 def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
-    """Return `values` as a numpy array of `dtype`, without a copy if they are one already.
+    """Return `values` as a numpy array of `dtype`. An array that has this dtype is not copied.
 
     Tensors are detached and moved to the CPU first. Float tensors become float32, since numpy has no bfloat16.
     """
@@ -62,27 +62,27 @@ class TokenStore:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of all that training reads: tokens, masks, offsets and sources (see `fingerprint_of`)."""
+        """Return a hex digest of everything that training reads: tokens, masks, offsets and sources."""
         return fingerprint_of(
             xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).data)
             for array in (self.tokens, self.loss_mask, self.offsets, self.source)
         )
 
     def uid(self, index: int) -> str:
-        """Return the name of a sample for messages: `LABEL:ROW`, with the row counted from 0 in its dataset."""
+        """Return the name of a sample for messages, `LABEL:ROW`. Rows are counted from 0 in each dataset."""
         return f"{self.labels[int(self.source[index])]}:{int(self.row[index])}"
 
     def view(self, indices: NDArray[np.int64]) -> TokenView:
         """Return the samples of these indices, in their order, without copying tokens.
 
-        All readers of samples call this method, so a store on disk can check here that its files are intact.
+        All readers of samples call this method. A store on disk may check its files here.
         """
         return TokenView(self, np.asarray(indices, dtype=np.int64))
 
 
 @dataclass(frozen=True)
 class TokenView:
-    """Some samples of a store, in batch order. indices: int64 [n] into the store; repeats are allowed."""
+    """Some samples of a store, in batch order. `indices` are int64 [n]; repeats are allowed."""
 
     store: TokenStore
     indices: NDArray[np.int64]
@@ -121,8 +121,8 @@ class Tokenized:
         dropped: Number of samples left out, by reason.
         truncated: Number of samples cut to `max_length`.
         examples: Location of the first affected sample, by reason.
-        ignored: Number of samples that are trained on without content that the chat template leaves out, by content.
-        summary: Result of `summarize` if it is known already.
+        ignored: Number of samples with content that the chat template leaves out, by kind of content.
+        summary: Result of `summarize`, if it is known already.
         notes: Lines to show the user when the run starts, such as why a cache was rebuilt.
     """
 
@@ -143,7 +143,7 @@ class Count:
         reason: The reason; empty for samples cut to `max_length`.
         count: Number of rows.
         first_row: The first such row.
-        kept: True if the rows are samples, and `reason` names the content that the chat template leaves out of them.
+        kept: True if the rows are samples. `reason` is then the content that the chat template leaves out.
     """
 
     reason: str
@@ -223,13 +223,13 @@ class TokenStoreBuilder:
 def fingerprint_of(digests: Iterable[str]) -> str:
     """Return the `TokenStore.fingerprint` for the xxh3-128 hex digests of tokens, loss_mask, offsets and source.
 
-    Each array has its own digest, so that a writer can update all four while it streams samples to disk.
+    Each array has its own digest, which a writer can update while it streams samples to disk.
     """
     return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 
 
 def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the tokens of each of these samples. One hash takes about two microseconds."""
+    """Return a hash of the tokens of each of these samples. It takes about two microseconds per sample."""
     view = store.view(indices)
     return np.array(
         [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
@@ -242,18 +242,18 @@ def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
 
 
 IGNORED = "ignored"
-"""Prefix of the key in `Tokenized.examples` for the first row whose content the chat template leaves out in part."""
+"""Prefix of keys in `Tokenized.examples` for rows with content that the chat template leaves out."""
 
 EMPTY_ANSWER = "empty_answer"
-"""Key in `Tokenized.ignored` for rows with an empty answer. They are samples that train the end token alone."""
+"""Key in `Tokenized.ignored` for rows with an empty answer. Only the end token of such a row is trained."""
 
 HISTOGRAM_BINS = 40
 
 
 def summarize(tokenized: Tokenized) -> dict[str, Any]:
-    """Return a JSON-able summary of the samples. `longest_at` is the uid of the longest sample.
+    """Return a summary of the samples as JSON values. It reads every loss mask, unless `tokenized` has a summary.
 
-    Reads every loss mask, unless `tokenized` has a summary.
+    `longest_at` is the uid of the longest sample.
     """
     store = tokenized.store
     lengths = store.lengths()
@@ -279,7 +279,7 @@ def summarize(tokenized: Tokenized) -> dict[str, Any]:
 
 
 def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return counts and edges of bins. All bins have the same width in whole tokens, so rounding favours none."""
+    """Return counts and edges of bins. All bins have the same width, in whole tokens."""
     if not len(lengths):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     shortest, longest = int(lengths.min()), int(lengths.max())
@@ -292,7 +292,7 @@ def _histogram(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[n
 def describe(name: str, summary: dict[str, Any]) -> list[str]:
     """Return a summary as lines of text, with a line for each reason why samples were left out.
 
-    If data is not tokenized beforehand, its summary has the number of `prompts` and notes only.
+    If the data is not tokenized before training, the summary only has the number of `prompts` and notes.
     """
     if "prompts" in summary:
         return [f"{name}: {summary['prompts']:,} prompts", *(f"  {note}" for note in summary.get("notes", ()))]

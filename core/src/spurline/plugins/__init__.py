@@ -1,4 +1,4 @@
-"""Declare a plugin: `PLUGIN = Plugin(...)`, the decorators of its hooks, and the registrar of its components."""
+"""Names with which a plugin declares itself, its hooks and its components."""
 
 from spurline.plugins.hookspecs import hookimpl, hookspec
 from spurline.plugins.host import API_VERSION, Plugin

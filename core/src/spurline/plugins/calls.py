@@ -1,6 +1,6 @@
 """Wrap each hook implementation, so that its errors name the plugin and the hook.
 
-The run also learns which plugin calls it, and wrappers of `train_step` must return the metrics that they were given.
+The wrapper also records which plugin's hook is running, and checks the metrics that wrappers of `train_step` return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HookCalls:
 
     @property
     def plugin(self) -> str | None:
-        """Return the plugin whose hook is running, the innermost one; None outside of hooks."""
+        """Return the plugin whose hook is running now; None outside of hooks."""
         return self._plugins[-1] if self._plugins else None
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
@@ -48,10 +48,10 @@ class HookCalls:
             inner, raised = None, None
             try:
                 inner = yield
-            except BaseException as error:  # noqa: BLE001 - handed on to the wrapper, as pluggy would
+            except BaseException as error:  # noqa: BLE001 - the wrapper gets it
                 raised = error
             with self._calling(function, plugin, hook, passing=raised):
-                # Each wrapper gets a copy, so that a change in place is noticed.
+                # Each wrapper gets a copy, so that a change of the metrics in place is noticed.
                 given = dict(inner) if hook == TRAIN_STEP and inner is not None else inner
                 result = _finish(wrapping, given, raised)
                 if hook == TRAIN_STEP:
@@ -64,7 +64,7 @@ class HookCalls:
     def _calling(
         self, function: Callable[..., Any], plugin: str, hook: str, passing: BaseException | None = None
     ) -> Generator[None]:
-        """Name the plugin in errors, except in `passing`, which only passes through the plugin's wrapper."""
+        """Name the plugin in errors, except in the error `passing`, which another plugin or core has raised."""
         self._plugins.append(plugin)
         try:
             yield
@@ -91,11 +91,11 @@ def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseExce
     except StopIteration as end:
         return end.value
     wrapping.close()
-    raise PluginError("a wrapper yields once, and this one did so again. Remove the second `yield`.")
+    raise PluginError("a wrapper yields once, but this one yielded twice. Remove the second `yield`.")
 
 
 def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: object) -> None:
-    """Raise PluginError unless `result` has all metrics that came from inside, and finite numbers besides."""
+    """Raise PluginError unless `result` has all metrics of `inner`, and only finite numbers besides."""
     if not isinstance(result, Mapping):
         raise PluginError(
             f"its wrapper returned {result!r:.60} instead of the metrics of the step. End it with `return metrics`, "
@@ -117,7 +117,7 @@ def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: objec
 
 
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
-    """Return the file and line of the plugin at which an error came out."""
+    """Return the last file and line of the plugin in the traceback of an error."""
     frames = traceback.extract_tb(error.__traceback__)
     code: Any = getattr(function, "__code__", None)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

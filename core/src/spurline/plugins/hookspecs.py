@@ -2,8 +2,8 @@
 
 A plugin defines further hooks with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
 process, in the order of the config's `plugins` list. Anything that exactly one plugin must answer is a component
-instead. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name plugin and hook.
-A `SpurlineError` is raised as it is, and any other error as the cause of a `HookFailedError`.
+instead. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name the plugin and
+the hook. An error that is no `SpurlineError` becomes the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
 def on_optimizer_step(update: int, role: Role) -> None:
     """Called within `train_step` after each optimizer step, when the backend has the new weights.
 
-    update: 1-based number of the optimizer step of that role in the whole run, across resumes.
-    role: `policy` or `critic`, whichever model was trained.
+    update: 1-based number of the optimizer step in the whole run, across resumes. Each role has its own numbers.
+    role: the model that was trained, `policy` or `critic`.
     Errors: any exception ends the run; no checkpoint is written after it.
     """
 
@@ -81,7 +81,6 @@ def on_optimizer_step(update: int, role: Role) -> None:
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called at the end of a step: after its update, weight publish, evaluation and record, before its checkpoint.
 
-    The checkpoint thus has the state of `run.keep_state` as it is after the whole step.
     step: 1-based number of the finished step.
     metrics: recorded metrics of the step, already reduced; `loss` in nats per token, `time/step` in seconds,
         evaluation (`time/evaluate`) included. Read-only. If the evaluation of a step failed and is repeated after a
@@ -115,7 +114,7 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
 
     run: as given to `on_run_start`; `run.state.step` is the last finished step.
     error: the error that ended the run, or None after the last step or a graceful stop.
-    Errors: an exception here is raised only if the run itself did not fail; otherwise it is attached as a note.
+    Errors: if the run failed, an exception here becomes a note of the run's error; otherwise it is raised.
     """
 
 
@@ -125,6 +124,5 @@ def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-b
 
     run: the run, which has ended.
     Returns the files that were made of the record, by the name that the terminal shows, such as `report`.
-        No two hooks may use the same name.
     Errors: any exception is raised to the caller of `train`; what was trained and saved stands.
     """

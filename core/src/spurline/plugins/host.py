@@ -1,9 +1,9 @@
 """Find, check, order and load plugins, and call their hooks.
 
 A plugin is an entry point of group `spurline.plugins` whose module defines `PLUGIN` and hookimpls. The host imports
-the plugins that the config lists, and those of `DEFAULT_PLUGINS` that are installed. `PluginHost` is a typed facade
-over pluggy. Each run has one host in each process, and child processes make theirs from the names of plugins. Hookimpls
-are checked before pluggy registers them, since it silently ignores misspelled hooks and arguments with defaults.
+the plugins that the config lists, and installed plugins of `DEFAULT_PLUGINS`. `PluginHost` is a typed facade over
+pluggy. Each process of a run has its own host, made from the names of plugins. Hookimpls are checked before pluggy
+registers them, since pluggy silently ignores misspelled hooks and arguments with defaults.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Plugin:
 
     Attributes:
         name: Name in the config's `plugins` list, and key of the plugin's config section.
-        api: Version of the plugin interface it was written for, `spurline.plugins.API_VERSION` today.
+        api: Version of the plugin interface that it was written for. The present one is `API_VERSION`.
         config: Section subclass for the top-level key `name`, or None.
-        requires: Names of plugins that must be listed too.
+        requires: Names of plugins that must be enabled too.
     """
 
     name: str
@@ -77,9 +77,9 @@ class LoadedPlugin:
 
 
 def installed_plugins() -> dict[str, InstalledPlugin]:
-    """Return every installed plugin by name, read from package metadata alone.
+    """Return every installed plugin by name, from package metadata.
 
-    Raises PluginError when two distributions install a plugin under one name.
+    Raises PluginError if two distributions install a plugin under one name.
     """
     found: dict[str, InstalledPlugin] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -110,8 +110,8 @@ class PluginHost:
 
         Args:
             names: Names of plugins as in the config. `-NAME` leaves out a default plugin.
-            available: Installed plugins, instead of those in package metadata. Default plugins are searched for in
-                both.
+            available: Installed plugins; read from package metadata if None. Default plugins are read from there
+                anyway.
 
         Raises:
             PluginError: A plugin is missing, or incompatible with this core.
@@ -129,12 +129,12 @@ class PluginHost:
         return host
 
     def attach(self, implementations: object, name: str) -> None:
-        """Register more hookimpls for this run, called before those of every plugin.
+        """Register more hookimpls for this run. They are called before the hookimpls of plugins.
 
         Args:
             implementations: An object with methods that are marked `@hookimpl`.
-            name: A name for the object. It belongs to the plugin whose hook attaches it. Outside of hooks, it belongs
-                to the plugin that the part of the name before a slash names.
+            name: A name for the object. Errors name the plugin whose hook attaches it. If no hook does, they name the
+                part of `name` before a slash.
 
         Raises:
             PluginError: A name is taken, or a hook is implemented wrongly.
@@ -180,14 +180,14 @@ class PluginHost:
         }
         for name, registrar in registrars.items():
             self._register_components(name, lambda implementation, given=registrar: implementation(given))
-        # A plugin may add to a kind, or implement a hook, of a plugin that is listed after it.
+        # A plugin may add to a kind of a plugin that is listed after it, so finish when all plugins have registered.
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish(replacing=False))
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish())
             for module in registrar.hookspecs:
                 self._add_hookspecs(module, self.plugins[name].distribution)
-        # pluggy calls the plugin registered last first. Register in reverse, so that calls are in the list's order.
+        # pluggy first calls the plugin that was registered last, so register in reverse order.
         for name, plugin in reversed(list(self.plugins.items())):
             check_hookimpls(plugin.module, name, self._hookspecs)
             self._manager.register(self._named(plugin.module, name), name)
@@ -199,20 +199,19 @@ class PluginHost:
             raise PluginError(f"{distribution} defines the hook '{name}', which exists already. Give it another name.")
         if not added:
             raise PluginError(
-                f"{distribution}: registry.add_hookspecs({module!r}) finds no hook there. Mark its functions with "
+                f"{distribution}: registry.add_hookspecs({module!r}) finds no hook. Mark functions of the module with "
                 "@hookspec of spurline.plugins."
             )
         self._hookspecs |= added
         self._manager.add_hookspecs(module)
 
     def _named(self, implementations: object, plugin: str) -> object:
-        """Return hookimpls that name the plugin in their errors, for pluggy. Core's own are returned unchanged."""
+        """Return hookimpls for pluggy that name the plugin in their errors. Core's hookimpls are returned unchanged."""
         if plugin == CORE:
             return implementations
         named = _NamedHooks()
         for number, (function, hook, options) in enumerate(_hookimpls(implementations)):
-            # This hook is called when the plugin is loaded, see `_register_components`.
-            if hook == REGISTER:
+            if hook == REGISTER:  # `_register_components` has called it.
                 continue
             call = self.calls.named(function, plugin, hook, wrapper=bool(options.get("wrapper")))
             setattr(call, f"{hookspecs.PROJECT}_impl", {**options, "specname": hook})
@@ -245,11 +244,11 @@ def _do_without(name: str) -> str:
 
 
 class _NamedHooks:
-    """Stands for a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
+    """Takes the place of a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
 
 
 def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> list[str]:
-    """Return the names of installed default plugins that are not left out, and then of the listed plugins."""
+    """Return the names of plugins to load: installed default plugins that are not left out, and then listed ones."""
     listed = [name for name in names if not name.startswith("-")]
     left_out = [name.removeprefix("-") for name in names if name.startswith("-")]
     for name in names:
@@ -261,7 +260,7 @@ def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) ->
         if name not in DEFAULT_PLUGINS:
             raise PluginError(
                 f"'-{name}' leaves out a plugin that is not loaded by default.{suggestion(name, DEFAULT_PLUGINS)} "
-                f"Loaded by default where installed: {listing(DEFAULT_PLUGINS)}. Remove the name from the list."
+                f"Loaded by default if installed: {listing(DEFAULT_PLUGINS)}. Remove the name from the list."
             )
     for name in listed:
         if name == CORE:
@@ -308,7 +307,7 @@ def _import_plugin(installed: InstalledPlugin) -> LoadedPlugin:
 
 @dataclass
 class CommandEntry:
-    """A subcommand that an installed plugin adds to `spurline`; its module imports torch only when it runs."""
+    """A subcommand that an installed plugin adds to `spurline`."""
 
     name: str
     distribution: str
@@ -316,7 +315,7 @@ class CommandEntry:
     load: Any = field(repr=False)
 
     def summary(self) -> str:
-        """Return the first line of the docstring of the command or its module; the error if it cannot be imported."""
+        """Return the first line of the docstring of the command or its module, or the error of importing it."""
         try:
             loaded = self.load()
         except Exception as error:  # noqa: BLE001 - help still lists all other commands
@@ -326,9 +325,9 @@ class CommandEntry:
 
 
 def installed_commands() -> dict[str, CommandEntry]:
-    """Return the subcommands of installed plugins, by name, from metadata alone.
+    """Return the subcommands of installed plugins, by name, from package metadata.
 
-    Raises PluginError when two distributions install a subcommand under one name.
+    Raises PluginError if two distributions install a subcommand under one name.
     """
     found: dict[str, CommandEntry] = {}
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):
@@ -338,7 +337,6 @@ def installed_commands() -> dict[str, CommandEntry]:
 
 
 def _distribution_of(entry: importlib.metadata.EntryPoint) -> tuple[str, str]:
-    """Return name and version of the distribution that installed an entry point."""
     return (entry.dist.name, entry.dist.version) if entry.dist is not None else ("(unknown distribution)", "?")
 
 
@@ -361,10 +359,9 @@ def check_hookimpls(
     *,
     may_replace_train_step: bool = False,
 ) -> None:
-    """Check the names of hooks and arguments, since pluggy ignores misspelled ones.
+    """Raise PluginError for an unknown hook or argument, an argument with a default, or a `train_step` without wrapper.
 
-    Raises:
-        PluginError: A hook or argument is unknown, an argument has a default value, or `train_step` is no wrapper.
+    pluggy would ignore misspelled names.
     """
     for function, hook, options in _hookimpls(implementations):
         if hook not in specs:
@@ -377,13 +374,13 @@ def check_hookimpls(
         _check_arguments(function, hook, plugin, specs[hook])
         if options.get("hookwrapper"):
             raise PluginError(
-                f"Plugin '{plugin}' marks '{hook}' with hookwrapper=True. Mark it with @hookimpl(wrapper=True), where "
-                "`yield` gives the result itself and the function returns it."
+                f"Plugin '{plugin}' marks '{hook}' with hookwrapper=True. Mark it with @hookimpl(wrapper=True), and "
+                "return the result of `yield`."
             )
         is_wrapper = options.get("wrapper")
         if hook == TRAIN_STEP and not is_wrapper and not may_replace_train_step:
             raise PluginError(
-                f"Plugin '{plugin}' implements '{hook}', which core alone does. Wrap it: mark the function with "
+                f"Plugin '{plugin}' implements '{hook}', but only core may. Wrap it: mark the function with "
                 "@hookimpl(wrapper=True) and `return (yield)` inside."
             )
 
@@ -398,13 +395,13 @@ def _check_arguments(function: Callable[..., Any], hook: str, plugin: str, spec:
             )
         if parameter.default is not inspect.Parameter.empty:
             raise PluginError(
-                f"Plugin '{plugin}': argument '{name}' of '{hook}' has a default value, so it would always get that "
-                "value. Remove the default."
+                f"Plugin '{plugin}': argument '{name}' of '{hook}' has a default value, which it would always get. "
+                "Remove the default."
             )
 
 
 def _hookimpls(implementations: object) -> Iterator[tuple[Callable[..., Any], str, Mapping[str, Any]]]:
-    """Yield (function, hook name, pluggy's options) of everything marked with `@hookimpl`."""
+    """Yield (function, hook name, pluggy's options) of each attribute that is marked with `@hookimpl`."""
     for name in dir(implementations):
         value: Any = getattr(implementations, name, None)
         options = getattr(value, f"{hookspecs.PROJECT}_impl", None)

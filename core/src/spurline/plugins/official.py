@@ -1,6 +1,6 @@
-"""List the plugins of this project and their components, so that a message can name one that is not enabled.
+"""List the plugins of this project and their components, so that messages can name plugins that are not enabled.
 
-A plugin that is not enabled is never imported, so this table lists its components. A test compares both.
+Such plugins are never imported, so the components are listed here. A test compares the list with the plugins.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "ranks", "insight", "planning", "trackers")
-"""Plugins that are loaded if they are installed, before those that a config lists, unless it lists `-NAME`."""
+"""Plugins that are loaded if they are installed, before the plugins of the config. `-NAME` in the config leaves one
+out.
+"""
 
 _TABLE = {
     "text": """
@@ -75,12 +77,15 @@ _TABLE = {
     """,
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""Components, sections and commands by plugin: KIND/NAME, section/NAME, command/NAME. The first plugin that has a
-component lists it."""
+"""Components (KIND/NAME), sections (section/NAME) and commands (command/NAME) by plugin. If several plugins have a
+component, only the first one lists it."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
-    """Return the plugin of this project that has NAME of a kind; if `kind` is None, of any kind of component."""
+    """Return the plugin of this project that has this component, section or command; None if no plugin has it.
+
+    If `kind` is None, components of all kinds count.
+    """
     for plugin, entries in OFFICIAL.items():
         kinds = [entry.partition("/")[0] for entry in entries if entry.endswith(f"/{name}")]
         if kind in kinds or (kind is None and {*kinds} - {"section", "command"}):
@@ -100,14 +105,14 @@ def plugin_of_kind(kind: str) -> str | None:
 
 
 def install_command(plugin: str) -> str:
-    """Return how to install a plugin of this project, from the checkout that core came from if there is one."""
+    """Return the command that installs a plugin of this project. If core came from a checkout, so does the plugin."""
     origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
         "url", ""
     )
     plugins = Path(unquote(urlsplit(origin).path)).parent / "plugins"
     if not origin.startswith("file:") or not (plugins / plugin).is_dir():
         return f"pip install spurline-{plugin.replace('_', '-')}"
-    # pip would ask the package index for what the plugin needs of this project.
+    # Also list the plugins that it needs, since pip would search for them in the package index.
     needed = [plugin]
     for each in needed:
         project = tomllib.loads((plugins / each / "pyproject.toml").read_text())["project"]
@@ -119,7 +124,7 @@ def install_command(plugin: str) -> str:
 
 
 def how_to_enable(plugin: str, *, is_installed: bool = False) -> str:
-    """Return what to do to have a plugin of this project, as an imperative without a full stop."""
+    """Return how to enable a plugin of this project, as an imperative without a full stop."""
     if plugin in DEFAULT_PLUGINS and is_installed:
         return f"take -{plugin} out of plugins"
     steps = [] if is_installed else [f"install it with `{install_command(plugin)}`"]

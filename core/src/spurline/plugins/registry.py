@@ -1,7 +1,7 @@
-"""Map (kind, name) to a component: its config class now, its implementation when first created.
+"""Map the kind and name of a component to its config class and its factory.
 
-Core and plugins fill the registry through the same `register_components` hook. Config classes are imported at once;
-factories are `"module:attribute"` strings that are resolved on first use, so that a config is validated without torch.
+Core and plugins fill the registry through the same `register_components` hook. Config classes are imported at once.
+Factories are `"module:attribute"` strings that are imported on first use, so that a config is validated without torch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Registration:
 
     @property
     def is_builtin(self) -> bool:
-        """Return whether it belongs to core or to a default plugin, so that another one may take its place."""
+        """Return whether it belongs to core or to a default plugin. Other plugins may replace it."""
         return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
@@ -64,9 +64,9 @@ class TopLevelSection:
 
     Attributes:
         annotation: Its type, marks included.
-        optional: If True, the section is None when the file leaves it out; otherwise it then has its defaults.
+        optional: Whether the section is None if the file leaves it out. Otherwise it then has its defaults.
         plugin: The owner.
-        held: `"module:function"` of a context manager that a run holds open until it ends, or None.
+        held: `"module:function"` that returns a context manager, which the run enters; None without one.
     """
 
     annotation: Any
@@ -87,7 +87,7 @@ class Registry:
         self._plugin_defaults: dict[str, Registration] = {}
 
     def insert_kind(self, kind: Kind) -> None:
-        """Add a kind. Raises PluginError when another plugin has one of that name."""
+        """Add a kind. Raises PluginError if another plugin has a kind of that name."""
         present = self.kinds.setdefault(kind.name, kind)
         if present is not kind:
             raise PluginError(
@@ -101,13 +101,13 @@ class Registry:
         if kind is None:
             raise PluginError(
                 f"{entry.distribution} registers '{entry.name}' under the unknown kind '{entry.kind}'."
-                f"{suggestion(entry.kind, self.kinds)} Kinds: {listing(self.kinds)}. Enable the plugin that opens it "
-                "too; registry.add_to leaves the component out where that plugin is not enabled."
+                f"{suggestion(entry.kind, self.kinds)} Kinds: {listing(self.kinds)}. Enable the plugin that defines "
+                "the kind, or use registry.add_to, which skips the component without that plugin."
             )
         if not issubclass(entry.config, kind.config):
             base = f"from {kind.config.__module__} import {kind.config.__name__}"
             raise PluginError(
-                f"{entry.distribution}: {entry.config.__name__} says kind '{entry.kind}' and is no "
+                f"{entry.distribution}: {entry.config.__name__} has the kind '{entry.kind}', but is no "
                 f"{kind.config.__name__}. Derive it from that class: `{base}`."
             )
         if entry.is_builtin:
@@ -122,15 +122,15 @@ class Registry:
             if entry.replaces_builtin:
                 names = self.names(entry.kind)
                 raise PluginError(
-                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but there "
-                    f"is none of that name.{suggestion(entry.name, names)} Available: {listing(names)}."
+                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but none "
+                    f"has that name.{suggestion(entry.name, names)} Available: {listing(names)}."
                 )
             return
         if present.plugin == entry.plugin:
             raise PluginError(f"{entry.distribution} registers {entry.kind} '{entry.name}' twice.")
         if present.is_builtin and entry.replaces_builtin:
             return
-        replacing = f"; pass replaces_builtin=True to registry.add to replace that of {present.plugin}"
+        replacing = f", or pass replaces_builtin=True to registry.add to replace the component of {present.plugin}"
         hint = replacing if present.is_builtin else ""
         raise PluginError(
             f"Two plugins claim {entry.kind} '{entry.name}': {present.distribution} (plugin '{present.plugin}') "
@@ -145,13 +145,13 @@ class Registry:
         if rival is not None:
             both = f"{rival.distribution} ('{rival.name}') and {entry.distribution} ('{entry.name}')"
             raise PluginError(
-                f"Two components claim to be the default {entry.kind}: {both}. A kind has one default; enable one of "
-                "the plugins, or let one of them drop default=True."
+                f"Two components claim to be the default {entry.kind}: {both}. Enable only one of the plugins, or "
+                "remove default=True from one of them."
             )
         self._plugin_defaults[entry.kind] = entry
 
     def get(self, kind: str, name: str) -> Registration:
-        """Return the component `name`, a plain name or `OWNER/NAME`. Raises PluginError when there is none."""
+        """Return the component `name`, a plain name or `OWNER/NAME`. Raises PluginError if there is none."""
         entry = self._entries.get((kind, name))
         if entry is None:
             names = self.names(kind)
@@ -161,7 +161,7 @@ class Registry:
         return entry
 
     def names(self, kind: str) -> list[str]:
-        """Return the names usable in the config; `OWNER/NAME` is listed only where a plugin replaced NAME."""
+        """Return the names for the config. `OWNER/NAME` is among them only if a plugin has replaced NAME."""
         entries = {name: self._entries[(kind, name)] for name in self.all_names(kind)}
         return [name for name, entry in entries.items() if name == entry.name or entries[entry.name] is not entry]
 
@@ -170,23 +170,23 @@ class Registry:
         return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
 
     def default(self, kind: str) -> str | None:
-        """Return the name used when the config leaves this kind out: a plugin's claim, else the built-in one."""
+        """Return the name of the kind's default: the one that a plugin has set, else the built-in one."""
         claimed = self._plugin_defaults.get(kind)
         return claimed.name if claimed is not None else self._builtin_defaults.get(kind)
 
     def entries(self, plugin: str | None = None) -> Iterator[Registration]:
-        """Yield the registrations in the order they came (aliases left out), all or those of one plugin."""
+        """Yield the registrations of all plugins or of one, in order and without aliases."""
         for (_, name), entry in self._entries.items():
             if name == entry.name and plugin in (None, entry.plugin):
                 yield entry
 
     def factory(self, kind: str, config: ComponentConfig) -> Callable[..., Any]:
-        """Import and return the factory of the component that `config.name` selects."""
+        """Import and return the factory of the component `config.name`."""
         entry = self.get(kind, config.name)
         return resolve(entry.factory, f"{kind} '{entry.name}' of {entry.distribution}")
 
     def create(self, kind: str, config: ComponentConfig, **dependencies: Any) -> Any:
-        """Build the component that `config.name` selects, passing what its protocol's docstring lists under Factory."""
+        """Build the component `config.name`. The docstring of its protocol lists the dependencies under Factory."""
         return self.factory(kind, config)(config, **dependencies)
 
 
@@ -207,15 +207,15 @@ class ComponentRegistrar:
         return self._hookspecs
 
     def add_kind(self, config: type[ComponentConfig], protocol: str) -> None:
-        """Open a kind of component, to which every plugin may add, even one that the config lists earlier.
+        """Define a kind of component. Every plugin may add components to it.
 
         Mark each setting that chooses such a component: `critic_of_style: Annotated[StyleConfig, Component("style")]`.
 
         Args:
-            config: Base class of the configs of its components; the ClassVar `kind` says the kind's name. Its module
+            config: Base class of the configs of the components. Its ClassVar `kind` is the name of the kind. Its module
                 must not import torch.
-            protocol: `"module:Class"` of the Protocol or base class that implementations satisfy. Its docstring lists
-                under Factory what `registry.create` passes besides the config.
+            protocol: `"module:Class"` of the Protocol or base class of implementations. Its docstring lists under
+                Factory the arguments that `registry.create` passes besides the config.
 
         Raises:
             PluginError: If another plugin has a kind of that name, or the class sets no `kind`.
@@ -228,16 +228,15 @@ class ComponentRegistrar:
         self._registry.insert_kind(Kind(config.kind, config, protocol, self._plugin, self._distribution))
 
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
-        """Add a top-level section to the config under a name of your choice; `Plugin.config` uses the plugin's name.
+        """Add a top-level section to the config. `run.config.section(ClusterConfig)` reads it.
 
-        `run.config.section(ClusterConfig)` reads it.
+        Unlike `Plugin.config`, it need not have the name of the plugin.
 
         Args:
             name: The key in the file; `evaluation.generate` for a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
-            optional: If True, the section is None when the file leaves it out, so that its presence is a choice;
-                otherwise it then has its defaults.
+            optional: Whether the section is None if the file leaves it out. Otherwise it then has its defaults.
             held: `"module:function"`, called with the run's config after its data is read and before any weights load.
                 The run enters the context manager that it returns, and leaves it after all components are closed.
 
@@ -254,14 +253,14 @@ class ComponentRegistrar:
         """Set the class that saves the rows, models and tokenizers that a Python program passes instead of paths.
 
         Args:
-            factory: `"module:Class"` of a `spurline.config.objects.KeepsObjects`. The last plugin's call counts.
+            factory: `"module:Class"` of a `spurline.config.objects.KeepsObjects`. The last call counts.
         """
         self._registry.keeper = factory
 
     def add_hookspecs(self, module: ModuleType) -> None:
-        """Open further hooks: the functions of a module that are marked with `spurline.plugins.hookspec`.
+        """Define further hooks: the functions of a module that are marked with `spurline.plugins.hookspec`.
 
-        Every plugin may then implement them. Call one with `host.hooks.NAME(argument=value)` on the loop's thread.
+        Every plugin may then implement them. Call a hook with `host.hooks.NAME(argument=value)` on the loop's thread.
         """
         self._hookspecs.append(module)
 
@@ -279,14 +278,15 @@ class ComponentRegistrar:
         Args:
             config: Its config class, derived from the base class of the kind (`LossConfig`, `CollatorConfig`, ...). Its
                 module must not import torch.
-            factory: `"module:Class"`, called as `Class(config, **dependencies)`; the kind's Protocol lists them.
-            name: What the config file says under `name:`; the default of the class's field `name` if left out.
-            replaces_builtin: Take the place of the component of this name that core or a default plugin has. That one
-                stays reachable as `OWNER/NAME`, such as `core/packed`.
-            default: Use this one when the config names none.
+            factory: `"module:Class"`, called as `Class(config, **dependencies)`. The kind's Protocol lists the
+                dependencies.
+            name: Value of `name:` in the config file; by default the default of the class's field `name`.
+            replaces_builtin: Whether to replace the component of this name that core or a default plugin has. The
+                replaced one stays available as `OWNER/NAME`, such as `core/packed`.
+            default: Whether this is the default of the kind.
 
         Raises:
-            PluginError: If another plugin holds the name, or the class has no kind or name.
+            PluginError: If another plugin has the name, or the class has no kind or name.
         """
         name = name or config.model_fields["name"].default
         call = f"{self._distribution}: registry.add({config.__name__}, {factory!r})"
@@ -304,7 +304,7 @@ class ComponentRegistrar:
         entry = Registration(
             config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
         )
-        # The plugin whose component it replaces may be listed later.
+        # The plugin whose component is replaced may be listed later.
         waits = replaces_builtin and name not in self._registry.all_names(entry.kind)
         if entry.kind in self._registry.kinds and not waits:
             self._registry.insert(entry)
@@ -312,23 +312,23 @@ class ComponentRegistrar:
             self._waiting.append(entry)
 
     def add_to(self, kind: str, config: str, factory: str, *, name: str | None = None) -> None:
-        """Offer a component of a kind that another plugin opens, if that plugin is enabled; otherwise do nothing.
+        """Offer a component of a kind that another plugin defines. If that plugin is not enabled, do nothing.
 
-        A plugin has a report panel in this way, for instance, and works where reports are not installed.
+        For example, a plugin may offer a report panel, and also work where reports are not installed.
 
         Args:
             kind: Name of the kind.
-            config: `"module:Class"` of its config class, imported only where the kind is open.
+            config: `"module:Class"` of its config class. It is imported only if the kind is defined.
             factory: As for `add`.
             name: As for `add`.
 
         Raises:
-            PluginError: If the config class does not exist, or another plugin holds the name.
+            PluginError: If the config class does not exist, or another plugin has the name.
         """
         self._of_optional_kinds.append((kind, config, factory, name))
 
     def finish(self, *, replacing: bool = True) -> None:
-        """Insert components that waited for other plugins, replacing ones only if `replacing`. Raises PluginError."""
+        """Insert components that waited for other plugins. Those that replace others wait until `replacing` is true."""
         waiting = [entry for entry in self._waiting if replacing or not entry.replaces_builtin]
         self._waiting = [entry for entry in self._waiting if entry not in waiting]
         for entry in waiting:
@@ -341,7 +341,7 @@ class ComponentRegistrar:
 
 
 def resolve(reference: str, what: str) -> Callable[..., Any]:
-    """Import `"module:attribute"`. Raises PluginError saying which component needed it."""
+    """Import `"module:attribute"`. Raises PluginError; `what` is the component in its text."""
     module_name, _, attribute = reference.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -357,7 +357,7 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
 
 
 def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:
-    """Return the names of components by kind, for listings."""
+    """Return the names of components by kind."""
     grouped: dict[str, list[str]] = {}
     for entry in entries:
         grouped.setdefault(entry.kind, []).append(entry.name)

@@ -1,4 +1,4 @@
-"""Define the view of a run that hooks are given."""
+"""Define the part of a run that hooks may use."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Warned:
     kind: str
     """A short name of the trouble."""
     words: str
-    """Sentences about it, with the steps that had it."""
+    """Sentences about the trouble, with its steps."""
     lasts: bool
-    """True if the run still had it at its end, or for many of its steps."""
+    """True if the run still had the trouble at its end, or in many of its steps."""
 
 
 class FolderView(Protocol):
-    """Paths of what the run writes: `spurline.run.directory.RunDirectory`."""
+    """Paths of files that the run writes: `spurline.run.directory.RunDirectory`."""
 
     @property
     def path(self) -> Path: ...

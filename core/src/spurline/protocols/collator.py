@@ -22,8 +22,8 @@ class CollatorConfig(ComponentConfig):
 
     kind: ClassVar[str] = "collator"
     one_turn_per_row: ClassVar[bool] = False
-    """True if it is a `RolloutCollator` that gives each turn a row of its own, so that a batch can be cut between
-    prompts afterwards."""
+    """True if it is a `RolloutCollator` with one turn per row, so that a batch can be cut between prompts
+    afterwards."""
 
     @property
     def row_capacity(self) -> int | None:
@@ -32,7 +32,7 @@ class CollatorConfig(ComponentConfig):
 
     @property
     def sample_alignment(self) -> int:
-        """Return the multiple to which lengths of samples are rounded up, besides that of the backend."""
+        """Return the multiple to which lengths of samples are rounded up, besides the backend's alignment."""
         return 1
 
 
@@ -61,7 +61,7 @@ class ParallelLayout:
 
     @property
     def row_multiple(self) -> int:
-        """Return the multiple to which rows of a mini-batch are padded; a backend that deals rows needs no padding."""
+        """Return the multiple to which the number of rows of a mini-batch is padded."""
         return 1 if self.deals_rows else self.data
 
 
@@ -69,9 +69,10 @@ class Collator(Protocol):
     """Lay tokenized samples out as one TrainingBatch.
 
     Factory: `Class(config, pad_token_id=int, layout=ParallelLayout)`.
-    Deterministic for equal inputs and without state between calls, so it may run on another thread. Padding has
-    `input_ids` = pad_token_id and zero in every other column. Rows are a multiple of `layout.data`, rank by rank.
-    `info` has `packing/fill` (real tokens / all positions). Raises DataError naming a sample that cannot fit.
+    A collator is deterministic and has no state between calls, so it may run on another thread. Padding has
+    `input_ids` = pad_token_id and zero in every other column. The number of rows is a multiple of `layout.data`, and
+    rows come rank by rank. `info` has `packing/fill` (real tokens / all positions). Raises DataError naming a sample
+    that does not fit.
     """
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
@@ -80,10 +81,10 @@ class Collator(Protocol):
 
 
 class TurnToLayOut(Protocol):
-    """The part of a turn that a collator reads: tokens of prompt and response, and one value for each response token.
+    """The part of a turn that a collator reads: tokens of prompt and response, and columns for each response token.
 
-    The optional columns are None if the turn has no such values. `routed_experts` is [tokens of prompt and response,
-    layers, experts of a token].
+    A column is None if the turn has no such values. `routed_experts` is [tokens of prompt and response, layers, experts
+    of a token].
     """
 
     @property
@@ -109,7 +110,7 @@ class TurnToLayOut(Protocol):
 
 
 class TrajectoryToLayOut(Protocol):
-    """A trajectory as a collator reads it, with the uid of its prompt and its number among the attempts at that."""
+    """The part of a trajectory that a collator reads. `sample` is its number among the attempts at the prompt `uid`."""
 
     @property
     def uid(self) -> str: ...
@@ -120,11 +121,11 @@ class TrajectoryToLayOut(Protocol):
 
 
 class RolloutCollator(Protocol):
-    """Lay trajectories out as one TrainingBatch, one segment per turn. Factory as for Collator.
+    """Lay trajectories out as one TrainingBatch, one segment per turn. Factory and padding are as for `Collator`.
 
-    Token columns beyond the four standard ones are present iff every turn has the data for them. Padding rows hold
-    what Collator says. A packing collator may put turns of several prompts into one row, in any order, so its rows
-    cannot be cut at prompts afterwards: callers cut by prompt first and collate each mini-batch on its own.
+    An optional token column is present if and only if every turn has its values. A packing collator may put turns of
+    several prompts into one row, in any order. Callers then divide the prompts into mini-batches first, and collate
+    each mini-batch on its own.
     """
 
     def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:

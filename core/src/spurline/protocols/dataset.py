@@ -14,7 +14,7 @@ from spurline.errors import DataError, Problem
 
 
 class DatasetConfig(ComponentConfig):
-    """Settings of every dataset entry, whatever component loads the rows."""
+    """Settings that all datasets share."""
 
     kind: ClassVar[str] = "dataset"
     streams: ClassVar[bool] = False
@@ -25,20 +25,20 @@ class DatasetConfig(ComponentConfig):
             fix = "Set source: stream, or name: hf." if self in run.data.train else "Set name: hf."
             yield Problem(
                 "name",
-                f"is {self.name}, which streams its rows, and only data.train with source: stream reads a stream. "
+                f"is {self.name}, which streams its rows, but only data.train with source: stream reads a stream. "
                 f"{fix}",
             )
 
     format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
     """Format of the rows; `auto` decides by the column names of the first row."""
     columns: dict[str, str] = {}
-    """Rename columns: key is the name Spurline expects (`messages`, `prompt`, ...), value the name in the file. Dots go
-    into objects: `{reference: reward_model.ground_truth}`."""
+    """Rename columns: the key is the name that Spurline expects (`messages`, `prompt`, ...), the value is the name in
+    the file. Dots go into objects: `{reference: reward_model.ground_truth}`."""
     append_eos: bool = True
     """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows half of the rows per epoch in turn. A
-    stream has no epochs, so its weight is its share of all rows relative to the other weights."""
+    """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows one half of the rows in one epoch and
+    the other half in the next. The weight of a stream is its share of all rows, relative to the other weights."""
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop at the first malformed row, or leave it out and count it."""
     label: str | None = None
@@ -62,9 +62,9 @@ DatasetList = Annotated[
 class Dataset(Protocol):
     """Random access to rows.
 
-    Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found or read. It may
-    open rows late, since only `label` and `fingerprint` are read when the tokens are in a cache. A dataset that can be
-    pickled is tokenized by several processes.
+    Factory: `Class(config)`, config a DatasetConfig. Raises DataError if the data cannot be found or read. Rows should
+    be opened on first use, since only `label` and `fingerprint` are read when a cache has the tokens. Several processes
+    can tokenize a dataset that can be pickled.
 
     label: short name used in uids and reports.
     """
@@ -76,21 +76,21 @@ class Dataset(Protocol):
         ...
 
     def __getitem__(self, row: int) -> Mapping[str, Any]:
-        """Return the row of a 0-based index, with columns under their names in the file."""
+        """Return the row at a 0-based index, with columns under their names in the file."""
         ...
 
     def location(self, row: int) -> str:
-        """Return where a row comes from, for error messages: `train.jsonl:12` where the line is known."""
+        """Return where a row comes from, for error messages: `train.jsonl:12` if the line is known."""
         ...
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the rows. Equal content has an equal text, wherever it is stored."""
+        """Return a text that identifies the rows by their content, wherever they are stored."""
         ...
 
 
 @dataclass(frozen=True)
 class StreamedRow:
-    """A row with its location for messages, or the DataError of a row that cannot be read."""
+    """The values of a row, or a DataError if it cannot be read, and its location for messages."""
 
     values: Mapping[str, Any] | DataError
     location: str
@@ -100,11 +100,11 @@ class RowReader(Protocol):
     """Reads the rows of a stream once."""
 
     def read(self) -> StreamedRow | None:
-        """Return the next row; None when there are no more. Deterministic: every reader gives the same rows."""
+        """Return the next row; None after the last one. Every reader returns the same rows."""
         ...
 
     def position(self) -> dict[str, Any]:
-        """Return the position as JSON values. A reader that is opened there gives the remaining rows of this one."""
+        """Return the position as JSON values. A reader that is opened there returns the remaining rows."""
         ...
 
     def close(self) -> None:
@@ -113,9 +113,9 @@ class RowReader(Protocol):
 
 
 class StreamedDataset(Protocol):
-    """Rows in order, for data that is too large to be looked at twice. Its config says `streams = True`.
+    """Rows in order, for data that is too large to be read twice. Its config says `streams = True`.
 
-    Factory: `Class(config)`, config a DatasetConfig. Raises DataError when the data cannot be found.
+    Factory: `Class(config)`, config a DatasetConfig. Raises DataError if the data cannot be found.
 
     label: short name used in uids and reports.
     """
@@ -134,9 +134,8 @@ class Longest:
     Attributes:
         tokens: Tokens of a sample, or of a prompt with the longest response.
         where: Location of its row.
-        setting: Key path of the setting that bounds `tokens`.
-        prompt_tokens: Tokens of the prompt, after which up to `tokens - prompt_tokens` are generated; None for a
-            sample.
+        setting: Key path of the setting that limits `tokens`.
+        prompt_tokens: Tokens of the prompt; the other tokens are generated. None for a sample.
     """
 
     tokens: int
@@ -149,7 +148,7 @@ class KnowsLongest(Protocol):
     """Data of a run whose longest sequence is known: a source, or an evaluation."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence in the data, which may be shorter than its limit; None if it is not known."""
+        """Return the longest sequence in the data; None if it is not known."""
         ...
 
 

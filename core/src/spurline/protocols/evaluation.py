@@ -1,4 +1,4 @@
-"""Kind `evaluation`: measure the model on held-out data, now and then and at the end of a run."""
+"""Kind `evaluation`: measure the model on held-out data, during a run and at its end."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class EvaluationConfig(ComponentConfig):
         if self.generates and not run.backend.facts.generates:
             yield Problem(
                 "name",
-                f"is {self.name}, which asks for answers, and backend '{run.backend.name}' does not generate. Remove "
-                "it, or set backend.name: local.",
+                f"is {self.name}, which asks the backend for answers, but backend '{run.backend.name}' does not "
+                "generate. Remove it, or set backend.name: local.",
             )
         if self.needs_attempts and not run.source.facts.makes_attempts:
             yield Problem(
                 "name",
-                f"is {self.name}, which makes attempts at prompts, and the source '{run.source.name}' makes none. "
+                f"is {self.name}, which needs attempts at prompts, but the source '{run.source.name}' makes none. "
                 "Choose answers, which the backend generates, or train with source: rollouts.",
             )
         if self.needs_token_loss and run.loss.trains_on in ("advantages", "returns"):
             yield Problem(
                 "name",
-                f"is {self.name}, and the run's loss, {run.loss.name}, has no value on held-out tokens: it reads the "
-                "advantages of rollouts. Choose answers or rollouts.",
+                f"is {self.name}, but the run's loss, {run.loss.name}, cannot be computed on held-out tokens, since it "
+                "needs the advantages of rollouts. Choose answers or rollouts.",
             )
 
 
@@ -62,8 +62,8 @@ class EvaluationContext:
     """Everything that an evaluation gets from its run.
 
     Attributes:
-        run: Config, plugins, tokenizer and layout, as for sources.
-        source: Source of the run. It is not started yet.
+        run: The context that the source gets too: config, plugins, tokenizer and layout.
+        source: Source of the run, which has not started yet.
         loss: Loss of the run.
         where: Key path of the evaluation's settings, `evaluations.NAME`, for messages.
     """

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class HeldOutEvaluation(ABC):
-    """Measures a backend on held-out data. It leaves the random number generators of training as they are.
+    """Measures a backend on held-out data. It does not change the random number generators of training.
 
     Factory: `Class(config, context=EvaluationContext)`. The factory reads the data, and starts no processes.
 
-    measures_copies: Whether it asks engines that hold a copy of the weights, which parameter swaps do not change.
+    measures_copies: Whether it uses engines with a copy of the weights. Swapping parameters does not change the copy.
     """
 
     measures_copies: bool = False
@@ -34,21 +34,21 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that changes with the held-out data. A resumed run uses it to tell if scores are comparable."""
+        """Return a text that identifies the held-out data. A resumed run compares scores only if it is unchanged."""
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return finite metrics, and sample answers: prompt, response, reference and scores.
+        """Return metrics, which are finite, and sample answers with prompt, response, reference and scores.
 
-        The run puts `eval/` or `eval/NAME/` before the names, and adds `time` in seconds.
+        The run puts `eval/` or `eval/NAME/` in front of the names, and adds `time` in seconds.
         """
 
     def metrics(self) -> Collection[str] | None:
         """Return the names of all metrics that `evaluate` may return; None if they are not known before it runs.
 
-        A run whose `checkpoint.keep_best` or `stop_when` names another metric is refused before it trains.
+        If `checkpoint.keep_best` or `stop_when` names another metric, the run is refused before it trains.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 - many have nothing to close
-        """End everything that was started, such as reward processes. Called once, also after an error."""
+        """End everything that was started, such as reward processes. It is called once, also after an error."""

@@ -20,8 +20,8 @@ ENTROPY = "entropy"
 class TokenLossInputs:
     """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened, whole segments together.
 
-    logprobs: [N], differentiable, logprob of the token at each position under the model being trained. For the role
-        `critic`, these are its values instead: estimates, made at the position before, of the return from the token on.
+    logprobs: [N], differentiable, logprob of the token at each position under the model that is trained. For the role
+        `critic`, the critic's values instead: estimates of the return from the token on, made at the position before.
     segment_index: int64 [N], number of each position's segment in the micro-batch, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
@@ -38,9 +38,9 @@ class TokenLossInputs:
 class Loss(Protocol):
     """Loss per token.
 
-    Factory: `Class(config)`. A loss is a pure function of tensors on any device. A token's loss may depend on its own
-    segment only, so that gradients do not depend on how rows were cut. If the loss needs `pair_ids`, it may also depend
-    on the other answer of the pair, which the source keeps in the same unit.
+    Factory: `Class(config)`. A loss is a pure function of tensors on any device. A token's loss may depend only on its
+    own segment, so that gradients do not depend on how rows are cut. If the loss needs `pair_ids`, it may also depend
+    on the other answer of the pair, which has the same unit id.
 
     needs: inputs that it needs besides `logprobs`: names of columns, and `entropy`.
     """
@@ -49,7 +49,7 @@ class Loss(Protocol):
 
     @property
     def config(self) -> LossConfig:
-        """Return the settings of the loss. Backends with several processes make it again from them."""
+        """Return the settings of the loss. Each process of a backend makes its own loss from them."""
         ...
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
@@ -57,15 +57,14 @@ class Loss(Protocol):
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return [N] values by name, which are reported for the step. May be empty.
+        """Return [N] values by name, or an empty mapping. It is called under `torch.no_grad`.
 
-        A weighted mean is reported, or the largest or smallest value if the name ends in `/max` or `/min`.
-        Called under `torch.no_grad`.
+        The step reports their weighted mean, or the largest or smallest value if the name ends in `/max` or `/min`.
         """
         ...
 
     def describe(self) -> str:
-        """Return the objective in words, one sentence, for `spurline plan`."""
+        """Return a sentence that describes the objective, for `spurline plan`."""
         ...
 
 
@@ -84,7 +83,7 @@ class Objective:
 
 
 TrainsOn = Literal["tokens", "advantages", "returns", "pairs"]
-"""The data that a loss learns from: plain tokens, advantages of rollouts, returns for a critic, or pairs of answers."""
+"""The data that a loss trains on: plain tokens, advantages of rollouts, returns for a critic, or pairs of answers."""
 
 
 class LossConfig(ComponentConfig):
@@ -92,12 +91,12 @@ class LossConfig(ComponentConfig):
 
     kind: ClassVar[str] = "loss"
     trains_on: ClassVar[TrainsOn] = "tokens"
-    """The data that the loss learns from. A source refuses a loss that does not fit its batches."""
+    """The data that the loss trains on. A source refuses a loss that does not fit its batches."""
     is_nll: ClassVar[bool] = False
     """True if its values are negative log-likelihoods of tokens. Held-out evaluation then needs no other loss."""
     uses_rollout_logprobs: ClassVar[bool] = False
-    """True if the loss weighs tokens by the logprobs they were sampled with. It then needs no `correction` for tokens
-    of older weights."""
+    """True if the loss reads the logprobs that tokens were sampled with. It then needs no `correction` for tokens from
+    older weights."""
 
     @property
     def uses_reference(self) -> bool:

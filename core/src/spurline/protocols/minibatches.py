@@ -19,7 +19,7 @@ class MiniBatchesConfig(ComponentConfig):
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
         """Return the number of prompts in each mini-batch of rollouts; None if it is not fixed.
 
-        An advantage with `advantage_scope: minibatch` normalises over this many prompts, in the order of the batch.
+        An advantage with `advantage_scope: minibatch` normalises over this many prompts in a row.
         """
         return None
 
@@ -31,7 +31,7 @@ class MiniBatches(Protocol):
     """
 
     def steps_per_batch(self) -> int:
-        """Return the optimizer steps per batch, the same for each batch, so that LR schedules cannot drift."""
+        """Return the optimizer steps per batch. LR schedules rely on the number being the same for each batch."""
         ...
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 REGEX = "re:"
-"""A `match` that begins with this is a regular expression."""
+"""A pattern that begins with this is a regular expression."""
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Return the problem with a pattern of parameter names, in words that follow its key; None if there is none."""
+    """Return the problem with a pattern of parameter names, as text that follows its key; None if it is valid."""
     if not pattern.startswith(REGEX):
         return None
     try:
         re.compile(pattern.removeprefix(REGEX))
     except re.error as error:
-        return f"is {pattern!r}, and the text after '{REGEX}' is not a regular expression: {error}."
+        return f"is {pattern!r}, but the text after '{REGEX}' is not a regular expression: {error}."
     return None
 
 
@@ -35,14 +35,15 @@ class ParameterGroup(Section):
     """Settings of the parameters whose names fit a pattern."""
 
     match: str = Field(min_length=1)
-    """Pattern of parameter names such as `model.layers.0.mlp.up_proj.weight`: a glob over the whole name, as in
-    `*embed_tokens*`, or `re:` and a regular expression found anywhere in it, as in `re:layers\\.[01]\\.`."""
+    """Pattern of parameter names such as `model.layers.0.mlp.up_proj.weight`: a glob for the whole name, as in
+    `*embed_tokens*`, or `re:` and a regular expression for a part of it, as in `re:layers\\.[01]\\.`."""
     learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Peak learning rate of the group; default is the optimizer's."""
     learning_rate_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Factor of the optimizer's learning rate, instead of `learning_rate`."""
+    """Factor by which the optimizer's learning rate is multiplied, instead of `learning_rate`."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Weight decay of all parameters of the group, norms and biases too; default is the optimizer's, for matrices."""
+    """Weight decay of all parameters of the group, norms and biases included. By default, matrices of the group have
+    the optimizer's weight decay."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
         if self.learning_rate is not None and self.learning_rate_scale is not None:
@@ -55,36 +56,37 @@ class ParameterGroup(Section):
 
 
 class OptimizerConfig(ComponentConfig):
-    """Settings of an optimizer, and what a run must know of it before any weight is loaded."""
+    """Settings of an optimizer, and facts about it that a run needs before any weight is loaded."""
 
     kind: ClassVar[str] = "optimizer"
     needs_whole_parameters: ClassVar[str | None] = (
-        "its config does not set `needs_whole_parameters = None`, as that of an optimizer does that takes DTensors"
+        "its config does not say `needs_whole_parameters = None`, which allows parameters as DTensors"
     )
-    """A clause that says why the optimizer cannot step parameters that are divided between ranks; None if it can.
+    """Why the optimizer cannot step parameters that are divided between ranks, as text for messages; None if it can.
 
-    Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors, and
-    either changes each value by that value's own gradient and state, or gathers what it needs."""
+    Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors. It must
+    either change each value by that value's own gradient and state, or gather what it needs."""
 
     is_elementwise: ClassVar[bool] = False
-    """If True, steps change each value by that value's own gradient and state alone, whatever the shape, so that the
-    optimizer may be given any flat piece of a parameter. A subclass of a config that sets this, such as `AdamWConfig`,
-    must set it to False if its steps differ; otherwise training would be wrong, which `OptimizerContract` detects."""
+    """If True, a step changes each value by that value's own gradient and state alone, whatever the shape. The
+    optimizer may then get any flat piece of a parameter. A subclass of such a config, for example of `AdamWConfig`,
+    must set this to False if its steps are not elementwise. Otherwise training would be wrong, which
+    `OptimizerContract` detects."""
 
     steps_apart: ClassVar[bool] = False
-    """If True, one step may be taken by several calls of `step`, each with the gradients of some parameters: a
-    parameter changes by its own gradient and state alone, and no state counts calls. If False, backends that hold
-    weights in half precision need memory for all of them in full precision during a step. Subclasses inherit this like
-    `is_elementwise`, and `OptimizerContract` checks it."""
+    """If True, one step may be made by several calls of `step`, each with the gradients of some parameters. Each
+    parameter must then change by its own gradient and state alone, and no state may count calls. If False, backends
+    that hold weights in half precision need memory for all of them in full precision during a step. Subclasses inherit
+    this like `is_elementwise`, and `OptimizerContract` checks it."""
 
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate; `schedule` says how much of it each step gets."""
+    """Peak learning rate; `schedule` sets the share of it at each step."""
     weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight decay for matrices; biases, norms and other vectors get none."""
+    """Weight decay for matrices; biases, norms and other vectors have none."""
     max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; null turns clipping off."""
     groups: Annotated[tuple[ParameterGroup, ...], OnResume.BY_NAME] = ()
-    """Parameters with settings of their own, by pattern; the first that fits a name counts."""
+    """Parameters with their own settings. For each parameter, the first group whose pattern fits its name counts."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         """Return the bytes of state that the optimizer keeps, for the memory estimate of `spurline plan`.
@@ -104,27 +106,27 @@ def num_values(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 class Optimizer(Protocol):
-    """Turn gradients into new weights; every `torch.optim.Optimizer` does.
+    """Turn gradients into new weights. Every `torch.optim.Optimizer` is one.
 
-    Factory: `Class(config, named_parameters=Mapping[str, Parameter])`; a function that returns an optimizer will do.
-    `named_parameters` are those that are trained, by their Hugging Face names; with several ranks they may be DTensors.
+    Factory: `Class(config, named_parameters=Mapping[str, Parameter])`, or a function that returns an optimizer.
+    `named_parameters` are the trained parameters by their Hugging Face names; with several ranks they may be DTensors.
     `parameter_groups(config, named_parameters)` of `spurline_models.optimizers.groups` makes torch's parameter groups
-    out of the settings that all optimizers share. `lr` of a new optimizer's groups is their peak.
+    from the settings that all optimizers share. The groups of a new optimizer have their peak as `lr`.
 
     A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
-    those values of the parameter groups that changed since the optimizer was made. Other state is refused when the
+    the values of the parameter groups that have changed since the optimizer was made. Other state is refused when the
     first checkpoint is written.
 
-    param_groups: parameters under `params`, and their settings. The run sets `lr` before each step, as `schedule` says.
+    param_groups: parameters under `params`, and their settings. The run sets `lr` before each step, by the schedule.
     """
 
     param_groups: list[dict[str, Any]]
 
     @property
     def state(self) -> MutableMapping[Tensor, Any]:
-        """Return the state of each parameter: a dict by names of the optimizer's own."""
+        """Return the state of each parameter, a dict with names that the optimizer chooses."""
         ...
 
     def step(self) -> object:
-        """Change the weights by their gradients, which have been clipped. A parameter may have none."""
+        """Change the weights by their gradients, which have been clipped. A parameter may lack a gradient."""
         ...

@@ -25,7 +25,7 @@ class OrderConfig(ComponentConfig):
     """If True, the order needs the token count of each sample, which is unknown if responses are generated."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
-        """Refuse an order that learns from rewards if the source has none, or needs lengths that are not known."""
+        """Refuse an adaptive order if the source has no rewards, and an order by length if lengths are not known."""
         generates = run.source.facts.supplies == "rollouts"
         if self.adaptive and not generates:
             yield Problem(
@@ -36,9 +36,8 @@ class OrderConfig(ComponentConfig):
         if self.reads_lengths and generates:
             yield Problem(
                 "name",
-                f"is {self.name}, which needs the tokens of each sample, but source: {run.source.name} draws prompts, "
-                "whose samples are still to be generated. Set data.order: uniform, or curriculum with a column that "
-                "holds a length.",
+                f"is {self.name}, which needs the length of each sample, but source: {run.source.name} generates its "
+                "samples later. Set data.order: uniform, or curriculum with a column that holds a length.",
             )
 
 
@@ -48,18 +47,18 @@ def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, .
 
 
 class SampleColumns(Protocol):
-    """Columns of the rows from which samples are made. Each call reads the rows, and does not keep them."""
+    """Columns of the rows from which samples are made. Each call reads the rows again."""
 
     def values(self, name: str) -> Sequence[Any]:
         """Return the value of a column for each sample. `name` may have dots for nested objects (`meta.difficulty`).
 
-        The value is None for a row that cannot be read and that `on_bad_row: skip` leaves out. If any other row lacks
-        the column, this raises DataError naming the first such row and the columns that it has.
+        The value is None for an unreadable row that `on_bad_row: skip` leaves out. If another row lacks the column,
+        this raises DataError naming the row and the columns that it has.
         """
         ...
 
     def numbers(self, name: str) -> NDArray[np.float64]:
-        """Return the same values as numbers, float64 [N], with NaN for None. Text is parsed, since CSV has only text.
+        """Return the values as numbers, float64 [N], with NaN for None. Text is parsed, since CSV has only text.
 
         Raises DataError naming the first row whose value is no finite number.
         """
@@ -74,9 +73,12 @@ class SampleColumns(Protocol):
 class SampleFacts:
     """Facts about the samples that an order may use. Samples are numbered from 0, dataset after dataset.
 
-    sizes: number of samples of each dataset. weights: passes over each dataset in one epoch. per_step: number of
-    samples of a step. columns: columns of the rows. count_tokens: returns the number of tokens of each sample, int64
-    [N]; None if it is not known.
+    Attributes:
+        sizes: Number of samples of each dataset.
+        weights: Passes over each dataset in one epoch.
+        per_step: Number of samples in a step.
+        columns: Columns of the rows.
+        count_tokens: Returns the number of tokens of each sample, int64 [N]. None if the numbers are not known.
     """
 
     sizes: tuple[int, ...]
@@ -100,7 +102,7 @@ class SampleFacts:
         if self.count_tokens is None:
             raise ConfigError.at(
                 "data.order",
-                "asks for the tokens of each sample, which this source does not know. Choose another order, such as "
+                "needs the length of each sample, which this source does not know. Choose another order, such as "
                 "uniform.",
             )
         return self.count_tokens()
@@ -110,13 +112,13 @@ class Order(Protocol):
     """An endless sequence of samples; each step takes the next `per_step` positions of it.
 
     Factory: `Class(config, samples=SampleFacts, seed=int)`. It raises DataError or ConfigError for facts that the order
-    cannot work with, so that `spurline plan` finds them.
+    cannot use, so that `spurline plan` reports them.
 
-    A static order is a pure function of the config, the facts and the seed. Its positions may be read at any time, on
-    any thread, before or after a resume. Epoch e has the positions [e * samples_per_epoch, (e + 1) *
-    samples_per_epoch), with `shares` samples of each dataset. Over several epochs, the numbers of occurrences of a
-    dataset's samples differ by at most one. `spurline.data.orders.epochs.EpochOrder` does all that. Do not use global
-    random state.
+    A static order is a pure function of the config, the facts and the seed, without global random state. Its positions
+    may be read at any time, on any thread, before or after a resume. Epoch e has the positions
+    [e * samples_per_epoch, (e + 1) * samples_per_epoch), with `shares` samples of each dataset. After any number of
+    epochs, all samples of a dataset have been seen equally often, up to a difference of one. The base class
+    `spurline.data.orders.epochs.EpochOrder` does all that.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -128,8 +130,11 @@ class Order(Protocol):
 class ScoredDraw:
     """The rewards of one drawn sample.
 
-    position: position in the order. sample: number of the sample. returns: weighted sum of rewards of each attempt.
-    terms: reward terms by name, with one value for each attempt that has the term.
+    Attributes:
+        position: Position in the order.
+        sample: Number of the sample.
+        returns: Weighted sum of rewards of each attempt.
+        terms: Reward terms by name, with one value for each attempt that has the term.
     """
 
     position: int
@@ -142,9 +147,9 @@ class ScoredDraw:
 class AdaptiveOrder(Stateful, Protocol):
     """An order that learns from the rewards of drawn samples. Its config has `adaptive = True`.
 
-    The samples that it chooses may depend on what it has observed. But a position that was read once keeps its sample,
-    even after a resume, since prompts of interrupted attempts are drawn again by position. Calls never overlap. The
-    state of the order is saved with the state of the source.
+    The samples may depend on what the order has observed. But a position that was read once keeps its sample, even
+    after a resume, since prompts of interrupted attempts are drawn again by position. Calls never overlap. The state of
+    the order is saved with the state of the source.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -152,5 +157,5 @@ class AdaptiveOrder(Stateful, Protocol):
         ...
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Learn from all scored draws of a step, trained and filtered ones, in ascending order. Called once a step."""
+        """Learn from all draws of a step, trained or filtered, by ascending position. It is called once a step."""
         ...

@@ -21,7 +21,7 @@ class Prefetch(Protocol):
     """Serve the batches of consecutive steps, built by `build(step)`.
 
     Factory: `Class(config, build=Callable[[int], TrainingBatch], last_step=int)`. `build` is a pure function of the
-    step. The served batches are the same for every implementation; only the time of building differs.
+    step. Implementations differ only in when they build a batch.
     """
 
     def start(self, step: int) -> None:
@@ -37,7 +37,7 @@ class Prefetch(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop all work; no thread is alive afterwards. Never raises for a batch that was not asked for."""
+        """Stop all work, and end all threads. Do not raise the error of a batch that was not asked for."""
         ...
 
 

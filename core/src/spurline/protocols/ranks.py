@@ -1,7 +1,4 @@
-"""Describe the processes, called ranks, that a backend asks for, and the resources that they need on a cluster.
-
-These are plain data, so that a config can return them before anything is started.
-"""
+"""Describe the ranks, which are the processes that a backend asks for, and their resources on a cluster."""
 
 from __future__ import annotations
 
@@ -17,10 +14,15 @@ Launch = Literal["local", "ray"]
 class ClusterNeed:
     """The resources that processes of one kind need on a Ray cluster.
 
-    kind: name of the processes in the plural, such as `ranks`. count: number of processes. gpus, cpus: number for each
-    process. gpus_if_any: whether the processes run without GPUs on a cluster that has none. together: whether they fill
-    machines, with `per_machine` processes on each, or as many as fit; otherwise each process may be on any machine.
-    modules: libraries such as `vllm` whose versions must be the same on all machines.
+    Attributes:
+        kind: Name of the processes in the plural, such as `ranks`.
+        count: Number of processes.
+        gpus: GPUs of each process.
+        cpus: CPUs of each process.
+        gpus_if_any: Whether the processes run without GPUs if the cluster has none.
+        together: Whether to fill one machine after another. Otherwise each process may be on any machine.
+        per_machine: Processes on each machine if `together`; None for as many as fit.
+        modules: Libraries such as `vllm` whose versions must be the same on all machines.
     """
 
     kind: str
@@ -66,5 +68,5 @@ def first_gpu_is_free(request: RankRequest | None) -> bool:
     """Return whether this process may use the first GPU that it sees, because no rank uses it."""
     if request is None or request.device != "cuda":
         return True
-    # Ray assigns the GPUs of this machine too, and does not know what this process uses.
+    # Ray may assign any GPU of this machine to a rank.
     return request.launch == "local" and 0 not in (request.gpus or range(request.count))[: request.count]

@@ -25,13 +25,13 @@ class ScheduleConfig(ComponentConfig):
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total)
 
     def notes(self, total: int) -> list[str]:
-        """Return notes for people on these settings in a run of `total` optimizer steps."""
+        """Return notes for people about these settings in a run of `total` optimizer steps."""
         warmup = self.warmup(total)
         if warmup < total or not warmup:
             return []
         return [
             f"schedule: warm-up takes {warmup:,} optimizer steps and the run has {total:,}, so the learning rate "
-            f"{'reaches its peak in the last one only' if warmup == total else 'never reaches its peak'}. Lower "
+            f"{'reaches its peak only in the last step' if warmup == total else 'never reaches its peak'}. Lower "
             "schedule.warmup_steps or warmup_ratio, or train longer."
         ]
 
@@ -43,9 +43,9 @@ class Schedule(Protocol):
     """
 
     def factor(self, step: int, total: int) -> float:
-        """Return the factor of the peak learning rate in optimizer step `step`, from 1, of `total`: >= 0.
+        """Return the learning rate of optimizer step `step` (from 1) of `total` steps, divided by its peak; >= 0.
 
-        This is a pure function, so that a resumed run needs no state. A resume may raise `total`. Its steps then get
-        the factors of the longer run. `step` may be larger than `total`.
+        This is a pure function, so a resumed run needs no state. If a resume raises `total`, later steps get the
+        factors of the longer run. `step` may be larger than `total`.
         """
         ...

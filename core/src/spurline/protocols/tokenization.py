@@ -21,7 +21,7 @@ class TokenizationConfig(ComponentConfig):
     kind: ClassVar[str] = "tokenization"
 
     def load_tokenizer(self, model: Any) -> PreTrainedTokenizerBase:
-        """Return the tokenizer that the run reads text with.
+        """Return the tokenizer of the run.
 
         Raises:
             ModelError: If `model` has no tokenizer.
@@ -29,7 +29,7 @@ class TokenizationConfig(ComponentConfig):
         raise NotImplementedError(f"{type(self).__name__} has no tokenizer: override load_tokenizer")
 
     def notes(self, model: Any, tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
-        """Return sentences about a chat template that does not fit the tokenizer, for the start of a run."""
+        """Return sentences for the start of a run, about a chat template that does not fit the tokenizer."""
         return ()
 
 
@@ -45,8 +45,8 @@ class Tokenization(Protocol):
     """Tokenize rows and decide which tokens carry loss.
 
     Factory: `Class(config, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`.
-    Samples keep the order of the datasets and rows. Deterministic. Every implementation gives the same store for the
-    same input. Raises DataError naming file, row and field of a malformed row, unless `on_bad_row: skip`.
+    Samples keep the order of the datasets and rows. Every implementation returns the same store for the same input.
+    Raises DataError naming file, row and field of a malformed row, unless `on_bad_row: skip`.
     """
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:

@@ -6,9 +6,9 @@
         def make_collator(self, pad_token_id, layout):
             return MyCollator(MyConfig(), pad_token_id=pad_token_id, layout=layout)
 
-Each suite's docstring says what a subclass provides, and which attributes it may set. Suites that need text, a model or
-a report are in the packages that have these: `spurline_text.testing`, `spurline_models.testing` (sources, optimizers,
-schedules), `spurline_rl.testing` (backends too) and `spurline_insight.testing`.
+The docstring of each suite says what a subclass provides, and which attributes it may set. Further suites are in
+`spurline_text.testing`, `spurline_models.testing` (sources, optimizers, schedules), `spurline_rl.testing` (backends
+too) and `spurline_insight.testing`.
 """
 
 from __future__ import annotations
@@ -37,5 +37,3 @@ _NAMES = {
 }
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-__doc__ = f"{__doc__}\nSuites: {', '.join(name for name in __all__ if name.endswith('Contract'))}."

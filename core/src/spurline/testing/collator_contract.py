@@ -17,7 +17,7 @@ from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import check_batch, make_store, make_view
 
 PAD = 999
-"""Padding token. It is neither 0 nor a token of the samples, so that tests notice a column filled with zeros."""
+"""Padding token. It is not 0, so that tests notice a column of zeros, and not a token of the samples."""
 
 lengths_strategy = st.lists(st.integers(1, 60), max_size=24)
 layout_strategy = st.builds(
@@ -71,7 +71,7 @@ class CollatorContract:
         assert batch.length % layout.align_to == 0
         for row in range(batch.num_rows):
             count = len(batch.segments["length"][row])
-            # A segment that is alone in its row may start anywhere, such as after padding on the left.
+            # A segment that is alone in its row may start anywhere, for example after padding on the left.
             for segment in range(1, count + 1) if count > 1 else ():
                 start = int(torch.nonzero(batch.tokens["segment_ids"][row] == segment)[0])
                 assert start % layout.align_to == 0, f"row {row}: segment {segment} starts at {start}"
@@ -111,8 +111,9 @@ def clone(batch: TrainingBatch) -> TrainingBatch:
 
 
 def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
-    """Assert that all columns have the same names, dtypes, shapes, order and bits. Ids and positions may be wide in
-    one batch and narrow in the other."""
+    """Assert that all columns are equal, bit for bit. Ids and positions may be int64 in one batch and int32 in the
+    other.
+    """
     assert batch.tokens.keys() == expected.tokens.keys()
     columns = {name: (batch.tokens[name], expected.tokens[name]) for name in batch.tokens}
     columns["unit_ids"] = (batch.unit_ids, expected.unit_ids)

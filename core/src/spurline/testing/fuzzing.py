@@ -8,6 +8,6 @@ from hypothesis import HealthCheck, settings
 def fuzzing(max_examples: int) -> settings:
     """Return settings for a property test that several test classes inherit.
 
-    hypothesis counts each of these classes as a different executor and would otherwise fail its health check.
+    hypothesis would otherwise fail its health check, since each class counts as a different executor.
     """
     return settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.differing_executors])

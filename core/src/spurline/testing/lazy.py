@@ -23,5 +23,5 @@ def lazy_names(
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
         return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
 
-    # `help` documents what it finds here.
+    # `help` documents the names that `__dir__` returns.
     return sorted(homes), get, lambda: sorted({*vars(importlib.import_module(package)), *homes})

@@ -1,4 +1,4 @@
-"""Check that token losses, corrections and mini-batch cutters keep their contracts."""
+"""Check that token losses and mini-batch cutters keep their contracts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check that epochs of an order cover the mixture, that a static order is pure and that an adaptive one keeps state."""
+"""Check that static orders cover the mixture and are pure, and that adaptive orders keep their state."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Columns:
 class OrderContract:
     """Subclass with `config`, its settings, and `make_order(samples, seed)`; `row(number)` when it reads columns.
 
-    Some tests are for orders with `adaptive` in their config, and some for all others.
+    Some tests are only for orders with `adaptive` in their config, and some only for other orders.
     """
 
     config: OrderConfig
@@ -60,16 +60,16 @@ class OrderContract:
         raise NotImplementedError("subclass OrderContract with config and make_order(self, samples, seed)")
 
     def row(self, number: int) -> Mapping[str, Any]:
-        """Return the row that a sample was made of. It may hold anything else that your order reads."""
+        """Return the row of a sample. Override this if your order reads other columns."""
         return {"difficulty": 7 * number % 5}
 
     def scored(self, position: int, sample: int, random: np.random.Generator) -> ScoredDraw:
-        """Make the result of a draw: three attempts, each with a reward of 0 or 1 under the name `reward`."""
+        """Return the result of a draw: three attempts, each with a reward of 0 or 1 under the name `reward`."""
         rewards = tuple(random.integers(0, 2, 3).astype(float).tolist())
         return ScoredDraw(position, sample, rewards, {"reward": rewards})
 
     def samples(self, mixture: Mixture) -> SampleFacts:
-        """Return the facts that your order is given; lengths are random."""
+        """Return the facts for your order; lengths are random."""
         sizes, weights, per_step = mixture
         columns = _Columns([self.row(number) for size in sizes for number in range(size)])
         lengths = np.random.default_rng(0).integers(1, 500, sum(sizes)).astype(np.int64)
@@ -158,7 +158,7 @@ class OrderContract:
         for result, kills in ((expected, False), (found, True)):
             order, chance = self.make_order(samples, 1), np.random.default_rng(0)
             for step in range(_STEPS):
-                # Prompts of the step after are under way while this one is trained on.
+                # Prompts of the next step are read before this step's rewards are observed.
                 self.step(order, samples, step + 1)
                 self.observe(order, samples, step, chance)
                 result.append(self.step(order, samples, step).tolist())
@@ -188,7 +188,7 @@ class OrderContract:
         order.observe(step + 1, [self.scored(first + place, sample, chance) for place, sample in enumerate(drawn)])
 
     def restored(self, order: Order, samples: SampleFacts) -> Order:
-        """Return a new order with the state of this one, as a checkpoint keeps it."""
+        """Return a new order with the state of this one, restored from files."""
         fresh = self.make_order(samples, 1)
         assert isinstance(order, AdaptiveOrder)
         assert isinstance(fresh, AdaptiveOrder)

@@ -31,7 +31,7 @@ class PluginContract:
         return importlib.import_module(self.plugin_module).PLUGIN
 
     def load(self) -> PluginHost:
-        """Return a host with this plugin enabled, found by module name whether or not its distribution is installed."""
+        """Return a host with this plugin enabled, even if its distribution is not installed."""
         name = self.declaration().name
         known = installed_plugins()
         known.setdefault(name, InstalledPlugin(name, self.plugin_module, "distribution-under-test", "0"))
@@ -39,7 +39,7 @@ class PluginContract:
 
     def test_importing_the_plugin_loads_no_heavy_library(self) -> None:
         code = f"import sys, {self.plugin_module}; print([m for m in {HEAVY!r} if m in sys.modules])"
-        # The process finds what the test finds, also where the plugin is not installed.
+        # The process searches for modules in the same folders as this one, so the plugin need not be installed.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         result = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60

@@ -1,4 +1,4 @@
-"""Check that a prefetch gives each step its batch, raises errors at the right step and leaves no thread behind."""
+"""Check that a prefetch serves the right batches, raises errors at the right step and ends its threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PrefetchContract:
 
     @contextmanager
     def started(self, build: BuildBatch | None = None, last_step: int = 9, first_step: int = 1) -> Iterator[Prefetch]:
-        """Return a context with your prefetch, started at `first_step`. `build` is `numbered_batch` by default."""
+        """Return a context with your prefetch, started at `first_step`. By default it builds `numbered_batch(step)`."""
         prefetch = self.make_prefetch(build or numbered_batch, last_step)
         prefetch.start(first_step)
         yield prefetch
@@ -107,7 +107,6 @@ class PrefetchContract:
 
 
 def _recording(built: list[int], released: list[int]) -> BuildBatch:
-
     def build(step: int) -> TrainingBatch:
         built.append(step)
         return replace(numbered_batch(step), on_release=lambda: released.append(step))

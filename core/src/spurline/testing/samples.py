@@ -1,4 +1,4 @@
-"""Make random samples for tests, and check batches. This module needs no more than core does."""
+"""Make random samples for tests, and check batches. This module needs only the libraries that core needs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ VOCABULARY = 128
 
 
 def make_store(lengths: Sequence[int], seed: int = 0, vocabulary: int = VOCABULARY) -> TokenStore:
-    """Return a store with samples of these lengths: equal arguments give equal samples.
+    """Return a store with samples of these lengths. Equal arguments give equal samples.
 
-    Tokens are random, and never `PAD`. Loss masks are random, and leave out the first token.
+    Tokens are random, but never `PAD`. Loss masks are random, but 0 for the first token.
     """
     random = np.random.default_rng(seed)
     builder = TokenStoreBuilder(["random"])

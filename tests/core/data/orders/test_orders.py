@@ -148,7 +148,7 @@ def test_batches_are_grouped_by_length_also_after_an_epoch_that_ends_within_one(
 
 def test_lengths_that_nobody_knows_are_refused() -> None:
     samples = SampleFacts((3,), (1.0,), 1, facts([3]).columns)
-    with pytest.raises(ConfigError, match=r"data\.order asks for the tokens of each sample"):
+    with pytest.raises(ConfigError, match=r"data\.order needs the length of each sample"):
         length_grouped(samples)
 
 

@@ -1,4 +1,4 @@
-"""Write segments into the columns of a TrainingBatch, one token at a time: what every reference collator shares.
+"""Write segments into the columns of a TrainingBatch, one token at a time, for all reference collators.
 
 Place on the way: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are written
 to be read, and vectorized collators are tested against them.
@@ -30,16 +30,16 @@ RESPONSE_COLUMNS = {
     "values": "values",
     "returns": "returns",
 }
-"""Optional columns with one value per response token -> field of Turn."""
+"""Optional columns with one value per response token, and the field of `Turn` that each comes from."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One sub-sequence to lay out.
+    """One sequence to lay out.
 
     Attributes:
         tokens: [length].
-        loss_weights: [length]; the first is ignored, since nothing predicts a first token.
+        loss_weights: [length]; the first is ignored, since nothing predicts the first token.
         start: Column of its first token.
         uid: Name of its sample or prompt.
         sample: Number of the attempt at the prompt.
@@ -61,7 +61,7 @@ def lay_out(
 ) -> TrainingBatch:
     """Return a batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
 
-    `info` has further numbers for metrics, besides those of `layout_info`.
+    `info` has further numbers for metrics, besides `layout_info`.
     """
     extra = _shared_extra_columns(rows)
     written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
@@ -78,7 +78,7 @@ def lay_out(
 
 
 def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
-    """Return the numbers that every layout reports, from tokens without padding and the padded length of a row."""
+    """Return numbers about a layout for metrics. `num_tokens` is without padding, `length` with padding."""
     return {
         "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
         "packing/rows": float(num_rows),
@@ -89,7 +89,7 @@ def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]
 def _write_row(
     segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the columns of one row as lists, token by token. `extra` has the padding value of each extra column."""
+    """Return the columns of one row as lists. `extra` has the padding value of each extra column."""
     input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
     loss_weights = [0.0] * length
     extra_columns = {name: [padding] * length for name, padding in extra.items()}
@@ -115,7 +115,7 @@ def _write_row(
 def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
     """Return the optional columns that every segment has, with their padding value.
 
-    A column that only some segments have is left out, since zeros in the others would look like data.
+    A column that only some segments have is left out, since zeros in the other segments would look like data.
     """
     segments = [segment for row in rows for segment in row]
     return {

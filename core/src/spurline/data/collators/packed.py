@@ -62,6 +62,6 @@ class PackedCollator:
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
     """Return the segments of one row, each starting where the aligned one before it ends."""
-    # The last value is the end of the last segment, which `zip` leaves out.
+    # `zip` leaves out the last value, which is the end of the last segment.
     starts = accumulate(aligned, initial=0)
     return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

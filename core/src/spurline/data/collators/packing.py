@@ -1,7 +1,6 @@
-"""Choose which samples share a packed row: the readable reference.
+"""Choose which samples share a packed row: the readable reference with which fast implementations are compared.
 
-In: sample lengths. Out: for each row, the samples in it. Plain Python on purpose: fast implementations are compared
-with this one.
+In: sample lengths. Out: for each row, the samples in it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
-    """Return rows of sample positions, rank by rank. Their number is a multiple of `num_ranks`."""
+    """Return rows of sample positions, rank by rank. The number of rows is a multiple of `num_ranks`."""
     if algorithm == "multifit":
         rows = multifit(lengths, capacity, num_ranks)
     else:
@@ -32,8 +31,8 @@ def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: Packi
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of sample positions whose lengths sum to at most `capacity` (Johnson 1973).
 
-    The longest sample comes first, among equals the one at the higher position. Each goes into the first row with
-    enough space, else into a new row. No length may exceed `capacity`.
+    The longest sample comes first; of equally long ones, the sample at the higher position. Each goes into the first
+    row with enough space, else into a new row. No length may exceed `capacity`.
     """
     return _decreasing(
         lengths, capacity, lambda room, length: next((row for row, free in enumerate(room) if free >= length), None)
@@ -73,7 +72,7 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
     """Pack by first-fit-decreasing with about the lowest capacity that needs no more rows than the full capacity.
 
     The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
-    over these rows (Coffman, Garey and Johnson 1978, who search by bisection; see `even_capacities`).
+    over these rows (Coffman, Garey and Johnson 1978; they search by bisection, see `even_capacities`).
     """
     num_rows = max(num_ranks, round_up(-(-sum(lengths) // capacity), num_ranks))
     while True:
@@ -131,7 +130,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def spread_over_ranks(rows: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     """Return the same samples in a number of rows that is a multiple of `num_ranks`, rank by rank.
 
-    Each missing row gets the last sample of a row with the most samples, among equals of the later row. With fewer
+    Each missing row takes the last sample of the row with the most samples; of equal rows, the later one. With fewer
     samples than rows, some rows stay empty. Row i of the packing goes to rank i mod num_ranks, and the rows of a rank
     are neighbours in the result.
     """

@@ -15,7 +15,7 @@ from spurline.protocols.collator import ParallelLayout
 
 
 class PaddedCollator:
-    """Puts each sample in a row of its own, padded on `pad_side` to the longest sample, rounded up."""
+    """Puts each sample in its own row, padded on `pad_side` to the length of the longest sample, rounded up."""
 
     def __init__(self, config: PaddedCollatorConfig, pad_token_id: int, layout: ParallelLayout) -> None:
         self._config = config

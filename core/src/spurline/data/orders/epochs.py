@@ -1,8 +1,7 @@
-"""Make orders of epochs: pure functions of the seed, forever.
+"""Order the samples of each epoch, as pure functions of the seed.
 
-Place on the way: facts about the samples -> order -> indices of a step -> TokenView. An order is one endless
-concatenation of epochs, each an arrangement of its own share of the weighted mixture. Nothing is drawn from a stateful
-generator, so any step can be asked for at any time, on any thread, before or after a resume.
+Place on the way: facts about the samples -> order -> indices of a step -> TokenView. An order is an endless sequence of
+epochs. No generator has a state, so any step can be asked for at any time, on any thread, before or after a resume.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from spurline.protocols.order import OrderConfig, SampleFacts
 Indices = NDArray[np.int64]
 
 _OF_BATCHES = _WITHIN_STAGES = 2**32
-"""Stream of further permutations, beyond the streams of datasets."""
+"""Stream of random numbers for further permutations. Smaller numbers are the streams of datasets."""
 
 
 def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
     """Return random bits that depend on (seed, number, stream) only; uint64 [count].
 
-    Counter-based (Philox4x64, Salmon et al. 2011). The raw stream is fixed, so that orders survive upgrades of numpy,
-    which may change the algorithms of `Generator`.
+    They come from the raw stream of a counter-based generator (Philox4x64, Salmon et al. 2011), which no upgrade of
+    numpy changes. The algorithms of numpy's `Generator` may change.
     """
     generator = np.random.Philox(
         key=np.array([seed, stream], dtype=np.uint64), counter=np.array([0, 0, number, 0], np.uint64)
@@ -43,12 +42,12 @@ def permutation(count: int, seed: int, epoch: int, stream: int = 0) -> Indices:
 class EpochOrder(ABC):
     """Base of static orders: a subclass arranges the samples of one epoch.
 
-    Each epoch has `samples.shares` of each dataset. The next epoch goes on where an epoch stops within a dataset, so
-    that over several epochs every sample is seen equally often.
+    Each epoch has `samples.shares` of each dataset. It begins in each dataset where the epoch before stopped, so over
+    several epochs every sample is seen equally often.
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """True if an epoch that shows a part of a dataset draws it at random; if False, it takes the rows in file order."""
+    """If an epoch shows only a part of a dataset: whether that is drawn at random. Otherwise it is in file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
@@ -57,7 +56,7 @@ class EpochOrder(ABC):
         self.seed = seed
         self._starts = tuple(np.cumsum([0, *samples.sizes])[:-1].tolist())
         self._shares, self._per_epoch = samples.shares, samples.samples_per_epoch
-        # Two epochs meet in the batch that wraps around; evaluation and prefetch may look one further ahead.
+        # Two epochs may meet in a batch, and a prefetch may need one more.
         self._epoch = functools.lru_cache(maxsize=3)(self._build_epoch)
 
     @abstractmethod
@@ -84,7 +83,7 @@ class EpochOrder(ABC):
         return arranged
 
     def _dataset_part(self, dataset: int, epoch: int) -> Indices:
-        """Return the epoch's share of one dataset, from the dataset's own endless sequence of passes."""
+        """Return the epoch's share of one dataset, from an endless sequence of passes over the dataset."""
         size, share = self.samples.sizes[dataset], self._shares[dataset]
         if size == 0:
             return np.zeros(0, np.int64)
@@ -102,7 +101,7 @@ class EpochOrder(ABC):
 
 
 class UniformOrder(EpochOrder):
-    """Every epoch is a permutation of its own."""
+    """Draws a permutation for each epoch."""
 
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
         return mixture[permutation(len(mixture), self.seed, epoch)]
@@ -118,7 +117,7 @@ class SequentialOrder(EpochOrder):
 
 
 class LengthGroupedOrder(EpochOrder):
-    """Shuffles an epoch, sorts pools of it by length, cuts them into batches and shuffles these."""
+    """Shuffles an epoch, sorts pools of its samples by length, cuts them into batches and shuffles the batches."""
 
     def __init__(self, config: LengthGroupedOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         super().__init__(config, samples=samples, seed=seed)
@@ -127,7 +126,7 @@ class LengthGroupedOrder(EpochOrder):
 
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
         shuffled = mixture[permutation(len(mixture), self.seed, epoch)]
-        # Batches do not end where epochs do: the first samples belong to the batch that the last epoch began.
+        # The first samples may belong to a batch that began in the last epoch.
         size = self.samples.per_step
         first = min(-epoch * len(mixture) % size, len(mixture))
         last = first + (len(mixture) - first) // size * size
@@ -141,7 +140,7 @@ class LengthGroupedOrder(EpochOrder):
 
 
 class CurriculumOrder(EpochOrder):
-    """Sorts each epoch by difficulty. Rows that will be skipped have none, and come last."""
+    """Sorts each epoch by difficulty. Rows that will be skipped have no difficulty, and come last."""
 
     def __init__(self, config: CurriculumOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         super().__init__(config, samples=samples, seed=seed)
