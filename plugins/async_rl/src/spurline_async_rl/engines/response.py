@@ -1,8 +1,7 @@
-"""Hold a response while it is written, by one engine or by several in turn.
+"""Collect the tokens of a response, which several engines may generate in turn.
 
-Place on the way: request -> the rest to ask for -> tokens of one engine, in chunks -> `Progress` -> `Response` -> the
-whole result. The pool continues the responses of a dead engine, and the member of a vLLM server continues those that a
-pause has cut off.
+`Progress` has the tokens from one engine. `Response` joins them to the result. The pool continues a response after its
+engine has died. The member of a vLLM server continues responses that a pause has interrupted.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ Logprobs = Sequence[float] | NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Delta:
-    """The next tokens of a response; `finish_reason` is set with the last ones.
+    """The next tokens of a response. The last delta has a `finish_reason`.
 
-    `experts`, int16 [tokens, layers, top_k], were chosen for consecutive tokens of prompt and response, from index
-    `experts_start` on; None if vLLM was not asked for them.
+    `experts`, int16 [tokens, layers, top_k], are the chosen experts of consecutive tokens of prompt and response. The
+    first token has index `experts_start`. They are None unless vLLM was asked for them.
     """
 
     token_ids: TokenIds
@@ -41,7 +40,7 @@ class Delta:
     experts_start: int = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickling bytes costs a tenth of pickling small arrays.
+        # Bytes are ten times as fast to pickle as small arrays.
         tokens = np.asarray(self.token_ids, np.int32).tobytes()
         logprobs = np.asarray(self.logprobs, np.float32).tobytes()
         return _delta, (tokens, logprobs, self.finish_reason, self.experts, self.experts_start)
@@ -52,10 +51,10 @@ def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
 
 
 class Progress:
-    """The tokens of one response so far. The member adds to it while it generates, so that it survives the member.
+    """The tokens of one response so far.
 
-    Its columns are the columns of GenerationResult. They have one length, and reading one returns a copy. `experts`
-    were chosen for the tokens computed so far, from the first token of this engine's prompt on.
+    The member adds tokens while it generates, so they are kept if the member dies. The columns are the columns of
+    `GenerationResult`, and are copied when they are read. `experts` begin at the first token of the prompt.
     """
 
     def __init__(self) -> None:
@@ -63,7 +62,7 @@ class Progress:
         self._token_ids = array("i")
         self._logprobs = array("f")
         self._raw_logprobs: array[float] | None = array("f")
-        self._version_runs: list[tuple[int, int]] = []
+        self._versions = array("i")
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -78,75 +77,56 @@ class Progress:
 
     @property
     def raw_logprobs(self) -> NDArray[np.float32] | None:
-        """The model's own logprobs; None if an engine could not tell some of them."""
+        """Return the model's own logprobs, or None if some of them are unknown."""
         return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
 
     @property
     def versions(self) -> NDArray[np.int32]:
-        runs = np.array(self._version_runs, np.int32).reshape(-1, 2)
-        return np.repeat(runs[:, 0], runs[:, 1])
+        return np.array(self._versions, np.int32)
 
     @property
     def last_token(self) -> int | None:
         return self._token_ids[-1] if self._token_ids else None
 
     def tokens_from(self, start: int) -> Sequence[int]:
-        """Return the token ids from this index on."""
         return self._token_ids[start:]
 
     def add(self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, version: int) -> None:
-        """Add the next tokens, all of one version. `raw_logprobs` are None if the engine cannot tell them."""
+        """Add the next tokens, all of one version. `raw_logprobs` is None if they are unknown."""
         count = len(token_ids)
         sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
         assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
-        if not count:
-            return
-        _append(self._token_ids, token_ids)
-        _append(self._logprobs, logprobs)
-        self._note_raw(raw_logprobs)
-        self._note_run(version, count)
+        if count:
+            self._add(token_ids, logprobs, raw_logprobs, (version,) * count)
 
     def extend(self, other: Progress) -> None:
         """Add all tokens of the next part of the response, without experts."""
-        if not len(other):
-            return
-        self._token_ids.extend(other._token_ids)
-        self._logprobs.extend(other._logprobs)
-        self._note_raw(other._raw_logprobs)
-        for version, count in other._version_runs:
-            self._note_run(version, count)
+        if len(other):
+            self._add(other._token_ids, other._logprobs, other._raw_logprobs, other._versions)
 
     def cut(self, length: int) -> None:
         """Drop the tokens beyond this length."""
-        excess = len(self) - length
-        for column in (self._token_ids, self._logprobs, self._raw_logprobs):
+        for column in (self._token_ids, self._logprobs, self._raw_logprobs, self._versions):
             if column is not None:
                 del column[length:]
-        while excess > 0:
-            version, count = self._version_runs.pop()
-            if count > excess:
-                self._version_runs.append((version, count - excess))
-            excess -= count
 
-    def _note_raw(self, more: Logprobs | None) -> None:
-        if more is None:
+    def _add(
+        self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, versions: Sequence[int]
+    ) -> None:
+        _append(self._token_ids, token_ids)
+        _append(self._logprobs, logprobs)
+        self._versions.extend(versions)
+        if raw_logprobs is None:
             self._raw_logprobs = None
         elif self._raw_logprobs is not None:
-            _append(self._raw_logprobs, more)
-
-    def _note_run(self, version: int, count: int) -> None:
-        runs = self._version_runs
-        if runs and runs[-1][0] == version:
-            runs[-1] = (version, runs[-1][1] + count)
-        else:
-            runs.append((version, count))
+            _append(self._raw_logprobs, raw_logprobs)
 
 
 class Response:
-    """The response to one request so far; its tokens are added to `progress`.
+    """The response to one request. Its tokens are added to `progress`.
 
-    With `finds_stop_texts` all stop texts are found here, and engines do not look for them. Without it, only stop texts
-    that several engines have written are found here.
+    With `finds_stop_texts`, all stop texts are found here, and engines do not look for them. Otherwise engines find stop
+    texts, except for a text that begins in one engine's tokens and ends in another's. These are found here.
     """
 
     def __init__(
@@ -171,14 +151,14 @@ class Response:
 
     @property
     def ended(self) -> FinishReason | None:
-        """The reason why nothing is left to ask for, which an engine that died may not have told."""
+        """Return the finish reason if the response is complete. An engine may have died before it told the reason."""
         so_far = self._so_far
         if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
             return "stop"
         return "length" if len(so_far) >= self._request.sampling.max_new_tokens else None
 
     def rest(self) -> GenerationRequest:
-        """Return the request for the next engine: the request itself while no token has come."""
+        """Return the request for the tokens that are missing."""
         request, num_tokens = self._request, len(self._so_far)
         if self._finds_stop_texts:
             request = replace(request, sampling=replace(request.sampling, stop=()))
@@ -189,21 +169,21 @@ class Response:
             request,
             prompt_ids=[*request.prompt_ids, *self._so_far.tokens_from(0)],
             sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - num_tokens),
-            # An engine counts random numbers from its first token, and would repeat the numbers of the beginning.
+            # With the old seed, the engine would repeat the random numbers of the first tokens.
             seed=derive_seed(request.seed, "continuation", num_tokens, 0),
         )
 
     def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
-        """Add the tokens of an engine, and return why the response has ended, if it has.
+        """Add the tokens of an engine, and return the finish reason if the response is complete.
 
-        `reason` is None if the engine did not end the response.
+        `reason` is the engine's own finish reason, if any.
         """
         was_continued = self.has_tokens
         self._so_far.extend(part)
-        # Each engine counts from the beginning of its prompt, which includes the tokens of the others.
+        # The prompt of each engine includes all earlier tokens, so its experts cover the whole response.
         if (experts := part.experts.since(0)) is not None:
             self._so_far.experts.add(0, experts)
-        # The engine that wrote the last part knew nothing of the text before it.
+        # An engine does not know the text before its own tokens.
         if self._finds_stop_texts or was_continued or reason is None:
             self._has_stop_text = self._cut_behind_stop_text()
         return "stop" if self._has_stop_text else reason or self.ended
@@ -233,7 +213,7 @@ class Response:
 
 def _append(column: array[Any], values: Sequence[Any] | NDArray[Any]) -> None:
     if isinstance(values, np.ndarray):
-        # The type codes of both libraries mean the same C types.
+        # Type codes mean the same in `array` and numpy.
         column.frombytes(values.astype(column.typecode, copy=False).tobytes())
     else:
         column.extend(values)

@@ -1,1 +1,1 @@
-"""Which group may start, and which batch may be trained: a pure state machine without clocks, threads or I/O."""
+"""Decide which group may start and which batch may be trained, without clocks, threads or I/O."""

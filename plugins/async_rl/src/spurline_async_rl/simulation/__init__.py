@@ -1,1 +1,1 @@
-"""`spurline simulate`: the scheduler on a virtual clock."""
+"""Predict asynchronous runs for `spurline simulate`, with the scheduler on a virtual clock."""

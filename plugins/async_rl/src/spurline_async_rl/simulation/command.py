@@ -1,6 +1,6 @@
-"""The `spurline simulate` command: what would this config give on engines and a trainer of these speeds?
+"""The `spurline simulate` command, which predicts throughput and staleness of an asynchronous run.
 
-Mounted by entry point; imports the model only inside the command, so that `spurline --help` stays quick.
+The model is imported only inside the command, because `spurline --help` must be quick.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def simulate(
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="Earlier run whose measured times are used.")
     ] = None,
     group_seconds: Annotated[
-        float | None, typer.Option(min=1e-6, help="Mean time of a group, from its start to its slowest attempt's end.")
+        float | None, typer.Option(min=1e-6, help="Mean time of a group, until its slowest attempt ends.")
     ] = None,
     sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
     saturation: Annotated[
         int | None, typer.Option(min=1, help="Groups that saturate one engine; by default as many as the config runs.")
     ] = None,
     step_seconds: Annotated[
-        float | None, typer.Option(min=1e-6, help="Time of one step beside waiting and publishing.")
+        float | None, typer.Option(min=1e-6, help="Time of one step without waiting and publishing.")
     ] = None,
     publish_seconds: Annotated[float | None, typer.Option(min=0, help="Time to publish the weights.")] = None,
     pause_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Part of it in which engines stand still; by default all of it.")
+        float | None, typer.Option(min=0, help="Time in a publish in which engines stand still; by default all of it.")
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default some 1,500 groups' worth.")
+        int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default about 1,500 groups.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
 ) -> None:
     """Predict throughput, staleness and idle time of an asynchronous run, and recommend settings.
 
-    Runs the scheduler of source async_rollouts on a virtual clock. Times come from an earlier run (--from), from the
-    options, or from both, where options win.
+    Runs the scheduler of source async_rollouts on a virtual clock. Times come from an earlier run (--from) and from
+    the options; options have precedence.
     """
     from spurline.config.loading import load_config
 
@@ -89,16 +89,7 @@ def _compare(loaded: LoadedConfig, from_run: Path | None, steps: int | None, **g
             f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
             "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."
         )
-    knobs = Knobs(
-        max_staleness=source.max_staleness,
-        batch_size=source.prompts_per_step,
-        max_running=source.groups_at_once,
-        engines=source.engine.num_engines,
-        publish_every=source.publish_every,
-        order=source.order,
-        depth=source.depth,
-        at_bound=source.at_bound,
-    )
+    knobs = Knobs(**vars(source.limits), engines=source.engine.num_engines, publish_every=source.publish_every)
     measured = None if from_run is None else measured_workload(from_run)
     workload = workload_of(knobs, measured, loaded.origin, **given)
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))
@@ -110,9 +101,9 @@ def _print(comparison: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    # Wide enough also where the output is no terminal, whose width would be taken to be 80.
+    # Without a terminal, rich would assume a width of 80.
     console = Console(width=_WIDTH, highlight=False, markup=False, soft_wrap=True)
-    console.print("Rests on:")
+    console.print("Based on:")
     for line in comparison.basis:
         console.print(f"  {line}")
     table = Table(box=None, header_style="")
@@ -136,7 +127,7 @@ def _cells(prediction: Prediction) -> list[str]:
         *map(str, (knobs.max_staleness, knobs.batch_size, knobs.max_running, knobs.engines)),
         f"{'~' if knobs.depth == 'auto' else ''}{figures.depth:.0f}",
         f"{figures.steps_per_second:.3g}",
-        # Chance can make the groups of a window lighter than all groups are.
+        # By chance, the counted groups can be faster than the average group.
         f"{min(1.0, prediction.efficiency):.0%}",
         f"{figures.mean_staleness:.2f}/{figures.max_staleness}",
         " ".join(f"{figures.staleness.get(age, 0.0):.0%}" for age in ages),

@@ -1,8 +1,8 @@
-"""Run a whole training on a virtual clock: the real scheduler, with engines and a trainer made of times.
+"""Simulate a whole asynchronous run on a virtual clock.
 
-Place on the way: Workload, limits -> Model -> the records that a real run would leave, and the work of each group. An
-event is the end of a group or of a phase of the trainer. After each event every group that may start does, and the
-trainer takes the next batch if it waits for one. Nothing is random: equal input gives the same run, in milliseconds.
+The model uses the real scheduler; engines and trainer only take time. An event is the end of a group or of a phase of
+the trainer. After each event all groups start that may start, and a waiting trainer takes the next batch if it is
+ready. Equal input gives the same run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, Spa
 
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
-"""A phase of the trainer. In `transfer` weights travel while engines generate; in `pause` engines stand still."""
+"""A phase of the trainer. Publishing is `transfer`, while engines still generate, and then `pause`."""
 
 
 @dataclass
 class _Running:
-    """A group under way, admitted at `began` with weights of `version`.
+    """A running group, admitted at `began` with weights of `version`.
 
-    `done` is the work of each group of the run when the work of this group was last noted.
+    `done` is the value of `Model._done` when the work of this group was last noted.
     """
 
     fate: Fate
@@ -36,16 +36,16 @@ class _Running:
 
 
 class Model:
-    """One run of source `async_rollouts`; may be stopped after any event.
+    """One simulated run of source `async_rollouts`.
 
-    All groups under way share the engines equally, so one number, the work that each group got done since the
-    beginning, says when each of them ends. The work of a group is a difference of it.
+    All running groups share the engines equally and progress at the same speed. So the model only counts the work that
+    a group would have done since the beginning of the run. The work of a group is the difference of two such counts.
 
     Attributes:
-        records: What the run left, step by step.
-        work: By draw, in the order of admission: the work that each group got done with each version of the weights.
+        records: The timeline of the run.
+        work: The work of each group with each version of the weights, by draw, in the order of admission.
         depths: The depth of admission after each batch was taken.
-        busy_s: For each record, the seconds that places for groups were busy until its end, without pauses.
+        busy_s: The total seconds of all groups until the end of each record, without pauses.
     """
 
     def __init__(self, workload: Workload, limits: SchedulerLimits, engines: int = 1, publish_every: int = 1) -> None:
@@ -57,8 +57,8 @@ class Model:
         self._workload = workload
         self._publish_every = publish_every
         self._engines = engines
-        # The work of each group so far, and at which work the groups under way end.
         self._done = 0.0
+        # A heap of the running groups: the value of `_done` at which each ends, and its draw.
         self._ends: list[tuple[float, int]] = []
         self._busy_s = 0.0
         self.records: list[StepRecord] = []
@@ -75,13 +75,13 @@ class Model:
         self._proceed()
 
     def finish(self) -> Self:
-        """Go on to the end of the last step. Raises as `advance` does."""
+        """Simulate until the last step ends."""
         while self.advance():
             pass
         return self
 
     def advance(self) -> bool:
-        """Let time pass until the next event, and let that happen. Return False once the last step is over.
+        """Simulate until the next event. Return False if the last step is over.
 
         Raises:
             RunFailedError: If a batch cannot be filled.
@@ -96,10 +96,10 @@ class Model:
         trainer_s = max(0.0, self._phase_end - self.now)
         assert min(group_s, trainer_s) < math.inf, f"deadlock after {self.now:g} s: {self.scheduler}"
         if min(group_s, trainer_s) > 0:
-            # Everything that ends at the same time as a step is in its record.
+            # A record includes everything that ends at the same time as its step.
             self.close_record()
         if speed:
-            # Rounding must not carry the engines beyond the end of the next group.
+            # Without `min`, rounding could skip the end of the next group.
             self._done = min(self._done + min(group_s, trainer_s) * speed, self._ends[0][0])
         if self._phase != "pause":
             self._busy_s += min(group_s, trainer_s) * self.scheduler.num_running
@@ -122,7 +122,7 @@ class Model:
             self._groups, self._spans = [], []
 
     def _proceed(self) -> None:
-        """Do everything that takes no time."""
+        """Start groups and take the next batch, if possible."""
         self._admit()
         if self._phase == "wait" and self.step < self.limits.num_batches:
             if self.scheduler.next_batch() is not None:
@@ -161,7 +161,7 @@ class Model:
         self.scheduler.end(draw, _STATES[outcome])
 
     def _note_work(self, draw: int) -> None:
-        """Count what this group got done since the last call as work with the weights that are published now."""
+        """Count the work of this group since the last call as work with the current version of the weights."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
         if self._done > group.done:
             work[version] = work.get(version, 0.0) + self._done - group.done

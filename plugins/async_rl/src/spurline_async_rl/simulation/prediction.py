@@ -1,7 +1,6 @@
-"""Compare settings of the scheduler: Workload and Knobs -> Prediction, alternatives, advice.
+"""Compare settings of the scheduler, and recommend some.
 
-Each prediction is one run of the model. Its first steps, in which nothing is buffered yet, do not count. The run is
-planned beyond the last step that counts, so that no batch is the last one.
+Each prediction is one run of the model. Its first steps do not count, because the buffer is still empty.
 """
 
 from __future__ import annotations
@@ -19,20 +18,22 @@ from spurline_async_rl.simulation.workload import Knobs, Workload
 from spurline_async_rl.timeline.records import staleness_of, trained_steps
 
 _GOOD_ENOUGH = 0.97
-"""Share of the best throughput for which a smaller bound is recommended."""
+"""A smaller bound is recommended if it reaches this share of the best throughput."""
 _ALIKE = 0.99
 _BALANCED = 1.15
-"""Ratio of the two sides' capacities below which they are called balanced."""
+"""Generation and training are balanced if the ratio of their capacities is smaller than this."""
 _WORTH_SAYING = 1.02
 
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers of a run.
+    """The figures of a simulated run.
 
-    `staleness` has the shares of the trained tokens by age in updates. `trainer_idle` is the share of the time that
-    training waited for a batch. `generation_idle` is the share of the places for groups that stood empty or still.
-    `depth` is the mean depth of admission, in groups.
+    Attributes:
+        staleness: The share of trained tokens by their age in updates.
+        trainer_idle: The share of the time in which training waited for a batch.
+        generation_idle: The share of the capacity for groups that was unused.
+        depth: The mean depth of admission, in groups.
     """
 
     seconds: float
@@ -48,10 +49,10 @@ class Figures:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The figures of the steady part of a run with these knobs.
+    """The figures of a run with these knobs, without its first steps.
 
-    Either side alone could do so many groups a second if it never waited and nothing was published. `efficiency` is
-    the throughput relative to the slower side's.
+    `generation_groups_per_second` and `training_groups_per_second` are what each side could do if it never waited and
+    nothing was published. `efficiency` is the throughput divided by the smaller of the two.
     """
 
     knobs: Knobs
@@ -69,7 +70,7 @@ Predict = Callable[[Knobs], Prediction]
 
 
 def predictor(workload: Workload, num_steps: int) -> Predict:
-    """Return a function from knobs to their prediction over so many steps; each is made once."""
+    """Return a function that predicts a run with given knobs over `num_steps` steps, and caches the predictions."""
 
     @cache
     def predict(knobs: Knobs) -> Prediction:
@@ -84,7 +85,7 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that `spurline simulate` tells; `alternatives` are by the letter of the one knob that is changed."""
+    """The output of `spurline simulate`. `alternatives` has predictions by the letter of the one changed knob."""
 
     basis: Sequence[str]
     steps_simulated: int
@@ -95,7 +96,7 @@ class Comparison:
 
 
 def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
-    """Simulate so many steps of each choice."""
+    """Simulate `num_steps` steps with these knobs and with others."""
     predict = predictor(workload, num_steps)
     current = predict(knobs)
     others = {letter: [predict(other) for other in changed] for letter, changed in alternatives(knobs).items()}
@@ -105,10 +106,9 @@ def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
 
 
 def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[Model, int]:
-    """Return a long run, and the index of the record from which on its steps count."""
+    """Return a long run, and the index of its first record that counts."""
     cold = 2 * (knobs.max_staleness + 1)
-    limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
-    model = Model(workload, limits, knobs.engines, knobs.publish_every)
+    model = Model(workload, knobs, knobs.engines, knobs.publish_every)
     while model.step < cold + num_steps:
         model.advance()
     model.close_record()
@@ -116,7 +116,7 @@ def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[Model,
 
 
 def figures_of(run: Model, first: int = 0) -> Figures:
-    """Return the numbers of a simulated run, from the record of this index on."""
+    """Return the figures of a simulated run, from record `first` on."""
     records = run.records[first:]
     began, busy_s = (run.records[first - 1].until, run.busy_s[first - 1]) if first else (0.0, 0.0)
     seconds = run.records[-1].until - began or 1.0
@@ -124,7 +124,7 @@ def figures_of(run: Model, first: int = 0) -> Figures:
     for _, age, work in trained_work(run, first):
         amounts[age] = amounts.get(age, 0.0) + work
     if not any(amounts.values()):
-        # Groups that took no time count as if all took the same.
+        # If no group took time, all groups count the same.
         amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run, first)))
     total = sum(amounts.values())
     shares = {age: amounts[age] / total for age in sorted(amounts)}
@@ -143,7 +143,7 @@ def figures_of(run: Model, first: int = 0) -> Figures:
 
 
 def trained_work(run: Model, first: int = 0) -> Iterator[tuple[int, int, float]]:
-    """Yield step, age and amount of everything that was trained on, from the record of this index on."""
+    """Yield step, age and amount of all trained work, from record `first` on."""
     steps = trained_steps(run.records[first:])
     for draw, parts in run.work.items():
         if draw in steps:
@@ -152,7 +152,7 @@ def trained_work(run: Model, first: int = 0) -> Iterator[tuple[int, int, float]]
 
 
 def alternatives(knobs: Knobs) -> dict[str, list[Knobs]]:
-    """Return the knobs with one of them changed at a time, by the letter of that one."""
+    """Return knobs with one change each, by the letter of the changed knob."""
     batch, engines = knobs.batch_size, knobs.engines
     depths: Sequence[Any] = ("auto", 2 * batch, "full") if knobs.max_staleness else ()
     changed = {
@@ -168,14 +168,14 @@ def alternatives(knobs: Knobs) -> dict[str, list[Knobs]]:
 
 
 def search(predict: Predict, knobs: Knobs) -> list[Prediction]:
-    """Return predictions of every bound with every number of groups at once, on the engines there are."""
+    """Return predictions for each pair of a bound and a number of groups at once."""
     bounds = [replace(knobs, max_staleness=bound) for bound in _bounds(knobs)]
     tried = [replace(bound, max_running=groups) for bound in bounds for groups in _groups(bound)]
     return [predict(other) for other in tried if other.is_allowed]
 
 
 def _groups(knobs: Knobs) -> list[int]:
-    """Return the numbers of groups at once to try, from a sixteenth of a batch to as many as the bound allows."""
+    """Return numbers of groups at once to try."""
     wanted = {math.ceil(knobs.batch_size * part) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)}
     wanted |= {knobs.max_running, knobs.most_running}
     return sorted(groups for groups in wanted if knobs.engines <= groups <= knobs.most_running)
@@ -186,7 +186,7 @@ def _bounds(knobs: Knobs) -> list[int]:
 
 
 def recommended(found: Sequence[Prediction]) -> Prediction:
-    """Return the smallest bound that comes close to the best throughput, with the freshest tokens among equals."""
+    """Choose the smallest bound with nearly the best throughput, and then the freshest tokens."""
     best = max(item.per_s for item in found)
     bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)
     of_bound = [item for item in found if item.knobs.max_staleness == bound]
@@ -198,7 +198,7 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
 def _on_sides(current: Prediction) -> str:
     generation, training = current.generation_groups_per_second, current.training_groups_per_second
     numbers = f"engines can make {generation:.3g} groups a second, training can take {training:.3g}"
-    reached = f"The config reaches {current.per_s:.3g}, {min(1.0, current.efficiency):.0%} of the possible."
+    reached = f"The config reaches {current.per_s:.3g}, which is {min(1.0, current.efficiency):.0%} of the possible."
     if max(generation, training) < _BALANCED * min(generation, training):
         return f"Generation and training are balanced: {numbers}. {reached}"
     slower = "Generation" if generation < training else "Training"
@@ -208,7 +208,7 @@ def _on_sides(current: Prediction) -> str:
 def _on_settings(current: Prediction, best: Prediction) -> str:
     gain, now, then = best.per_s / current.per_s, current.knobs, best.knobs
     if now == then or (gain < _WORTH_SAYING and then.max_staleness == now.max_staleness):
-        return "Its settings are good: no other bound or number of groups at once gains 2% without older tokens."
+        return "The settings are good: no other bound or number of groups at once gains 2% without older tokens."
     settings = {
         "max_staleness": (now.max_staleness, then.max_staleness),
         "max_concurrent_groups": (now.max_running, then.max_running),

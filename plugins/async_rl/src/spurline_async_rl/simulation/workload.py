@@ -1,7 +1,6 @@
-"""Describe a run to simulate: how long groups, steps and publishes take, and what becomes of groups.
+"""Describe the workload of a simulated run: the times of groups, steps and publishes.
 
-Place on the way: options of `spurline simulate`, the timeline and metrics of an earlier run, or both -> Workload -> the
-model. The workload says what its numbers rest on, so that a prediction can say so too.
+The numbers come from the options of `spurline simulate`, from the timeline and metrics of an earlier run, or from both.
 """
 
 from __future__ import annotations
@@ -20,30 +19,24 @@ from spurline.errors import UserError
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, GroupState, read_timeline
 
-_DRAWS_PER_GROUP = 8
 _FEWEST_GROUPS = 8
-"""Groups that an earlier run must have left to go by."""
+"""Fewest groups of an earlier run from which a workload can be measured."""
 
 
 @dataclass(frozen=True)
-class Knobs:
+class Knobs(SchedulerLimits):
     """The settings that a simulation compares."""
 
-    max_staleness: int
-    batch_size: int
-    max_running: int
+    depth: Depth = "auto"
     engines: int = 1
     publish_every: int = 1
-    order: Order = "window"
-    depth: Depth = "auto"
-    at_bound: AtBound = "wait"
 
     @property
     def most_running(self) -> int:
-        """Groups that may run at once within the bound."""
+        """Return how many groups the bound allows to run at once."""
         return self.batch_size * (self.max_staleness + 1)
 
     @property
@@ -55,31 +48,18 @@ class Knobs:
             and (isinstance(self.depth, str) or self.batch_size <= self.depth <= self.most_running)
         )
 
-    def limits(self, num_batches: int) -> SchedulerLimits:
-        """Return the scheduler's limits in a run of so many batches."""
-        return SchedulerLimits(
-            self.max_staleness,
-            self.batch_size,
-            self.max_running,
-            self.order,
-            _DRAWS_PER_GROUP * self.batch_size,
-            num_batches,
-            self.depth,
-            self.at_bound,
-        )
-
     def with_engines(self, engines: int) -> Knobs:
-        """Return knobs with as many groups on each engine as now, as far as the bound allows."""
+        """Return knobs with another number of engines. Each runs as many groups as now, if the bound allows it."""
         groups = max(1, self.max_running * engines // self.engines)
         return replace(self, engines=engines, max_running=min(self.most_running, groups))
 
 
 @dataclass(frozen=True)
 class Times:
-    """A time for each number: one of `values` at random, multiplied by a lognormal factor of mean 1.
+    """Random times by number. A time is one of `values`, multiplied by a lognormal factor of mean 1.
 
-    `sigma` is the standard deviation of the factor's logarithm. A `late_share` of the times is `late_factor` times as
-    long.
+    `sigma` is the standard deviation of the factor's logarithm. A share `late_share` of the times is also multiplied by
+    `late_factor`.
     """
 
     values: Sequence[float]
@@ -96,16 +76,16 @@ class Times:
         generator = np.random.default_rng((self.seed, number, 0))
         time = self.values[int(generator.integers(len(self.values)))]
         time *= math.exp(self.sigma * generator.standard_normal() - self.sigma**2 / 2)
-        # Drawn from another stream: a late group is not longer or shorter than others before it is late.
+        # A second generator keeps lateness independent of the time.
         late = self.late_share > 0 and np.random.default_rng((self.seed, number, 1)).random() < self.late_share
         return time * (self.late_factor if late else 1.0)
 
 
 @dataclass(frozen=True)
 class Fate:
-    """The fate of a drawn prompt: its work, in seconds on an engine that is not saturated, and its outcome.
+    """The work of a drawn prompt, in seconds on an engine that is not saturated, and its outcome.
 
-    An `unreadable` prompt is skipped when it is drawn; other outcomes are known when the work is done.
+    An `unreadable` prompt is skipped when it is drawn.
     """
 
     work: float
@@ -116,10 +96,16 @@ class Fate:
 class Workload:
     """The times of a run, in seconds.
 
-    `group_s` is the time of a group by its draw, on an engine that is not saturated. `train_s` is from one batch of
-    `batch_size` groups to the next, without waiting or publishing. `saturation` groups saturate an engine: with
-    fewer none gets faster, with more each gets slower. `filtered` and `quarantined` are shares of the groups. In a
-    publish, engines go on for `transfer_s` and stand still for `pause_s`. `basis` says where the numbers come from.
+    Attributes:
+        group_s: The time of a group by its draw, on an engine that is not saturated.
+        train_s: The time of a step with `batch_size` groups, without waiting and publishing.
+        batch_size: Groups in a step of `train_s`.
+        saturation: Groups that saturate an engine. With more, each group gets slower; with fewer, none gets faster.
+        filtered: The share of filtered groups.
+        quarantined: The share of groups that are given up.
+        transfer_s: The part of a publish in which engines generate.
+        pause_s: The part of a publish in which engines stand still.
+        basis: Sentences about the origin of the numbers.
     """
 
     group_s: Callable[[int], float]
@@ -133,27 +119,27 @@ class Workload:
     basis: Sequence[str] = ()
 
     def but(self, told: str, **changes: Any) -> Self:
-        """Return a copy with these fields changed; `told` says what they rest on."""
+        """Return a copy with these fields changed. `told` explains the change in `basis`."""
         return replace(self, basis=[*self.basis, told], **changes)
 
     def speed(self, groups: int, engines: int = 1) -> float:
-        """Return the work that each of so many groups gets done in a second."""
+        """Return the work that each of `groups` running groups does in a second."""
         return min(1.0, self.saturation * engines / groups)
 
     def fate(self, draw: int) -> Fate:
-        # The fractional parts of the multiples of the golden ratio: evenly spread, and the same for every choice.
+        # Multiples of the golden ratio, modulo 1, are evenly spread and not random.
         number = draw * 0.6180339887498949 % 1
         left = "filtered" if number < self.filtered else "quarantined"
         return Fate(self.group_s(draw), left if number < self.filtered + self.quarantined else "buffered")
 
     def step_s(self, step: int, batch_size: int) -> float:
-        """Return the seconds of a step, which are in proportion to its groups."""
+        """Return the seconds of a step, in proportion to its groups."""
         return self.train_s(step) * (batch_size / self.batch_size)
 
     def generation_per_s(self, knobs: Knobs, num_draws: int) -> float:
-        """Return the groups to train on that engines finish in a second when they are always full.
+        """Return how many trainable groups the engines finish in a second if they are always full.
 
-        Only the first `num_draws` draws count: the mean of a heavy-tailed sample differs from its distribution's.
+        Only the first `num_draws` draws count, because a sample with a heavy tail may have another mean than all draws.
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
         kept = 1 - self.filtered - self.quarantined
@@ -161,7 +147,7 @@ class Workload:
 
     @property
     def training_per_s(self) -> float:
-        """Groups that are trained on in a second when batches are always there and nothing is published."""
+        """Return how many groups are trained in a second without waiting and publishing."""
         return self.batch_size / self.train_s.mean
 
 
@@ -177,30 +163,24 @@ def workload_of(
     publish_s: float | None = None,
     pause_s: float | None = None,
 ) -> Workload:
-    """Return the measured workload with given times in place of measured ones.
+    """Return the workload of an earlier run, with times of the command's options in place of measured ones.
 
     Args:
         knobs: The settings of the config.
-        measured: The times of an earlier run; without it groups and steps must be given.
+        measured: The workload of an earlier run. If None, `group_s` and `step_s` are required.
         origin: The name of the config in errors.
-        group_s: Mean seconds of a group.
-        sigma: Spread of the logarithm of group times.
-        saturation: Groups that saturate an engine.
-        step_s: Seconds of a step.
-        publish_s: Seconds of a publish.
-        pause_s: Seconds of it in which engines stand still.
+        group_s: See option `--group-seconds`; the others are options too.
 
     Raises:
-        UserError: If a time is missing, or the given ones contradict each other.
+        UserError: If a time is missing or contradicts another one.
     """
     workload = measured or Workload(Times([1.0]), Times([1.0]), knobs.batch_size)
     options = {"--group-seconds": group_s, "--step-seconds": step_s}
     missing = " and ".join(option for option, value in options.items() if value is None)
     if measured is None and missing:
         raise UserError(
-            f"{origin}: {missing} missing. Give --from RUN_DIR, an earlier run of source async_rollouts that measured "
-            "it, or --group-seconds, the time of one group with all its attempts, and --step-seconds, the time of one "
-            "update."
+            f"{origin}: {missing} missing. Give --group-seconds, the time of one group with all its attempts, and "
+            "--step-seconds, the time of one update. Or give --from RUN_DIR, an earlier run of source async_rollouts."
         )
     why = "as given"
     if group_s is not None:
@@ -211,7 +191,7 @@ def workload_of(
     elif sigma:
         raise UserError("--sigma spreads --group-seconds, which is missing. Give both, or neither.")
     if saturation is not None:
-        told = f"{saturation} groups saturate an engine ({why}): fewer are no faster, with more each is slower"
+        told = f"{saturation} groups saturate an engine ({why}): with more groups, each gets slower"
         workload = workload.but(told, saturation=saturation)
     if step_s is not None:
         told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
@@ -222,7 +202,7 @@ def workload_of(
     still = whole if pause_s is None else pause_s
     if still > whole:
         raise UserError(
-            f"--pause-seconds {still:g}: engines cannot stand still longer than the {whole:g} s that a publish takes. "
+            f"--pause-seconds {still:g}: engines cannot stand still longer than a publish, which takes {whole:g} s. "
             "Raise --publish-seconds."
         )
     told = f"{whole:g} s for a publish, engines standing still for {still:g} s of it, as given"
@@ -230,28 +210,27 @@ def workload_of(
 
 
 def measured_workload(run_dir: Path) -> Workload:
-    """Return the workload of a run, from its timeline and metrics.
+    """Return the workload of an earlier run, from its timeline and metrics.
 
-    The most groups that were ever on one engine count as the number that saturates it: a prediction promises no gain
-    that the run has not shown.
+    The largest number of groups on one engine counts as its saturation, because the run shows no speed beyond it.
 
     Raises:
-        UserError: If the run left too little to go by.
-        RunDirectoryError: If this is no run directory, or one of its files is unreadable.
+        UserError: If the run was too short.
+        RunDirectoryError: If this is not a run directory, or one of its files is unreadable.
     """
     check_run_directory(run_dir)
     metrics = read_metrics(run_dir / METRICS_FILE)
     source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
     records = read_timeline(run_dir / TIMELINE_FILE)
     groups = [group for record in records for group in record.groups if group.ended > group.began]
-    # The first step, with its cold start, is left out.
+    # The first step does not count, because it includes the start of the engines.
     train_s: list[float] = []
     for before, record in pairwise(records):
         beside_s = sum(span.seconds for span in record.spans if span.kind in ("wait", "publish", "evaluate"))
         train_s.append(max(1e-3, record.until - before.until - beside_s))
     if len(groups) < _FEWEST_GROUPS or not train_s:
         raise UserError(
-            f"{run_dir}: {TIMELINE_FILE} has {len(groups)} groups and {len(records)} steps, too few to go by: at least "
+            f"{run_dir}: {TIMELINE_FILE} has {len(groups)} groups and {len(records)} steps, but at least "
             f"{_FEWEST_GROUPS} groups and 2 steps are needed. Give the run_dir of a longer run of source "
             "async_rollouts, or --group-seconds and --step-seconds."
         )
@@ -270,7 +249,7 @@ def measured_workload(run_dir: Path) -> Workload:
     states = [group.state for group in groups]
     filtered, quarantined = (states.count(state) / len(groups) for state in ("filtered", "quarantined"))
     engines: int = source.get("engine", {}).get("engines", 1)
-    # At equal times ends come first.
+    # For equal times, sorting puts ends first.
     changes = sorted([(group.began, 1) for group in groups] + [(group.ended, -1) for group in groups])
     most = max(1, round(max(accumulate(change for _, change in changes)) / engines))
     batch_size = max((len(taken.draws) for record in records for taken in record.taken), default=1)
@@ -285,10 +264,9 @@ def measured_workload(run_dir: Path) -> Workload:
         pause_s,
         [
             f"{len(groups):,} groups of {run_dir}, {fmean(group_s):.3g} s each on average, the longest "
-            f"{max(group_s):.3g} s; {filtered:.1%} were left out, {quarantined:.1%} given up",
-            f"{len(train_s):,} steps of {fmean(train_s):.3g} s beside waiting and publishing; publishing took "
+            f"{max(group_s):.3g} s; {filtered:.1%} were filtered, {quarantined:.1%} given up",
+            f"{len(train_s):,} steps of {fmean(train_s):.3g} s without waiting and publishing; publishing took "
             f"{publish_s:.3g} s, and engines stood still for {pause_s:.3g} s of that",
-            f"a group is as fast as measured with up to {most} groups on its engine, the most there were; with "
-            "more each gets slower (--saturation says otherwise)",
+            f"at most {most} groups ran on one engine; with more, each gets slower (--saturation changes this)",
         ],
     )

@@ -1,4 +1,4 @@
-"""Settings of asynchronous rollouts. Imports no torch."""
+"""Settings of asynchronous rollouts. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.source import SourceFacts
+from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
 from spurline_models.backend_config import ColocatedEngine
 from spurline_rl.configs import PromptSourceConfig
@@ -28,47 +29,59 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     name: str = "async_rollouts"
     max_staleness: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Most updates of the model between the weights that wrote a token and the weights that are trained on it. A step
-    is one update, however many optimizer steps it has. 0 is synchronous training."""
+    """Largest age of a trained token: the number of model updates since the weights that generated it. Each step is one
+    update, even if it has several optimizer steps. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Groups under way at the same time, at most prompts_per_step x (max_staleness + 1). Few groups are each finished
-    sooner; many keep the engines busier; `spurline simulate` shows the trade. null is prompts_per_step with
-    max_staleness 0, and a quarter of it otherwise."""
+    """Groups that run at the same time, at most prompts_per_step x (max_staleness + 1). Few groups finish sooner; many
+    keep the engines busier. `spurline simulate` shows the trade-off. null is prompts_per_step with max_staleness 0, and
+    otherwise a quarter of it."""
     depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
-    """Untrained groups, finished and under way, up to which further ones start while the trainer is busy. Only
-    max_staleness limits them while it waits. `auto` is as few as keep the trainer busy; `full` is as many as
-    max_staleness allows, prompts_per_step x (max_staleness + 1). Fewer are fresher where training is slower."""
-    order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
-    """`window` trains on finished groups, which overtake others only where that makes none too old. `fifo` trains in
-    the order of the draws, so that the groups of a batch do not depend on time."""
-    at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
-    """`wait` waits for groups that would get too old if finished ones were trained first. `mask` trains these first;
-    tokens of the others that get too old have no loss and are counted. `mask` needs order: window."""
+    """Number of untrained groups, finished or running, at which no more groups start while the trainer is busy. While
+    it waits, only max_staleness limits them. `auto` finds the smallest number that keeps the trainer busy. `full` is
+    prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives fresher
+    tokens."""
+    order: Annotated[Order, OnResume.BY_NAME] = "window"
+    """`window` lets a finished group overtake slower ones, unless that would make one of them too old. `fifo` trains in
+    draw order, so the groups of a batch do not depend on time."""
+    at_bound: Annotated[AtBound, OnResume.BY_NAME] = "wait"
+    """`wait` waits for a slow group if it would get too old otherwise. `mask` trains finished groups first, and takes
+    the loss from tokens of slow groups that are too old then. `mask` needs order: window."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
-    """Transport of weights to the engines; null takes the best one that the engine reads."""
+    """Transport of weights to the engines; null chooses the best one for the engine."""
     record_groups: Annotated[bool, OnResume.FREE] = False
-    """Keep the groups that each step trained on in RUN_DIR/groups; source `recorded_rollouts` trains on them again."""
+    """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
-    """Seconds without a finished group after which a waiting run says who holds what."""
+    """Seconds without a finished group after which a waiting run reports what it waits for."""
     stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=7200.0, gt=0)
     """Seconds without a finished group after which a waiting run ends."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_default_engine(cls, values: Any) -> Any:
-        """Choose vLLM where it is installed, else the Hugging Face model in processes of its own."""
+        """Choose engine `vllm` if it is installed, else `child_process`."""
         if not isinstance(values, dict) or "engine" in values:
             return values
         return {**values, "engine": {"name": "vllm" if find_spec("vllm") else "child_process"}}
 
     @property
     def groups_at_once(self) -> int:
-        """Groups under way at the same time."""
+        """Return how many groups run at the same time."""
         if self.max_concurrent_groups is not None:
             return self.max_concurrent_groups
         return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
+
+    @property
+    def limits(self) -> SchedulerLimits:
+        return SchedulerLimits(
+            self.max_staleness,
+            self.prompts_per_step,
+            self.groups_at_once,
+            self.order,
+            depth=self.depth,
+            at_bound=self.at_bound,
+        )
 
     @property
     def facts(self) -> SourceFacts:
@@ -90,31 +103,31 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         return ColocatedEngine(memory, self.engine.offloads_trainer, self.engine.takes_less, bucket)
 
     def group_terms(self) -> dict[str, Any]:
-        """Return the settings that a finished group was made under, as plain values for a checkpoint."""
+        """Return the settings under which groups are made, as plain values for a checkpoint."""
         bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
         return {**bound, "sampling": self.sampling.model_dump(mode="json")}
 
     def may_train_on(self, terms: Mapping[str, Any]) -> bool:
-        """Return whether groups made under these `group_terms` keep this run's bound and its sampling."""
+        """Return whether groups that were made under these `group_terms` fit this run's bound and sampling."""
         own = self.group_terms()
         alike = all(terms[name] == own[name] for name in ("order", "at_bound", "sampling"))
         return alike and terms["max_staleness"] <= self.max_staleness
 
     def describe_bound(self) -> list[str]:
-        """Return sentences on the guaranteed bound."""
+        """Return sentences about the guaranteed bound."""
         bound, most = self.max_staleness, self.prompts_per_step * (self.max_staleness + 1)
-        ahead = f"At most {most} groups are ahead of training, {self.groups_at_once} of them under way at a time."
+        ahead = f"At most {most} groups are ahead of training, and {self.groups_at_once} of them run at a time."
         if bound == 0:
-            return [f"Every token is generated with the weights that are trained on it: synchronous. {ahead}"]
-        # Colocated engines generate only while the trainer is not busy, when depth holds nothing back.
+            return [f"Training is synchronous: each token comes from the weights that train on it. {ahead}"]
+        # Colocated engines generate only while the trainer waits, and then depth does not apply.
         if self.depth != "full" and not self.engine.is_colocated:
             fewer = "as few as it needs" if self.depth == "auto" else f"at most {self.depth}"
             ahead += f" While the trainer is busy, {fewer} (depth: {self.depth})."
         updates = "1 update" if bound == 1 else f"{bound} updates"
-        kept = "groups are trained on before they get older, and none is dropped"
+        kept = "All groups are trained before they get older."
         if self.at_bound == "mask":
-            kept = "older tokens of overtaken groups get no loss"
-        return [f"No token is trained on that is more than {updates} old: {kept}. {ahead}"]
+            kept = "Older tokens of overtaken groups get no loss."
+        return [f"No trained token is more than {updates} old. {kept} {ahead}"]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -130,15 +143,15 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             yield Problem(
                 "max_concurrent",
                 f"is {self.max_concurrent}, but {self.groups_at_once} groups of {self.samples_per_prompt} attempts are "
-                f"under way at a time, so that most of them would only wait and get older. Raise it to {attempts}, or "
-                f"lower max_concurrent_groups to {max(1, self.max_concurrent // self.samples_per_prompt)}.",
+                f"started at a time, so most of them would only wait and get older. Raise it to {attempts}, or lower "
+                f"max_concurrent_groups to {max(1, self.max_concurrent // self.samples_per_prompt)}.",
             )
         if self.publish_every > self.max_staleness + 1:
             yield Problem(
                 "publish_every",
-                f"is {self.publish_every}: the last of {self.publish_every} steps trains on tokens of weights that are "
-                f"{self.publish_every - 1} updates old, over max_staleness: {self.max_staleness}. Set publish_every to "
-                f"at most {self.max_staleness + 1}, or raise max_staleness to {self.publish_every - 1}.",
+                f"is {self.publish_every}, so tokens get {self.publish_every - 1} updates old, which is over "
+                f"max_staleness: {self.max_staleness}. Set publish_every to at most {self.max_staleness + 1}, or raise "
+                f"max_staleness to {self.publish_every - 1}.",
             )
         for name in ("max_staleness", "publish_every") if self.engine.is_colocated else ():
             if (value := getattr(self, name)) > 1:
@@ -150,21 +163,21 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         if self.at_bound == "mask" and self.order == "fifo":
             yield Problem(
                 "at_bound",
-                "is mask, but with order: fifo no token can get over the bound. Set order: window, or remove at_bound.",
+                "is mask, but with order: fifo no token can get too old. Set order: window, or remove at_bound.",
             )
         if not isinstance(self.depth, str) and not self.prompts_per_step <= self.depth <= most:
             yield Problem(
                 "depth",
-                f"is {self.depth}, but from prompts_per_step, {self.prompts_per_step}, to {most} groups may be ahead "
-                "of training. Change it, or set depth: auto.",
+                f"is {self.depth}, but must be from {self.prompts_per_step} (prompts_per_step) to {most}. Change it, or "
+                "set depth: auto.",
             )
         yield from self._off_policy_problems(run)
         engines = self.engine.num_engines
         if engines > self.groups_at_once * self.samples_per_prompt:
             yield Problem(
                 "engine.engines",
-                f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts are under "
-                "way at a time. Lower it, or raise max_concurrent_groups.",
+                f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts run at a "
+                "time. Lower it, or raise max_concurrent_groups.",
             )
 
     def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -172,9 +185,9 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             return
         yield Problem(
             "max_staleness",
-            f"is {self.max_staleness}, so tokens come from older weights than those that are trained on them, but "
-            f"nothing weighs them: loss: {run.loss.name} compares with the trainer's logprobs before the update alone. "
-            "Set source.correction: tis, which makes ppo decoupled PPO, or max_staleness: 0.",
+            f"is {self.max_staleness}, so tokens come from older weights, but nothing corrects for that: "
+            f"loss: {run.loss.name} does not use the logprobs of the rollouts. Set source.correction: tis, which turns "
+            "ppo into decoupled PPO, or max_staleness: 0.",
         )
 
 

@@ -1,1 +1,1 @@
-"""Record what an asynchronous run does at which time, for its report and for `spurline simulate`."""
+"""Record the timeline of an asynchronous run, for its report and for `spurline simulate`."""

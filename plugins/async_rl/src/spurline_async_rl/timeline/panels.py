@@ -1,8 +1,8 @@
-"""Show in the report how waiting and age came about in a run of source `async_rollouts`.
+"""Show the timeline and the staleness of a run of source `async_rollouts` in its report.
 
-Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, `staleness` the metrics. The timeline has two plots over the same
-seconds: groups in lanes, coloured by the staleness of their oldest token when they were trained; the loop and its
-publishes. This module imports no torch, as it holds the configs of the panels too.
+Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, and panel `staleness` reads the metrics. The timeline has two
+plots over the same seconds. One shows groups in lanes, coloured by the age of their oldest token when they were
+trained. The other one shows what the training loop did. This module imports no torch, because it contains configs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _LEVELS = (
     ("async/depth", "depth of admission", "--series-6"),
 )
 _MAX_GROUPS = 1500
-"""More bars can neither be read nor drawn quickly."""
+"""More bars would be slow to draw and impossible to read."""
 _MAX_LANES = 128
 _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
-"""From fresh to old; readable on a light and on a dark page. Older groups have the last one."""
+"""The colours from fresh to old. All older groups have the last one."""
 _UNTRAINED = {
     "buffered": ("not trained by then", "--series-8-faint"),
     "filtered": ("filtered", "--series-8"),
@@ -58,7 +58,7 @@ _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "evaluate": ("evaluation", 0, "--series-4"),
     "publish": ("publishing weights", 1, "--series-1"),
 }
-"""Name in the legend, row (the loop, the weights) and colour."""
+"""Name in the legend, row and colour."""
 
 _STYLE = "<style>.rollout-timeline > .plot { height: 520px; }</style>"
 
@@ -66,21 +66,21 @@ _Timed = TypeVar("_Timed", GroupSpan, Span)
 
 
 class TimelinePanelConfig(ReportPanelConfig):
-    """Draw what was generated, trained and published when."""
+    """Draw generation, training and publishing over time."""
 
     name: str = "rollout_timeline"
     steps: int = Field(default=8, gt=0)
-    """Steps drawn; fewer where they hold more groups than can be seen."""
+    """Steps to draw at most. Fewer are drawn if they have too many groups."""
 
 
 class StalenessPanelConfig(ReportPanelConfig):
-    """Show how old the tokens were that were trained on, and what waiting cost."""
+    """Show the age of the trained tokens, and the time spent waiting."""
 
     name: str = "staleness"
 
 
 class TimelinePanel:
-    """The last steps of the run, over time."""
+    """The last steps of the run over time."""
 
     title = "Timeline"
 
@@ -88,7 +88,7 @@ class TimelinePanel:
         self._config = config
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None for a run that left no timeline."""
+        """Return the panel, or None if the run has no timeline."""
         records = read_timeline(record.run_dir / TIMELINE_FILE)
         if not records:
             return None
@@ -97,12 +97,12 @@ class TimelinePanel:
 
 
 class StalenessPanel(Panel):
-    """Trained tokens by age, and what the loop and the buffer did over the steps."""
+    """Trained tokens by age, and waiting and buffered groups over the steps."""
 
     title = "Staleness"
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None for a run that recorded no staleness."""
+        """Return the panel, or None if the run has no metrics of staleness."""
         tokens = _tokens_by_staleness(record)
         if not tokens:
             return None
@@ -110,7 +110,7 @@ class StalenessPanel(Panel):
         for y_title, label, traces, tickformat in (
             ("Updates", "Staleness of trained tokens over steps", _traces(record, _AGES), None),
             ("Share of the step", "Waiting over steps", _traces(record, _WAITS, is_share=True), ".0%"),
-            ("Groups, a batch just taken", "Groups under way and buffered over steps", _traces(record, _LEVELS), None),
+            ("Groups after a batch", "Groups running and buffered over steps", _traces(record, _LEVELS), None),
         ):
             if traces:
                 plots.append(step_figure(traces, y_title, label=label, tickformat=tickformat, rangemode="tozero"))
@@ -146,7 +146,7 @@ def _head(record: RunRecord, tokens: dict[int, float]) -> str:
         return "No tokens were trained on."
     mean = sum(age * count for age, count in tokens.items()) / total
     oldest = max((age for age, count in tokens.items() if count), default=0)
-    text = f"Trained tokens came from weights {mean:.3g} updates old on average, {oldest} at most"
+    text = f"Trained tokens were {mean:.3g} updates old on average, and {oldest} at most"
     source: Any = record.config.get("source") or {}
     return text + (f" (max_staleness: {source['max_staleness']})." if "max_staleness" in source else ".")
 
@@ -164,7 +164,7 @@ def _histogram(tokens: dict[int, float]) -> str:
         "showlegend": False,
     }
     layout = {
-        "xaxis": {"title": {"text": "Updates between the weights of a token and its training"}, "dtick": 1},
+        "xaxis": {"title": {"text": "Age of a token in updates"}, "dtick": 1},
         "yaxis": {"title": {"text": "Share of trained tokens"}, "tickformat": ".0%", "rangemode": "tozero"},
         "bargap": 0.25,
     }
@@ -172,7 +172,7 @@ def _histogram(tokens: dict[int, float]) -> str:
 
 
 def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
-    """Return a line for each of these (metric, name, color) that the run has, or its share of `time/step`."""
+    """Return a line for each (metric, name, color) that the run has. With `is_share`, values are parts of a step."""
     seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
     style: Trace = {"hovertemplate": "%{y:.1%}"} if is_share else {}
     traces: list[Trace] = []
@@ -187,7 +187,7 @@ def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_sh
 
 @dataclass(frozen=True)
 class Window:
-    """The seconds from `began` to `ended` that steps `first` to `last` took."""
+    """The time of steps `first` to `last`."""
 
     first: int
     last: int
@@ -196,7 +196,7 @@ class Window:
 
 
 def last_window(records: Sequence[StepRecord], num_steps: int) -> Window:
-    """Return the last steps, at most so many; fewer if they hold too many groups to be seen."""
+    """Return the window of the last steps: at most `num_steps`, and fewer if they have too many groups."""
     first, groups = len(records) - 1, len(records[-1].groups)
     while first > 0 and len(records) - first < num_steps:
         groups += len(records[first - 1].groups)
@@ -208,7 +208,7 @@ def last_window(records: Sequence[StepRecord], num_steps: int) -> Window:
 
 
 def lanes_of(records: Sequence[StepRecord], window: Window) -> list[tuple[int, GroupSpan]]:
-    """Return the groups within the window, each with the lowest lane that is free when it begins."""
+    """Return the groups in the window. Each gets the lowest lane that is free when it begins."""
     shown = _within((group for record in records for group in record.groups), window)
     free_from: list[float] = []
     lanes: list[tuple[int, GroupSpan]] = []
@@ -230,12 +230,11 @@ def timeline_figure(records: Sequence[StepRecord], window: Window) -> str:
 
 
 def staleness_color(staleness: int) -> str:
-    """Return the colour of groups and tokens that are so many updates old."""
     return _STALENESS_COLORS[min(max(staleness, 0), len(_STALENESS_COLORS) - 1)]
 
 
 def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, int], window: Window) -> list[Trace]:
-    """Return a set of bars for each staleness, then one for each state of groups that were not trained."""
+    """Return a trace for each staleness, and then one for each state of untrained groups."""
     by_look: dict[tuple[bool, int, str, str], list[tuple[int, GroupSpan]]] = {}
     for lane, group in lanes:
         if lane < _MAX_LANES:
@@ -253,7 +252,7 @@ def _group_traces(lanes: Sequence[tuple[int, GroupSpan]], trained: Mapping[int, 
 
 
 def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str]:
-    """Return two numbers that order the legend, and name and colour of a group trained at this step."""
+    """Return two numbers that sort the legend, and the name and the colour of a group."""
     if step is None:
         return (True, [*_UNTRAINED].index(group.state), *_UNTRAINED[group.state])
     age = staleness_of(step, group.oldest)
@@ -261,7 +260,7 @@ def _look(group: GroupSpan, step: int | None) -> tuple[bool, int, str, str]:
 
 
 def _bars(name: str, spans: Sequence[tuple[int, GroupSpan | Span]], window: Window) -> Trace:
-    # Times count from the window's beginning: the page has too few digits for times since a long run began.
+    # Times count from the beginning of the window, because the page rounds large numbers.
     return {
         "type": "bar",
         "orientation": "h",

@@ -1,8 +1,7 @@
-"""Record what an asynchronous run did at which time, as one line of JSON per step in RUN_DIR/timeline.jsonl.
+"""Record the timeline of an asynchronous run, one line of JSON per step in RUN_DIR/timeline.jsonl.
 
-Place on the way: the source's two threads, of training and generation -> `Timeline` -> records -> panels of the report,
-and `spurline simulate --from`. Times are in seconds since the run began. After a resume the clock continues at the last
-kept line.
+The panels of the report and `spurline simulate --from` read it. Times are in seconds since the run began. After a
+resume the clock continues at the last kept line.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ STATE_NAMES: Mapping[State, GroupState] = {
     State.GIVEN_UP: "quarantined",
     State.SKIPPED: "skipped",
 }
-"""Names in the file for the states in which a group ends."""
+"""Names in the file of the states in which a group ends."""
 
 
 class GroupSpan(NamedTuple):
-    """One group from its admission, with weights of `version`, to its last token or reward.
+    """The time of one group, from its admission with weights of `version` to its last token or reward.
 
-    `tokens` counts the tokens of all its attempts. `oldest` and `newest` are the versions of the weights that wrote
-    them, or `version` for a group without tokens.
+    `tokens` is the sum over all its attempts. `oldest` and `newest` are versions of the weights that generated them; in
+    a group without tokens, they equal `version`.
     """
 
     draw: int
@@ -58,7 +57,7 @@ class GroupSpan(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A time in which the loop waited for a batch, trained, evaluated or published weights."""
+    """A time in which the loop waited, trained, evaluated or published."""
 
     kind: SpanKind
     began: float
@@ -70,7 +69,7 @@ class Span(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """The groups that became the batch of a 1-based step."""
+    """The groups in the batch of a 1-based step."""
 
     step: int
     at: float
@@ -79,7 +78,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Everything that ended since the line before, until the time at which this line was written."""
+    """Everything that ended since the last record. `until` is the time of writing."""
 
     step: int
     until: float
@@ -89,19 +88,18 @@ class StepRecord:
 
 
 _LINE = TypeAdapter(StepRecord)
-"""A line of the file: an object, with a list of values for each group, span and batch."""
 
 
 def encode_record(record: StepRecord) -> bytes:
-    """Return the record as one compact line with its newline."""
+    """Return the record as one line of the file."""
     return _LINE.dump_json(record) + b"\n"
 
 
 def read_timeline(path: Path) -> list[StepRecord]:
-    """Return all complete lines, without a last one cut off by a kill. A missing file has none.
+    """Return the records of all complete lines. A missing file has none.
 
     Raises:
-        RunDirectoryError: If any other line is unreadable; names file and line.
+        RunDirectoryError: If a complete line is unreadable.
     """
     records: list[StepRecord] = []
     for number, line in enumerate(read_json_lines(path), start=1):
@@ -111,18 +109,18 @@ def read_timeline(path: Path) -> list[StepRecord]:
             first = error.errors()[0]
             raise RunDirectoryError(
                 f"{path}:{number}: not a line of a timeline ({first['loc']}: {first['msg']}). Another version or "
-                "program wrote it; remove the file to do without it."
+                "program wrote it. Remove the file if you do not need it."
             ) from error
     return records
 
 
 def staleness_of(step: int, version: int) -> int:
-    """Return the updates between weights of this version and the 1-based step that trains on their tokens."""
+    """Return the age of tokens of this version in a 1-based step."""
     return step - 1 - version
 
 
 def trained_steps(records: Sequence[StepRecord]) -> dict[int, int]:
-    """Return the step by draw, of all groups that were trained on."""
+    """Return the step that trained each trained group, by draw."""
     return {draw: taken.step for record in records for taken in record.taken for draw in taken.draws}
 
 
@@ -141,7 +139,7 @@ class Timeline:
         self._taken: list[Taken] = []
 
     def resume(self, step: int) -> None:
-        """Go on after this step, or begin a run with 0. Later lines are dropped; the clock continues at the last one.
+        """Continue after this step, or begin a run with 0. Later lines are removed from the file.
 
         Raises:
             RunFailedError: If the file cannot be written.
@@ -156,30 +154,29 @@ class Timeline:
             self._zero = self._clock() - until
 
     def group_began(self, draw: int, version: int) -> None:
-        """Note a group that was admitted with weights of this version."""
+        """Note the admission of a group with weights of this version."""
         with self._lock:
             assert draw not in self._running, f"group {draw} is under way already"
             self._running[draw] = (self._now(), version)
 
     def group_ended(self, draw: int, state: GroupState, *, tokens: int, oldest: int, newest: int) -> None:
-        """Note the end of a group; arguments as the fields of `GroupSpan`."""
+        """Note the end of a group; see `GroupSpan` for the arguments."""
         with self._lock:
             began, version = self._running.pop(draw)
             self._groups.append(GroupSpan(draw, began, self._now(), version, state, tokens, oldest, newest))
 
     def began(self, kind: SpanKind) -> None:
-        """Note the begin of a span. There is one of a kind at a time."""
+        """Note the begin of a span. Spans of one kind do not overlap."""
         with self._lock:
             assert kind not in self._open, f"'{kind}' has begun already"
             self._open[kind] = self._now()
 
     def ended(self, kind: SpanKind) -> None:
-        """Note the end of the span of this kind."""
         with self._lock:
             self._spans.append(Span(kind, self._open.pop(kind), self._now()))
 
     def taken(self, step: int, draws: Sequence[int]) -> None:
-        """Note the groups that are the batch of this 1-based step."""
+        """Note the groups in the batch of this step."""
         with self._lock:
             self._taken.append(Taken(step, self._now(), tuple(draws)))
 
@@ -195,7 +192,7 @@ class Timeline:
         line = encode_record(record)
         try:
             with open(self._path, "ab", buffering=0, opener=own_file) as file:
-                # There is one call, so that a kill tears this line at most.
+                # With a single call, a kill can cut off only this line.
                 if file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -206,10 +203,10 @@ class Timeline:
 
 
 def _kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
-    """Return the lines up to `last_step`, byte for byte, and the time at which the last of them ends.
+    """Return the lines up to `last_step`, and the time of the last one.
 
-    Lines from the first unreadable one on are left out. A power cut may leave one anywhere, which is no reason to
-    refuse a resume.
+    The first unreadable line and all lines after it are dropped. A power cut may leave such a line, and a resume must
+    still work.
     """
     kept, until = b"", 0.0
     for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
