@@ -36,7 +36,7 @@ from timing import Gate, gates_as_json, print_gates
 
 from spurline.config.run_config import RunConfig
 from spurline.plugins.host import PluginHost
-from spurline_async_rl.engines.child.member import ChildProcessEngine
+from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_models.testing import write_tiny_model
 from spurline_rl.protocols.rollout_engine import TakesWeights
@@ -49,7 +49,7 @@ SAMPLE_EVERY_S = 0.003
 SETTLE_S = 0.3
 """How long memory is read before a publish, and after it."""
 LIMIT_BUCKETS = 2.125
-ENGINE = "spurline_async_rl.engines.child.main"
+ENGINE = "spurline_async_rl.engines.child_process"
 
 
 @dataclass(frozen=True)

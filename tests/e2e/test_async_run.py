@@ -134,13 +134,13 @@ def test_knobs_that_do_not_fit_each_other_are_refused_with_the_fix(
 STALLS = {
     "blocks": (
         "import asyncio, time\nasync def waits(answer):\n    await asyncio.sleep(0)\n    time.sleep(3)\n",
-        r"blocks the event loop",
-        ("Nothing moves for", "run_blocks.py"),
+        r"blocked the event loop",
+        ("has blocked", "run_blocks.py"),
     ),
     "waits": (
         "import asyncio\nasync def waits(answer):\n    await asyncio.sleep(3600)\n",
         r"(?s)No group has ended for .*Step 1 waits for 4 groups.*stall_timeout_s",
-        ("2 under way", "group chat:", "have not returned"),
+        ("2 are running", "group chat:", "have not returned"),
     ),
 }
 

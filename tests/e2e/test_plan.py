@@ -241,7 +241,7 @@ def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: s
     ("changes", "says"),
     [
         ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, which the chosen source.engine"),
-        ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "it takes weights by collective, disk, shared_memory"),
+        ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "supports only collective, disk, shared_memory"),
     ],
 )
 def test_what_is_refused_of_asynchronous_rollouts(rl_config: Config, changes: Config, says: str) -> None:

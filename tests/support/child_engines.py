@@ -10,7 +10,7 @@ import psutil
 from backend_batches import run_config
 
 from spurline.config.run_config import ModelConfig
-from spurline_async_rl.engines.child.member import ChildProcessEngine
+from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
@@ -18,7 +18,7 @@ from spurline_rl.protocols.weight_sync import SyncReport
 from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_text.tokenizer import load_tokenizer
 
-ENGINE = "spurline_async_rl.engines.child.main"
+ENGINE = "spurline_async_rl.engines.child_process"
 
 
 def child_engine(

@@ -143,7 +143,7 @@ def test_tokens_are_counted_by_age_over_the_whole_run() -> None:
     assert histogram["data"][0]["x"] == [0, 1]
     assert histogram["data"][0]["y"] == [0.5, 0.5]
     assert histogram["data"][0]["customdata"] == [20.0, 20.0]
-    assert "0.5 updates old on average, 1 at most (max_staleness: 2)" in fragment
+    assert "0.5 updates old on average, and 1 at most (max_staleness: 2)" in fragment
 
 
 def test_waiting_is_drawn_as_a_share_of_the_step() -> None:

@@ -19,7 +19,7 @@ from child_engines import ENGINE, child_engine, publish
 from living_processes import living_below
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.engines.child.member import ChildProcessEngine
+from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from scripted_members import ENDS, Tokenizer, Trainer, next_token, reference
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.engines.child.main import Child
-from spurline_async_rl.engines.child.member import ChildMember
+from spurline_async_rl.engines.child_process import Child, ChildMember
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_models.weight_buckets import WeightBucket

@@ -243,9 +243,9 @@ def test_who_waits_for_a_member_that_never_comes_is_told_its_name(monkeypatch: p
 
     sync = make_sync(exchange_timeout_s=0.5, timeout_s=3.0)
     takers = [Taker("engine 0"), Waiting("engine 1", workers=2)]
-    waited = "it waited for engine 0, engine 1 to load bucket 1"
+    waited = "It waited for engine 0, engine 1 to load bucket 1"
     try:
-        with pytest.raises(RunFailedError, match=f"version 3 over collective did not end within 3 s; {waited}"):
+        with pytest.raises(RunFailedError, match=f"version 3 over collective did not end within 3 s. {waited}"):
             publish(sync, Weights(weights()), takers)
     finally:
         sync.close()

@@ -18,7 +18,7 @@ import pytest
 from child_engines import ENGINE, child_engine
 from living_processes import living_below
 
-from spurline_async_rl.engines.child.member import ChildProcessEngine
+from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_models.testing import write_tiny_model

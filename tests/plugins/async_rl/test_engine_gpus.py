@@ -15,7 +15,7 @@ from spurline.errors import ConfigError
 from spurline.protocols.ranks import Launch, RankRequest
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines import configs
-from spurline_async_rl.engines.child.member import ChildMember
+from spurline_async_rl.engines.child_process import ChildMember
 from spurline_async_rl.engines.configs import ChildProcessEngineConfig, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE, own_gpus, shared_gpu
 from spurline_async_rl.engines.vllm.engine import VllmEngine

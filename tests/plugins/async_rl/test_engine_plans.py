@@ -18,9 +18,9 @@ def test_a_child_process_holds_its_own_copy_and_cache(tmp_path: Path) -> None:
     run = run_config(folder)
     size = 4 * count_parameters(run.model) + estimate_cache(run.model, 64 * 1024, precision="fp32")
     [line] = ChildProcessEngineConfig(engines=2).describe(run, 128, 1024)
-    assert f"2 x {size / 2**30:.1f} GiB" in line
+    assert f"2 processes of {size / 2**30:.1f} GiB" in line
     assert size > 2**29
-    assert "64 responses decoded together in each" in line
+    assert "each decodes 64 responses together" in line
     assert ChildProcessEngineConfig().estimate_memory(run, 128, 1024) == {}, "it is not the trainer's memory"
 
 

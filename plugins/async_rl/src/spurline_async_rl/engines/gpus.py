@@ -1,8 +1,7 @@
 """Choose the GPUs of this machine that an engine sees.
 
-An engine gets GPUs that no rank of the backend has. With `placement: colocated`, and where weights come by handles of
-memory, it gets the GPUs of the ranks. A backend that trains in this process shares its GPU with engines, by
-`gpu_memory_utilization`.
+An engine gets GPUs that no rank of the backend has. With `placement: colocated` or `weight_sync: cuda_ipc`, it gets the
+GPUs of the ranks. A backend in this process shares its GPU with the engines.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES of an engine with `each` GPUs for itself; None leaves it as it is here.
+    """Return CUDA_VISIBLE_DEVICES for an engine that has `each` GPUs alone, or None to inherit the variable.
 
     Raises:
         ConfigError: If there are too few GPUs.
@@ -35,7 +34,7 @@ def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None
 
 
 def shared_gpu(run: RunConfig, number: int) -> str | None:
-    """Return the same for an engine that shares a GPU with other engines; "" if there is none."""
+    """Return CUDA_VISIBLE_DEVICES for an engine that may share a GPU with other engines, or None to inherit it."""
     candidates = _candidates(run)
     if candidates is None:
         return None
@@ -47,6 +46,6 @@ def _candidates(run: RunConfig) -> tuple[str, ...] | None:
     beside = gpus_beside_ranks(request)
     if beside is None or request is None:
         return None
-    # Each rank makes handles of memory on its own GPU, which reach no other one.
+    # Handles of memory work only on the GPU of the rank that makes them.
     shares = run.source.facts.has_colocated_engines or run.source.facts.transport == "cuda_ipc"
     return gpus_of_ranks(request) if shares else beside

@@ -1,8 +1,8 @@
-"""One engine of a pool: its protocol, and its life from start to death with all time limits.
+"""Run one engine of a pool, from its start to its death, with all time limits.
 
-Place on the way: pool -> PooledEngine -> member (a child process, a vLLM engine, an actor, a server) -> tokens. A
-member knows no other members, routing, retries or time limits. Any error of a member ends its PooledEngine for good,
-and the pool makes another one. The error of one engine does not fail a publish or pause of the others.
+A `PooledEngine` runs a member, which is a child process, a vLLM engine, an actor or a server. Members know nothing of
+other members, routing, retries and time limits. An error of a member ends its `PooledEngine`, and the pool makes a new
+one. It does not fail a publish or pause of the other engines.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from spurline_rl.trajectory import FinishReason
 
 
 class EngineDiedError(RunFailedError):
-    """An engine generates no further token; the text says which one and how it ended."""
+    """An engine has died. The text says which one, and why."""
 
 
 class EngineMember(Protocol):
-    """One engine. All coroutines are awaited on one event loop; the pool sets the time limits and cancels."""
+    """One engine. All coroutines are awaited on one event loop, and cancelled at a time limit."""
 
     name: str
-    """Names the engine in messages: `engine 0 (process 4711)`."""
+    """The name in messages, such as `engine 0 (process 4711)`."""
 
     @property
     def num_workers(self) -> int:
-        """Processes that hold its weights. Known once it has started, like `weights_dtype`."""
+        """Return how many processes hold its weights. This and `weights_dtype` are known after the start."""
         ...
 
     @property
@@ -41,45 +41,45 @@ class EngineMember(Protocol):
         ...
 
     async def start(self) -> None:
-        """Return when it could generate. Raises EngineDiedError if it cannot start."""
+        """Start the engine. Raises EngineDiedError if that fails."""
         ...
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Generate, adding tokens to `progress` as they come. Cancelling it aborts the request in the engine.
+        """Generate, and add tokens to `progress` as they come. Cancelling it aborts the request in the engine.
 
         Raises:
             DataError: If the model cannot answer the request.
-            EngineDiedError: If the engine ended.
+            EngineDiedError: If the engine has died.
         """
         ...
 
     async def control(self, command: Command) -> None:
-        """Do what the command says. Any error in an update is fatal for the engine."""
+        """Do what the command says. An error ends the engine."""
         ...
 
     async def wait_dead(self) -> str:
-        """Return the known reasons, such as the end of its log, when the engine has ended by itself."""
+        """Return when the engine has died by itself, with the reason, such as the end of its log."""
         ...
 
     async def close(self) -> None:
-        """End its processes, by force if they do not end by themselves. May be called at any time, and again."""
+        """End its processes; if it is cancelled, by force. May be called at any time, and again."""
         ...
 
 
 State = Literal["starting", "awaiting", "ready", "dead"]
-"""An `awaiting` engine has started, with weights of unknown version, and must not generate before an update."""
+"""An `awaiting` engine has started, but must not generate before it gets weights."""
 
 _GIVEN_UP_CLOSE_S = 5.0
-"""Seconds an engine that counts as dead, or has not started yet, may take to end before it is killed."""
+"""Seconds in which an engine that is dead or has not started must end before it is killed."""
 _HANDING_OVER_S = 1.0
-"""Seconds in which the member of a dead engine may hand over the tokens it has."""
+"""Seconds in which the member of a dead engine may add its last tokens to `Progress`."""
 
 
 @dataclass(eq=False, slots=True)
 class _Awaited:
-    """A request that the member works on. The caller awaits `answer`, which the work may outlive.
+    """A request to the member. The caller awaits `answer`, and does not wait if `work` takes longer.
 
-    At the last look, `seen` tokens had come; the last of them came at `since`.
+    `seen` is the number of tokens at the last check. The wait for the next token began at `since`.
     """
 
     name: str
@@ -100,14 +100,14 @@ class _Awaited:
             self.answer.set_result(work.result())
 
     def fail(self, reason: str) -> None:
-        """Fail the request, as its engine is dead, unless the work has ended."""
+        """Fail the request because its engine is dead."""
         if not self.work.done() and not self.answer.done():
             self.answer.set_exception(EngineDiedError(reason))
             self.work.cancel()
 
 
 class PooledEngine(ControlledEngine):
-    """A member with its time limits. `on_change` is called after every change of `state`."""
+    """A member with its time limits. `on_change` is called when `state` has changed."""
 
     def __init__(
         self, member: EngineMember, config: PoolConfig, transports: Sequence[str], on_change: Callable[[], None]
@@ -118,7 +118,7 @@ class PooledEngine(ControlledEngine):
         self.has_started = False
         # Its processes have ended.
         self.has_ended = False
-        # It is dead because a command failed or took too long.
+        # It died because a command failed or took too long.
         self.has_refused = False
         self.transports = transports
         self._member = member
@@ -163,17 +163,21 @@ class PooledEngine(ControlledEngine):
 
     @property
     def reason(self) -> str:
-        """The reason for its death; empty while it lives."""
+        """Return the reason for its death; empty while it lives."""
         return self._end.result() if self._end.done() else ""
 
     async def live(self) -> str:
-        """Start it, and return the reason for its death. Raises errors that a user can mend, such as ModelError."""
+        """Start it, and return the reason for its death when it has died.
+
+        Raises:
+            UserError: If the user must correct something before it can start.
+        """
         self.has_begun = True
         if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
-            # One look at all requests costs less than a timer for each.
+            # Checking all requests at times is cheaper than a timer for each.
             tick = self._config.generate_timeout_s / 4
             try:
                 while not self._end.done():
@@ -188,21 +192,21 @@ class PooledEngine(ControlledEngine):
         return self.reason
 
     def kill(self, reason: str) -> None:
-        """Declare it dead; its requests fail with EngineDiedError. `close` ends its processes."""
+        """Declare it dead, and fail its requests with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
-            # One by one: if thousands of requests waited for `_end`, each that ends would look through all others.
+            # Thousands of requests do not wait for `_end`, because each wakeup would search all other waiters.
             for awaited in self._awaited:
                 awaited.fail(reason)
             self._become("dead")
 
     async def close(self) -> None:
-        """End its processes: with `close_timeout_s` if it generates, else soon."""
+        """End its processes, within `close_timeout_s`, or sooner if it is dead or has not started."""
         ends_in_order = self.has_started and not self._end.done()
         limit = self._config.close_timeout_s if ends_in_order else _GIVEN_UP_CLOSE_S
         self.kill(f"{self.name} was closed")
         if self._asked:
-            # A start that was cancelled may still be about to make processes.
+            # A cancelled start may still create processes.
             await asyncio.wait(self._asked, timeout=_GIVEN_UP_CLOSE_S)
         try:
             async with asyncio.timeout(limit) as deadline:
@@ -210,16 +214,16 @@ class PooledEngine(ControlledEngine):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            # Being cancelled, the member has killed them.
+            # Being cancelled, the member has killed its processes.
         self.has_ended = True
         self._on_change()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Have the member generate. Raises EngineDiedError also if no token comes for too long."""
+        """Have the member generate. Raises EngineDiedError also if no token comes within the time limit."""
         if self._end.done():
             raise EngineDiedError(self.reason)
         loop = asyncio.get_running_loop()
-        # As a task: nobody waits for a member that is slow to stop.
+        # With a task, the caller need not wait for a member that stops slowly.
         work = loop.create_task(self._member.generate(request, progress))
         awaited = _Awaited(request.name, progress, work, loop.create_future(), loop.time())
         work.add_done_callback(awaited.settle)
@@ -229,7 +233,7 @@ class PooledEngine(ControlledEngine):
             return await awaited.answer
         except EngineDiedError as error:
             self.kill(str(error))
-            # When it is cancelled, the member adds the tokens that have come to `progress`.
+            # A cancelled member adds its last tokens to `progress`.
             await asyncio.wait({work}, timeout=_HANDING_OVER_S)
             raise
         finally:
@@ -240,32 +244,32 @@ class PooledEngine(ControlledEngine):
                 _retrieve(awaited.answer)
 
     async def control(self, command: Command) -> None:
-        """Have the member do it. An engine that fails or is too slow is dead.
+        """Have the member do the command. If it fails or takes too long, the engine dies.
 
         Raises:
-            BucketLostError: If a bucket did not reach it; the engine lives on.
+            BucketLostError: If a bucket did not reach it. The engine does not die.
         """
         if command.begins:
             self._holds.add(command.hold)
         if command.hold not in self._holds:
-            # The engine was started after the hold began, and takes no part in it.
+            # The engine was started after the hold began.
             return
         if isinstance(command, LoadBucket):
             command = replace(command, bucket=replace(command.bucket, receiver=self.name))
         if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
             self._holds.discard(command.hold)
-            # A hold between two looks at its requests must not count either.
+            # The time of the hold must not count as waiting for tokens.
             self._moved_at = asyncio.get_running_loop().time()
             for awaited in self._awaited:
                 awaited.since = self._moved_at
             if command.hold == UPDATE:
                 self._become("ready")
         elif isinstance(command, Sleep) and not command.keep_weights:
-            # It has no weights to generate with.
+            # It has lost its weights.
             self._become("awaiting")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
-        """Return whether the work succeeded within the limit of this setting; otherwise the engine is dead."""
+        """Return whether the work succeeded within the time limit of this setting. Otherwise kill the engine."""
         if self._end.done():
             work.close()
             return False
@@ -297,7 +301,7 @@ class PooledEngine(ControlledEngine):
     def _check_progress(self) -> None:
         """Kill it if a request has waited too long for its next token.
 
-        A request without a token may be queued behind others, so its wait begins when any of them last moved.
+        A request without tokens may be queued behind others. Its wait begins with the last token of any request.
         """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:
@@ -307,7 +311,7 @@ class PooledEngine(ControlledEngine):
         for awaited in self._awaited:
             if now - (awaited.since if awaited.seen else max(awaited.since, self._moved_at)) >= limit:
                 self.kill(
-                    f"{self.name} gave no further token to {awaited.name} for {limit:g} s, after {awaited.seen} "
+                    f"{self.name} gave no further token to {awaited.name} for {limit:g} s, after {awaited.seen} tokens "
                     "(source.engine.generate_timeout_s)"
                 )
                 return
@@ -319,5 +323,5 @@ class PooledEngine(ControlledEngine):
 
 
 def _retrieve(task: asyncio.Future[Any]) -> None:
-    """Take the error, so that asyncio does not warn of one that nobody awaits."""
+    """Read the error, because asyncio warns of errors that nobody has read."""
     _ = task.cancelled() or task.exception()

@@ -1,9 +1,7 @@
-"""Several engines behind one object, which stays when they come and go.
+"""Run several engines behind one object, and replace engines that die.
 
-Place on the way: environments -> request -> an engine -> result; weights -> every engine. A dead engine is started
-again and waits for the current weights, while others continue its requests from their tokens so far. While the pool
-sleeps no engine is started: from the end of `sleep` no process has device memory for anything before `wake("weights")`,
-and none for keys and values before `wake("cache")`.
+A dead engine is started again and waits for the current weights. Other engines continue its requests from the tokens
+that it has generated. While the pool sleeps, no engine is started, because the trainer has the memory of the devices.
 """
 
 from __future__ import annotations
@@ -28,23 +26,23 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationRe
 T = TypeVar("T")
 
 _SLACK = 16
-"""An engine is preferred for its prefix cache while it has at most so many requests more than the least busy one."""
+"""A request goes to the engine that knows its prompt unless another one has this many fewer requests."""
 _REMEMBERED = 8192
 """Prompts whose engine is remembered."""
 _LONGEST_BREAK_S = 60.0
-"""Most seconds between two tries to start an engine; they double from 1."""
+"""Longest wait before an engine is started again. The waits double from 1 s."""
 _FIRST_TRIES = 3
 """Failed starts of one engine after which the run ends, if no engine has ever started."""
 
 
 class Router:
-    """Chooses the engine with least to do, or the one that has read the prompt."""
+    """Chooses the engine with the fewest requests, or the one that has the prompt in its cache."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
 
     def choose(self, name: str, engines: Sequence[PooledEngine]) -> PooledEngine:
-        """Return the engine for the request of this name. The part before ` sample ` names the prompt."""
+        """Return the engine for a request. The part of its name before ` sample ` names the prompt."""
         prompt = name.partition(" sample ")[0]
         chosen = min(engines, key=lambda engine: engine.load)
         home = self._homes.get(prompt)
@@ -61,9 +59,8 @@ class Router:
 class EnginePool(ControlledEngine):
     """A `RolloutEngine` that `TakesWeights`.
 
-    Engines are started by the first call of any method but `close`. Requests wait until the first update, and while the
-    pool sleeps. `make_member` returns a member that has not been started, for an engine's number; it is called again
-    after every death.
+    The first call of any method except `close` starts the engines. Requests wait for the first update, and while the
+    pool sleeps. `make_member` returns a new member for an engine's number. It is called again after a death.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class EnginePool(ControlledEngine):
 
     @property
     def weights_dtype(self) -> str | None:
-        # All have one config.
         return next((engine.weights_dtype for engine in self._started()), None)
 
     def holder_of(self, name: str) -> str | None:
@@ -112,18 +108,17 @@ class EnginePool(ControlledEngine):
         return None if engine is None else engine.name
 
     def seconds_down(self) -> float:
-        """Return the seconds that `MayBeDown` counts, the first start included."""
         since = self._down_since
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
     async def start(self) -> None:
-        """Return when every engine has been started. Raises RunFailedError when they cannot be."""
+        """Return when all engines have started. Raises RunFailedError if that fails."""
         self._open()
-        # This ends: every start has a time limit, and the number of starts has one.
+        # The time of each start and the number of starts are limited.
         await self._until("start", lambda: len(self._started()) == len(self._engines))
 
     async def wait_for_one(self) -> None:
-        """Return when at least one engine has been started, or all sleep; it ends as `start` does."""
+        """Return when at least one engine has started, or the pool sleeps."""
         self._open()
         await self._until("a publish", lambda: SLEEP in self._held or self._started())
 
@@ -133,7 +128,7 @@ class EnginePool(ControlledEngine):
         self._open()
         response = Response(request, self._tokenizer)
         while True:
-            # An engine that was started during a pause generates nothing before the pause ends.
+            # During a pause, even new engines must not generate.
             ready = await self._until(request.name, lambda: self._ready() if self._held.keys() <= {UPDATE} else [])
             engine = self._router.choose(request.name, ready)
             self._holders[request.name] = engine
@@ -141,12 +136,12 @@ class EnginePool(ControlledEngine):
             try:
                 reason = await engine.generate(response.rest(), progress)
             except EngineDiedError:
-                # `_keep_alive` reports the death, and another engine goes on here.
+                # `_keep_alive` reports the death. Another engine continues the response.
                 reason = None
             except DataError:
                 if not response.has_tokens:
                     raise
-                # The prompt was accepted before, so the tokens so far fill the model's context.
+                # An engine has accepted the prompt before, so now the tokens fill the model's context.
                 return response.result("length")
             finally:
                 self._holders.pop(request.name, None)
@@ -155,10 +150,10 @@ class EnginePool(ControlledEngine):
                 return response.result(reason)
 
     async def control(self, command: Command) -> None:
-        """Have every engine do the command that has been in its hold since the hold began.
+        """Send the command to all engines that take part in its hold.
 
-        An engine that dies meanwhile is not waited for. It is started again and awaits the weights, so that nothing is
-        ever generated with older ones. After `Sleep` no engine's process has device memory, dead ones included.
+        An engine that dies is not waited for. It is started again and then awaits the weights, so it never generates
+        with old ones. After `Sleep`, no process has device memory, not even of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -178,7 +173,7 @@ class EnginePool(ControlledEngine):
         elif command.hold in self._held:
             self._held[command.hold] = alive
         if isinstance(command, Sleep):
-            # This ends: closing an engine has a time limit.
+            # Closing an engine has a time limit.
             await self._until("sleep", lambda: not any(engine.may_have_memory for engine in self._engines))
         if command.hold in (UPDATE, SLEEP) and refusals and not alive:
             what = "takes the new weights" if command.hold == UPDATE else f"could {command}"
@@ -187,14 +182,10 @@ class EnginePool(ControlledEngine):
             raise error
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
-        """Return the engines that take part in the hold that the command begins.
-
-        An update waits for the started engines, the first update for all engines, and during sleep for the sleeping
-        ones.
-        """
+        """Return the engines that take part in a hold that begins. The first update waits for all engines."""
         if command.hold == SLEEP:
-            # From now on no start begins. One under way is not interrupted: an engine that takes longer to start than
-            # others generate would never be there again.
+            # From now on no engine is started. A start is not interrupted, or an engine that starts slowly might never
+            # come up between two sleeps.
             self._held[SLEEP] = []
             self._changed()
             await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
@@ -206,12 +197,11 @@ class EnginePool(ControlledEngine):
         if not self._has_started:
             await self.start()
             self._has_started = True
-        # This ends as `start` does.
         return await self._until(command.name, self._started)
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
-        # This ends: closing an engine has a time limit.
+        # Closing an engine has a time limit.
         await asyncio.gather(*self._lives, return_exceptions=True)
 
     def _open(self) -> None:
@@ -226,11 +216,11 @@ class EnginePool(ControlledEngine):
         return engine
 
     async def _keep_alive(self, number: int) -> None:
-        """Run one engine after another, until engines have died too often."""
+        """Run engine `number`, and replace it after each death, until engines have died too often."""
         failed_starts = 0
         try:
             while self._failure is None:
-                # A server that is being restarted may be there later.
+                # A server may come back after a while.
                 await asyncio.sleep(min(_LONGEST_BREAK_S, 2.0 ** (failed_starts - 1)) if failed_starts else 0)
                 await self._until("a start", lambda: SLEEP not in self._held)
                 engine = self._engines[number]
@@ -242,21 +232,21 @@ class EnginePool(ControlledEngine):
                 if self._failure is not None:
                     return
                 if failed_starts >= _FIRST_TRIES and not self._any_started:
-                    raise RunFailedError(f"No engine has started in {failed_starts} tries; the last one: {reason}")
+                    raise RunFailedError(f"No engine has started in {failed_starts} tries. The last error: {reason}")
                 self._deaths += 1
                 if self._deaths > self._config.max_restarts:
                     raise RunFailedError(
                         f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
-                        f"{self._config.max_restarts}); the last one: {reason}"
+                        f"{self._config.max_restarts}). The last one: {reason}"
                     )
                 print(
-                    f"An engine has died and another takes its place ({self._deaths} of at most "
+                    f"An engine has died and is started again ({self._deaths} of at most "
                     f"{self._config.max_restarts}, source.engine.max_restarts): {reason}",
                     file=sys.stderr,
                     flush=True,
                 )
                 self._engines[number] = self._new_engine(number)
-        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who asks)
+        except Exception as error:  # noqa: BLE001 - raised by all later calls
             self._fail(error)
 
     def _ready(self) -> list[PooledEngine]:
@@ -266,7 +256,7 @@ class EnginePool(ControlledEngine):
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
 
     async def _until(self, who: str, condition: Callable[[], T]) -> T:
-        """Return the value of the condition when it is true; `who` names the waiting call in errors."""
+        """Return the value of the condition when it becomes true. `who` names the waiting call in errors."""
         while True:
             self._check(who)
             if met := condition():
@@ -289,13 +279,13 @@ class EnginePool(ControlledEngine):
             self._down_since = time.monotonic()
 
     def _check(self, who: str) -> None:
-        """Raise the failure as a new error, as each waiting task needs a traceback of its own."""
+        """Raise the failure, if any, as a new error with its own traceback."""
         if self._failure is not None:
             kind = "" if isinstance(self._failure, SpurlineError) else f"{type(self._failure).__name__}: "
             raise RunFailedError(f"{who}: the rollout engines have ended: {kind}{self._failure}") from self._failure
 
     def _fail(self, failure: Exception) -> None:
-        """End every engine; all calls fail, now and later."""
+        """End all engines, and make all calls fail."""
         if self._failure is None:
             self._failure = failure
             for life in self._lives:

@@ -125,8 +125,8 @@ class Progress:
 class Response:
     """The response to one request. Its tokens are added to `progress`.
 
-    With `finds_stop_texts`, all stop texts are found here, and engines do not look for them. Otherwise engines find stop
-    texts, except for a text that begins in one engine's tokens and ends in another's. These are found here.
+    With `finds_stop_texts`, all stop texts are found here, and not by engines. Otherwise only those are found here that
+    begin in the tokens of one engine and end in the tokens of another one.
     """
 
     def __init__(

@@ -168,8 +168,8 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         if not isinstance(self.depth, str) and not self.prompts_per_step <= self.depth <= most:
             yield Problem(
                 "depth",
-                f"is {self.depth}, but must be from {self.prompts_per_step} (prompts_per_step) to {most}. Change it, or "
-                "set depth: auto.",
+                f"is {self.depth}, but must be from {self.prompts_per_step} (prompts_per_step) to {most}. Change it, "
+                "or set depth: auto.",
             )
         yield from self._off_policy_problems(run)
         engines = self.engine.num_engines
@@ -201,11 +201,3 @@ class RecordedRolloutsConfig(AsyncRolloutsConfig):
     @property
     def facts(self) -> SourceFacts:
         return replace(super().facts, makes_attempts=False)
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        yield from super().problems(run)
-        if run.data.eval:
-            yield Problem(
-                "name",
-                f"is {self.name}, which generates nothing and so cannot evaluate. Remove data.eval for this run.",
-            )

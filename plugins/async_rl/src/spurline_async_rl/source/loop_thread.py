@@ -1,7 +1,4 @@
-"""An event loop on a thread of its own, and a garbage collector that does not stop it.
-
-The loop is for work that goes on while the training thread does something else.
-"""
+"""Run an event loop on its own thread, and keep the garbage collector from stopping it."""
 
 from __future__ import annotations
 
@@ -23,30 +20,30 @@ from spurline.errors import RunFailedError, SpurlineError
 T = TypeVar("T")
 
 GRACE_S = 60.0
-"""Seconds that work on the loop gets beyond a time limit of its own, since its own error says more."""
+"""Extra seconds for work on the loop that has its own time limit, because its own error says more."""
 _THRESHOLDS = 4_000, 5, 1_000_000
-"""Thresholds of the garbage collector with many attempts under way: it does not visit old objects by itself."""
+"""Thresholds of the garbage collector with which it never visits old objects by itself."""
 _MANY_ATTEMPTS = 2048
-"""Attempts under way from which on Python's own full collections would stop the loop for long."""
+"""With this many attempts, full collections by Python itself would stop the loop for too long."""
 _STEPS_PER_COLLECTION = 100
 
 
 @contextmanager
 def ends_the_run(what: str) -> Generator[None]:
-    """Turn an unknown error inside into one that ends the run."""
+    """Turn an unexpected error inside into a RunFailedError."""
     try:
         yield
     except SpurlineError:
         raise
     except Exception as error:
         raise RunFailedError(
-            f"{what} failed: {type(error).__name__}: {error}. Nothing was trained after it; the same command goes "
-            "on from the last checkpoint."
+            f"{what} failed: {type(error).__name__}: {error}. Nothing was trained afterwards. The same command resumes "
+            "the run from its last checkpoint."
         ) from error
 
 
 def tell(text: str) -> None:
-    """Print what holds a run up."""
+    """Print a message to stderr."""
     Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
 
 
@@ -55,7 +52,7 @@ async def _calling(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class LoopThread:
-    """A thread with an event loop, started by the first use. Its methods are called from another thread."""
+    """A thread with an event loop. Its first use starts it. Its methods are called from another thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -71,10 +68,10 @@ class LoopThread:
         every_s: float | None = None,
         waits_for: Callable[[], str] | None = None,
     ) -> T:
-        """Return the coroutine's result. Every `every_s` seconds the user is told that it still goes on.
+        """Return the coroutine's result, and print a message every `every_s` seconds.
 
         Raises:
-            RunFailedError: If it takes longer than `timeout_s`; it is cancelled then.
+            RunFailedError: If it takes longer than `timeout_s`. Then it is cancelled.
         """
         future = self.start(coroutine)
         began = time.monotonic()
@@ -93,7 +90,7 @@ class LoopThread:
                     reason = "" if waits_for is None else f"; it waits for {waits_for()}"
                     tell(f"{what} has taken {passed:.0f} s so far{reason}.")
         finally:
-            # After an error or Ctrl-C nobody waits for the work, and it must not go on.
+            # After an error or Ctrl-C, the work must not go on.
             future.cancel()
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -111,7 +108,7 @@ class LoopThread:
         return self.run(_calling(function, *arguments), timeout_s, what)
 
     def responds(self, timeout_s: float) -> bool:
-        """Return whether the loop answers in time, so that no task blocks it."""
+        """Return whether the loop answers in time. If not, a task blocks it."""
         if self._loop is None:
             return True
         try:
@@ -121,7 +118,7 @@ class LoopThread:
         return True
 
     def position(self) -> str:
-        """Return where in the code the loop's thread is right now."""
+        """Return the current stack of the loop's thread as text."""
         assert self._thread is not None, "not started"
         frame = sys._current_frames().get(self._thread.ident or 0)
         if frame is None:
@@ -129,7 +126,7 @@ class LoopThread:
         return f"Thread {self._name} is at:\n{''.join(traceback.format_stack(frame)[-8:])}".rstrip()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End the loop; tasks that still run are cancelled."""
+        """Cancel all tasks, and end the loop."""
         if self._loop is None or self._thread is None:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -141,7 +138,7 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-            # A daemon, so that code that blocks the loop cannot keep a failed run alive.
+            # If code blocks the loop, a daemon thread cannot keep a failed run alive.
             self._thread = threading.Thread(target=self._live, args=(ready,), name=self._name, daemon=True)
             self._thread.start()
             self._loop = ready.result(30.0)
@@ -158,9 +155,9 @@ class LoopThread:
 class QuietCollector:
     """Keeps full garbage collections from stopping the event loop, from `start` to `close`.
 
-    They visit every object while all threads stand still, which takes more than a second for 65,536 attempts under way.
-    Objects that exist when a run starts, such as imported modules, are frozen. With many attempts old objects are
-    visited between two steps only, every hundredth time. Where the collector is off nothing is changed.
+    A full collection stops all threads, and takes more than a second with 65,536 running attempts. So objects that
+    exist when a run starts, such as imported modules, are frozen. With many attempts, full collections only run between
+    steps, every 100 steps.
     """
 
     def __init__(self, attempts: int) -> None:
@@ -178,13 +175,13 @@ class QuietCollector:
             gc.set_threshold(*_THRESHOLDS)
 
     def step(self) -> None:
-        """Collect everything if it is time to. Called between two steps."""
+        """Run a full collection if one is due. This is called between two steps."""
         self._steps += 1
         if self._before is not None and self._is_rare and self._steps % _STEPS_PER_COLLECTION == 0:
             gc.collect()
 
     def close(self) -> None:
-        """Leave the collector as it was. May be called again."""
+        """Restore the collector's settings. May be called again."""
         if self._before is not None:
             gc.set_threshold(*self._before)
             gc.unfreeze()

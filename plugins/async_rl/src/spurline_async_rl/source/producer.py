@@ -1,7 +1,6 @@
-"""Generate groups as the scheduler allows, and keep the finished ones until a batch takes them.
+"""Generate groups as the scheduler allows, and keep finished ones until a batch takes them.
 
-Place on the way: prompts in draw order -> admission -> attempts -> finished groups -> Collected, one per batch.
-Everything here runs on one event loop, which the training thread calls through `LoopThread`.
+Everything here runs on one event loop. The training thread calls it through `LoopThread`.
 """
 
 from __future__ import annotations
@@ -23,15 +22,19 @@ from spurline_rl.prompt_source import Collected
 from spurline_rl.trajectory import Group, has_equal_returns
 
 _ADMITTED_AT_ONCE = 32
-"""Groups that start before the loop does something else: a publish may let thousands of attempts start."""
+"""Groups that start together before other work of the loop. A publish may allow thousands of attempts."""
 
 
 class Producer:
-    """Generates groups on an event loop, and holds finished ones and the costs of the next batch.
+    """Generates groups on an event loop, and keeps the finished ones.
 
-    `began_at` is when each group under way began, by uid, on the monotonic clock. With `filters`, groups with equal
-    returns are replaced by further prompts. `notify` is called on the loop after each event that may let the training
-    thread go on. `ready` is applied to every finished group on another thread; the group is under way until then.
+    Attributes:
+        began_at: When each running group began, by uid, on the monotonic clock.
+
+    Args:
+        filters: Whether groups with equal returns are filtered and replaced.
+        notify: Called on the loop after each event for which the training thread may wait.
+        ready: Prepares each finished group, on another thread.
     """
 
     def __init__(
@@ -53,11 +56,10 @@ class Producer:
         self._filters = filters
         self._notify = notify
         self._ready = ready
-        # One thread, and no more groups waiting for it than are under way.
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="spurline-groups")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
-        # Since the last batch, by their names in checkpoints; quarantined prompts are those given up.
+        # Counts since the last batch. Prompts that were given up are `quarantined` in checkpoints.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
@@ -65,20 +67,24 @@ class Producer:
         self._goes_on_admitting = False
 
     def start(self) -> None:
-        """Begin to generate; called on the loop."""
         self._stopped = False
         self._admit()
 
     def publish(self, version: int) -> None:
-        """Let more groups start, as all engines generate with these weights."""
+        """Note that all engines generate with these weights, and start more groups."""
         self.scheduler.publish(version)
         self._admit()
 
     def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
-        """Return the groups of this step and their retries, or None while they are not ready.
+        """Return the groups of this step and their retries, or None if they are not ready.
 
-        `seconds` have passed since the last groups were taken, and for `wait_s` of them these were not ready. Raises
-        the error that ended generation, and RunFailedError if the step cannot be filled.
+        Args:
+            step: The 1-based step.
+            wait_s: Seconds that training waited for these groups.
+            seconds: Seconds since the last groups were taken.
+
+        Raises:
+            RunFailedError: If the step cannot be filled. The error that ended generation is raised too.
         """
         scheduler = self.scheduler
         if self._failure is not None:
@@ -105,29 +111,29 @@ class Producer:
         return collected, costs["retries"]
 
     async def close(self) -> None:
-        """Cancel what is under way and wait for it; attempts end within a limit of their own."""
+        """Cancel all running groups, and wait until they end. Attempts have their own time limit for this."""
         self._stopped = True
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # Its current group takes milliseconds, and groups that wait for it are cancelled.
+        # The current group takes only milliseconds.
         self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
-        """Return the state without finished groups, which take long to encode, and these groups."""
+        """Return the state without the finished groups, and these groups, which take long to encode."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
-        """Restore a state; without `keep_groups` the prompts of finished groups are tried again."""
+        """Restore a state. Without `keep_groups`, finished groups are generated again."""
         self.scheduler.load_state_dict(state, keep_groups=keep_groups)
         self._costs = {name: int(count) for name, count in state["costs"].items()}
         groups = groups_of(state["groups"]) if keep_groups else ()
         self._groups = {group.draw: self._ready(group) for group in groups}
 
     def _admit(self) -> None:
-        """Start every group that may start: some at once, the others after other work of the loop."""
+        """Start all groups that may start: some at once, and the others after other work of the loop."""
         try:
             for _ in range(_ADMITTED_AT_ONCE):
                 if self._stopped or self._failure is not None or not self.scheduler.may_admit():
@@ -189,7 +195,7 @@ class Producer:
         self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
 
     def _fail(self, error: BaseException) -> None:
-        """Start nothing further; the training thread gets the error when it asks for the next batch."""
+        """Start no more groups. The training thread gets the error when it asks for the next batch."""
         self._failure = self._failure or error
         self._notify()
 
@@ -197,7 +203,7 @@ class Producer:
         given_up, limits = self._costs["quarantined"], self.scheduler.limits
         usable = self.scheduler.num_buffered + len(self.scheduler.filtered)
         return RunFailedError(
-            f"The step drew {usable + given_up} prompts and {given_up} of them were given up, so only {usable} of "
-            f"{limits.batch_size} groups are there. Correct what fails, or raise source.max_draws_per_step, which is "
+            f"The step drew {usable + given_up} prompts and {given_up} of them were given up, so there are only "
+            f"{usable} of {limits.batch_size} groups. Correct the cause, or raise source.max_draws_per_step, which is "
             f"{limits.draw_limit}.{reasons_of(self._given_up)}"
         )

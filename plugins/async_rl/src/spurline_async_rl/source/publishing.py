@@ -1,4 +1,4 @@
-"""Bring the weights from the training thread, which waits, to engines on the event loop."""
+"""Publish weights to the engines, which run on the event loop, while the training thread waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spurline_rl.protocols.weight_sync import SyncReport, WeightSync, WeightSync
 
 
 class Publisher:
-    """Publishes to the engines of one run. Raises as `choose_sync` does.
+    """Publishes the weights of one run. Its constructor raises ConfigError as `choose_sync` does.
 
     `notify` is called on the loop when an engine was started again and awaits weights.
     """
@@ -48,19 +48,18 @@ class Publisher:
         return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
-        """Start the engines, before the first publish, whose time limit is for sending weights only."""
+        """Start the engines. The time limit of a publish does not include this."""
         limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
-        """Return when these engines, or all, generate with the backend's weights.
+        """Publish the backend's weights to these engines, or to all, and return when they generate with them.
 
         Raises:
-            RunFailedError: If they do not; nothing may be trained after that.
+            RunFailedError: If that fails. Nothing may be trained afterwards.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
         if engines is None:
-            # A start has time limits of its own.
             waiting = f"Starting a rollout engine '{self._name}' again"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
@@ -72,19 +71,18 @@ class Publisher:
         return report
 
     def close(self) -> None:
-        """Free what the transport holds."""
         self._sync.close()
 
 
 def choose_sync(
     given: WeightSyncConfig | None, engine: RolloutEngine, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
-    """Return the config's own `weight_sync`, or the engine's first transport that can be used here.
+    """Return the config's own `weight_sync`, or else the engine's first transport that works here.
 
     `on_gpu` says whether the weights are on GPUs.
 
     Raises:
-        ConfigError: If the engine takes no weights, or does not fit the transport.
+        ConfigError: If the engine takes no weights, or does not support the transport.
     """
     if not isinstance(engine, TakesWeights):
         raise ConfigError.at(
@@ -92,26 +90,21 @@ def choose_sync(
             "chooses an engine whose weights cannot be replaced while it generates. Choose another one, such as "
             "child_process or vllm.",
         )
-    reads = listing(engine.transports)
+    supported = listing(engine.transports)
     if given is not None:
         if given.transport not in engine.transports:
             raise ConfigError.at(
                 "source.weight_sync.name",
-                f"is {given.name}, which the chosen source.engine does not read: it takes weights by {reads}. Set one "
-                "of these, or leave weight_sync out.",
+                f"is {given.name}, but the engine supports only {supported}. Set one of these, or remove weight_sync.",
             )
         return given
     registered = registry.names("weight_sync")
-    wanting: list[str] = []
-    for name in engine.transports:
-        if name in registered:
-            config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
-            if on_gpu or not config.needs_gpu:
-                return config
-            wanting.append(name)
-    without = f" ({listing(wanting)} only with weights on a GPU)" if wanting else ""
+    for name in filter(registered.__contains__, engine.transports):
+        config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
+        if on_gpu or not config.needs_gpu:
+            return config
     raise ConfigError.at(
         "source.engine.name",
-        f"chooses an engine that reads {reads}{without}, but this run has {listing(registered)}. Choose another "
-        "engine, or enable the plugin that brings the transport.",
+        f"chooses an engine that supports the transports {supported}, but none of them works in this run. Choose "
+        "another engine, or enable the plugin of a transport.",
     )

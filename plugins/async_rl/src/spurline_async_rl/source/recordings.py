@@ -1,10 +1,10 @@
-"""Keep the groups that a run trained on, and train on them again.
+"""Record the groups that a run trained on, and train on them again.
 
-Groups are written as plain arrays and JSON, for checkpoints and recordings, and come back bit for bit. They are written
-in blocks, so that only one block is in memory twice. The arrays of all turns of a block are joined by field: a few long
-arrays instead of thousands of short ones.
-Source `recorded_rollouts` generates nothing, so that a run is a pure function of its config and the recording. It shows
-the effect of another loss on equal data, and proves that training on asynchronous rollouts is exact.
+Checkpoints and recordings have groups as plain arrays and JSON, which are read back bit for bit. They are written in
+blocks, because each block is in memory twice. Within a block the arrays of all turns are joined to a few long ones.
+
+A run with source `recorded_rollouts` generates nothing. It depends only on its config and the recording. It can show
+the effect of another loss on the same data, and prove that training on asynchronous rollouts is exact.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
 _BLOCK_BYTES = 32 << 20
-"""Bytes of arrays at which a block ends."""
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Return the state of groups, which must not change; blocks are made while they are written."""
+    """Return the state of groups. They must not change, because blocks are made while they are written."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
 def groups_of(state: Mapping[str, Any]) -> Iterator[Group]:
-    """Yield the groups that `groups_state` was given, in order, reading no more than a block ahead."""
-    # Earlier checkpoints and recordings hold all groups as one block.
+    """Yield the groups of a `groups_state`, and read only one block at a time."""
+    # Earlier checkpoints and recordings have all groups in one block.
     return (group for block in state.get("blocks", [state]) for group in _groups_of_block(block))
 
 
@@ -104,12 +103,11 @@ def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
                     tuple(next_turn() for _ in range(item["turns"])),
                     item["rewards"],
                     json.loads(item["info"]),
-                    # Checkpoints from before attempts counted retries have no such part.
+                    # Earlier checkpoints have no retries, columns and tags.
                     item.get("retries", 0),
                 )
                 for item in group["trajectories"]
             ),
-            # Checkpoints from before rows could carry numbers have no such part.
             group.get("columns", {}),
             group.get("tags", {}),
         )
@@ -123,7 +121,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "retries": trajectory.retries,
-        # As text: an environment's own values may look like arrays of this state.
+        # Text keeps an environment's own values apart from arrays of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }
 
@@ -146,7 +144,7 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
 
 
 def recorded_step(run_dir: Path, step: int) -> Path:
-    """Return the path of a step's groups, without the suffixes of state files."""
+    """Return the path of a step's groups, without suffix."""
     return run_dir / RECORDED_GROUPS / f"step-{step:06d}"
 
 
@@ -160,14 +158,14 @@ def record_groups(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
 
 
 class RecordedRolloutSource(PromptSource):
-    """A source that reads the groups of each step from a recording. The step is its only state."""
+    """A source that reads the groups of each step from a recording."""
 
     def __init__(self, config: RecordedRolloutsConfig, context: SourceContext) -> None:
         super().__init__(config, context)
         self._config = config
 
     def build(self, step: int) -> TrainingBatch:
-        """Return the batch of the recorded groups. Raises DataError if the recording has none of this step."""
+        """Return the batch of the recorded groups. Raises DataError if the recording does not have this step."""
         path = recorded_step(Path(self._config.recorded), step)
         try:
             groups = tuple(groups_of(read_state(path)))
@@ -185,4 +183,4 @@ class RecordedRolloutSource(PromptSource):
         return step * self._config.prompts_per_step / self._prompts.prompts_per_epoch
 
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        raise AssertionError("its config refuses held-out prompts")
+        raise AssertionError("the config allows no held-out prompts")

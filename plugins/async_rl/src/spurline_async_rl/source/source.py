@@ -1,9 +1,8 @@
-"""Source `async_rollouts`: groups are generated while the model trains, and none gets older than the bound.
+"""Source `async_rollouts`: generate groups while the model trains, and keep a bound on their age.
 
-There are two threads. On an event loop of its own the Producer generates. The training thread takes batches from it
-and publishes the weights after an update. The scheduler alone decides which group starts and which batch is ready.
-Colocated engines have the devices only while the training thread waits for them, so that hooks find the backend as it
-was.
+There are two threads. The Producer generates on an event loop. The training thread takes batches from it, and publishes
+the weights after an update. The scheduler alone decides which group may start and which batch is ready. Colocated
+engines have the devices only while the training thread waits for them.
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.protocols.weight_sync import SyncReport
 
 _CLOSE_TIMEOUT_S = 120.0
-"""Seconds beyond the time limits of engines and attempts."""
 _BLOCKED_AFTER_S = 5.0
-"""Seconds without an answer after which the event loop counts as blocked when the run ends."""
+"""If the event loop does not answer within these seconds at the end of a run, it counts as blocked."""
 
 
 class AsyncRolloutSource(PromptSource):
@@ -61,7 +59,7 @@ class AsyncRolloutSource(PromptSource):
         self._changed = threading.Event()
         self._engine = self._attempts.engine
         self._observed = self._attempts.engine = ObservedEngine(self._engine)
-        # Clock, CPU time of the loop's thread, and tokens of answered requests, at the last look.
+        # Values at the last call of `_load`: the clock, the CPU time of the loop's thread, and the number of tokens.
         self._looked = (0.0, 0.0, 0)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
         self._producer = Producer(
@@ -76,7 +74,7 @@ class AsyncRolloutSource(PromptSource):
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
-        # Metrics of publishes that no step has yet.
+        # Metrics of publishes since they were last taken.
         self._synced: dict[str, float] = {}
         self._taken_at = time.perf_counter()
 
@@ -86,12 +84,12 @@ class AsyncRolloutSource(PromptSource):
         return {**facts, "objective": [*objective, *self._config.describe_bound()]}
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError if weights cannot be brought to it."""
+        """Raise ConfigError if no transport of weights fits the engine."""
         config = cast("AsyncRolloutsConfig", self._settings)
         choose_sync(config.weight_sync, engine, self._context.host.registry, weights_on_gpu(self._context.config))
 
     def start(self, step: int, backend: Backend) -> None:
-        """Bring the weights to the engines and begin to generate. Raises ConfigError if they cannot be brought."""
+        """Start the engines, publish the weights, and begin to generate. Raises ConfigError as `check_engine` does."""
         super().start(step, backend)
         self._updates = step - 1
         self._timeline.resume(self._updates)
@@ -131,15 +129,14 @@ class AsyncRolloutSource(PromptSource):
         begin = time.perf_counter()
         self._collector.step()
         self._timeline.began("wait")
-        # The update that follows brings new weights.
+        # After the update, the engines get new weights.
         with self._engines_turn(keep_weights=False):
             if self._colocation is not None:
-                # More groups may start with the weights that the engines have now.
+                # The engines have new weights, so more groups may start.
                 self._loop.call(self._producer.publish, self._updates)
                 self._loop.call(self._producer.start)
             collected, retries = self._wait_for_groups(step)
         self._timeline.ended("wait")
-        # Scoring the tokens and laying them out are a part of training.
         self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
@@ -160,7 +157,7 @@ class AsyncRolloutSource(PromptSource):
         return replace(batch, info={**batch.info, **ages, **measured})
 
     def _levels(self) -> dict[str, float]:
-        """Return the state of generation and the load of the loop; called on the loop."""
+        """Return metrics of the groups and of the loop. This is called on the loop."""
         scheduler = self._producer.scheduler
         return {
             "async/running": float(scheduler.num_running),
@@ -172,8 +169,8 @@ class AsyncRolloutSource(PromptSource):
     def _load(self) -> dict[str, float]:
         """Return the load of the loop since the last call.
 
-        `controller/cpu_share` is the CPU time of its thread per second, 1 for a whole core: a loop that is always busy
-        limits generation, as every token comes through it.
+        `controller/cpu_share` is the CPU time of its thread per second. A value near 1 limits generation, because all
+        tokens come through the loop.
         """
         began, cpu_s, tokens = self._looked
         self._looked = now, now_cpu_s, now_tokens = time.perf_counter(), time.thread_time(), self._observed.num_tokens
@@ -184,7 +181,7 @@ class AsyncRolloutSource(PromptSource):
         }
 
     def epoch(self, step: int) -> float:
-        # A plan asks before any prompt has been drawn.
+        # `plan` asks before any prompt has been drawn.
         done = self._producer.scheduler.num_ended or step * self._config.prompts_per_step
         return done / self._prompts.prompts_per_epoch
 
@@ -201,7 +198,7 @@ class AsyncRolloutSource(PromptSource):
         """Make held-out attempts with the newest weights, while attempts for training go on."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
-        # No further groups start on colocated engines, which the end of the evaluation would interrupt.
+        # On colocated engines no more groups start, because the end of the evaluation would interrupt them.
         with self._engines_turn(keep_weights=True):
             return self._evaluate(prompts, held_out)
 
@@ -209,7 +206,7 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("evaluate")
         evaluating = self._loop.start(self._attempts.evaluate(prompts, held_out))
         evaluating.add_done_callback(lambda _: self._changed.set())
-        head = "The evaluation waits for held-out attempts; no request was answered for {:.0f} s."
+        head = "The evaluation waits for held-out attempts. No request was answered for {:.0f} s."
         watchdog = self._watchdog(lambda waited_s: "\n  ".join([head.format(waited_s), *self._observed.describe()]))
         try:
             while not evaluating.done():
@@ -236,14 +233,14 @@ class AsyncRolloutSource(PromptSource):
         self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
-            # Nothing on the loop can be ended in order; engines end with this process.
+            # Engines end together with this process.
             steps = (self._end_transport, super().close)
         else:
             steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
         for end in steps:
             try:
                 end()
-            except Exception as error:  # noqa: BLE001 - raised once the rest has been ended too
+            except Exception as error:  # noqa: BLE001 - raised after the other steps
                 if failure is None:
                     failure = error
                 else:
@@ -265,13 +262,13 @@ class AsyncRolloutSource(PromptSource):
             self._publisher.close()
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
-        """Return the groups of this step, and the number of attempts that were made again for them."""
+        """Return the groups of this step, and the number of their retries."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
         missing_since: float | None = None
         while True:
             self._changed.clear()
             now = time.perf_counter()
-            # Counted from the first answer on: a busy loop that answers late is no lack of groups.
+            # The wait counts from the first answer, because a busy loop may answer late even if groups are ready.
             wait_s = 0.0 if missing_since is None else now - missing_since
             taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
             if taken is not None:
@@ -293,10 +290,7 @@ class AsyncRolloutSource(PromptSource):
 
     @contextmanager
     def _engines_turn(self, *, keep_weights: bool) -> Generator[None]:
-        """Let colocated engines generate inside, with the weights as they are now; they sleep before and afterwards.
-
-        See `Colocation.take_back` for `keep_weights`. An error inside leaves them awake, and the run ends.
-        """
+        """Let colocated engines generate inside, with the current weights. See `Colocation.take_back`."""
         if self._colocation is None:
             yield
             return
@@ -308,7 +302,7 @@ class AsyncRolloutSource(PromptSource):
         self._colocation.take_back(keep_weights=keep_weights)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
-        """Note a publish; `is_update` says whether engines had other weights before."""
+        """Note a publish. `is_update` says whether the engines had older weights before."""
         if is_update:
             self._hooks.on_weights_synced(step=self._updates, report=report)
         seen = self._synced
@@ -320,7 +314,7 @@ class AsyncRolloutSource(PromptSource):
         return synced if self._colocation is None else {**synced, **self._colocation.take_seconds()}
 
     def _advance(self) -> SyncReport:
-        """Publish the weights as they are now, and let more groups start."""
+        """Publish the current weights, and let more groups start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
         self._loop.call(self._producer.publish, self._updates)

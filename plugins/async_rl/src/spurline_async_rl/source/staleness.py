@@ -1,6 +1,6 @@
-"""Measure how old the tokens of a batch are, and mask those over the bound.
+"""Measure the age of the tokens in a batch, and mask tokens that are too old.
 
-A token's staleness is the number of updates between the weights it came from and those it is trained on.
+The age or staleness of a token is the number of updates since the weights that generated it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from spurline_rl.trajectory import FlatTurns, Group, turns_of, with_turns
 
 
 def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
-    """Take the loss from tokens older than the bound.
+    """Take the loss from tokens that are older than the bound.
 
     Args:
         groups: The groups of a batch.
-        updates: Updates in the weights that are trained on them.
+        updates: The version of the weights that are trained.
         max_staleness: The bound.
 
     Returns:
@@ -40,10 +40,10 @@ def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> 
 
 
 def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int, masked: int) -> dict[str, float]:
-    """Return `staleness/mean`, `/max`, `/masked_tokens` and `/tokens_D`, the trained tokens D updates old.
+    """Return the metrics of the ages of tokens, and assert that no trained token is too old.
 
-    `updates` are those in the weights that are trained on these groups. Asserts that no trained token is over the
-    bound.
+    `staleness/tokens_D` is the number of trained tokens that are D updates old. `updates` is the version of the weights
+    that are trained, and `masked` the number of tokens that have lost their loss.
     """
     found = [_checked(group).trained_versions for group in groups]
     ages = updates - np.concatenate([np.empty(0, np.int64), *(versions for versions, _ in found)])
@@ -60,7 +60,7 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 
 
 def version_range(group: Group) -> tuple[int, int]:
-    """Return the oldest and the newest version of weights from which tokens of this group came."""
+    """Return the oldest and the newest version of the tokens in this group."""
     versions = _checked(group).columns["versions"]
     return int(versions.min()), int(versions.max())
 
@@ -69,7 +69,7 @@ def _checked(group: Group) -> FlatTurns:
     """Return the group's turns, which must all have versions."""
     if "versions" not in group.flat.columns:
         raise PluginError(
-            "A turn came back without versions of its tokens, so their age cannot be bounded. The environment must "
-            "return the turns of its policy handle (`policy.finish(...)`)."
+            "A turn has no versions of its tokens, so their age is unknown. The environment must return the turns of "
+            "its policy handle (`policy.finish(...)`)."
         )
     return group.flat

@@ -1,4 +1,4 @@
-"""Wait for rollouts, and report what holds them up when nothing moves for too long."""
+"""Wait for rollouts, and report the cause if there is no progress for too long."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ _SHOWN = 8
 
 
 class ObservedEngine:
-    """A rollout engine that remembers its requests under way, between policy handles and the engine itself."""
+    """A wrapper of a rollout engine that remembers its unfinished requests."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
         self._asked: dict[int, tuple[str, float]] = {}
-        # On the monotonic clock.
         self.answered_at = 0.0
         self.num_tokens = 0
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
@@ -51,10 +50,10 @@ class ObservedEngine:
             self.answered_at = time.monotonic()
 
     def describe(self) -> list[str]:
-        """Return a line for each request, the oldest first: its name, its age and its engine."""
+        """Return a line for each request, the oldest first."""
         now, asked = time.monotonic(), list(self._asked.values())
         lines = [f"{name}: asked {now - at:.0f} s ago, {self._holder(name)}" for name, at in asked[:_SHOWN]]
-        return [*lines, *([f"and {len(asked) - _SHOWN} requests more"] if len(asked) > _SHOWN else [])]
+        return [*lines, *([f"and {len(asked) - _SHOWN} more requests"] if len(asked) > _SHOWN else [])]
 
     def _holder(self, name: str) -> str:
         holder = self._engine.holder_of(name) if isinstance(self._engine, TakesWeights) else "the engine"
@@ -62,30 +61,29 @@ class ObservedEngine:
 
 
 def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s: float) -> str:
-    """Return why the loop still waits for the batch of this step."""
+    """Return a report about the groups and requests for which the training thread waits."""
     now, scheduler = time.monotonic(), producer.scheduler
     limits = scheduler.limits
     groups, requests = list(producer.began_at.items()), engine.describe()
     lines = [
         f"No group has ended for {waited_s:.0f} s, and no request was answered. "
         f"Step {step} waits for {limits.batch_size} groups: "
-        f"{scheduler.num_buffered} are finished, {scheduler.num_running} under way (order: {limits.order}, "
+        f"{scheduler.num_buffered} are finished, and {scheduler.num_running} are running (order: {limits.order}, "
         f"max_staleness: {limits.max_staleness}, weights of version {scheduler.version}).",
-        *(f"group {uid}: under way for {now - began:.0f} s" for uid, began in groups[:_SHOWN]),
-        *([f"and {len(groups) - _SHOWN} groups more"] if len(groups) > _SHOWN else []),
+        *(f"group {uid}: running for {now - began:.0f} s" for uid, began in groups[:_SHOWN]),
+        *([f"and {len(groups) - _SHOWN} more groups"] if len(groups) > _SHOWN else []),
         *requests,
     ]
     if groups and not requests:
-        lines.append("no request is with an engine: the environments or rewards of these groups have not returned")
+        lines.append("no engine has a request: the environments or rewards of these groups have not returned")
     return "\n  ".join(lines)
 
 
 class Watchdog:
-    """Watches over one wait of the training thread.
+    """A watchdog for one wait of the training thread.
 
-    Every `source.watchdog_s` without a movement it prints a report to stderr, and after `source.stall_timeout_s` it
-    ends the run. An answered request is a movement too. `describe` returns the report, given the seconds without
-    movement.
+    After `source.watchdog_s` without progress it prints a report, and after `source.stall_timeout_s` it ends the run.
+    An answered request is progress too. `describe` makes the report from the seconds without progress.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class Watchdog:
         self._moved_at = self._reported_at = time.monotonic()
 
     def wait(self, changed: threading.Event) -> None:
-        """Return when something changed, or after a report that nothing did."""
+        """Return when something has changed, or after a report."""
         if changed.wait(self._patience()):
             self._moved_at = self._reported_at = time.monotonic()
         elif (answered_at := self._engine.answered_at) > self._moved_at:
@@ -107,7 +105,7 @@ class Watchdog:
             self._report(self._describe)
 
     def result(self, future: concurrent.futures.Future[T]) -> T:
-        """Return the result of a short call on the event loop, and report a blocked loop."""
+        """Return the result of a short call on the event loop, and report if the loop is blocked."""
         while True:
             try:
                 return future.result(self._patience())
@@ -126,14 +124,14 @@ class Watchdog:
         limit = self._config.stall_timeout_s
         if waited_s >= limit:
             raise RunFailedError(
-                f"{text}\nThe run ends, as source.stall_timeout_s is {limit:g}. The same command goes "
-                "on from the last checkpoint, which holds the groups that were finished by then."
+                f"{text}\nThe run ends after {limit:g} s (source.stall_timeout_s). The same command resumes it from "
+                "the last checkpoint, with the groups that were finished by then."
             )
         tell(text)
 
     def _describe_block(self, waited_s: float) -> str:
         return (
-            f"Nothing moves for {waited_s:.0f} s: an environment or reward blocks the event loop of all rollouts. Move "
-            "slow code into spurline_rl.concurrency.in_thread.\n"
+            f"For {waited_s:.0f} s an environment or reward has blocked the event loop of all rollouts. Run slow code "
+            "with spurline_rl.concurrency.in_thread.\n"
             f"{self._loop.position()}"
         )

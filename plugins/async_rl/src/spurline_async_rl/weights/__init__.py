@@ -1,1 +1,1 @@
-"""Ways of weights from a backend to rollout engines: one file each, and what all share."""
+"""Send weights from a backend to rollout engines, with one transport per module."""

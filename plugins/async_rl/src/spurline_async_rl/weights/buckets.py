@@ -1,8 +1,7 @@
-"""Publish weights bucket by bucket: the base of all transports, and the transport within a process.
+"""Publish weights in buckets: the base of all transports, and the transport within a process.
 
-Place on the way: the backend, on a thread -> buckets, one at a time -> every engine at once. A transport has two sides:
-its sync tells the engines, and its maker makes the buckets where the weights are, in this process or in a rank of the
-backend.
+A transport has two parts. Its maker makes buckets in the process that has the weights: this one, or a rank of the
+backend. Its sync sends each bucket to all engines at once.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ if TYPE_CHECKING:
     from spurline.protocols.backend import Backend
 
 _LOOK_S = 1.0
-"""Seconds between two looks at which engines are left, while weights are on their way."""
+"""Seconds between two checks for engines that have died, while weights are being sent."""
 _MOST_LOSSES = 3
-"""A publish ends when one bucket is lost more often."""
+"""A publish fails if one bucket is lost more often."""
 
 
 @dataclass
 class _Progress:
-    """The buckets that every engine has taken, their bytes, and how often the next one was lost."""
+    """The number of buckets that all engines have taken, their bytes, and how often the next bucket was lost."""
 
     taken: int = 0
     sent: int = 0
@@ -55,12 +54,12 @@ class _Progress:
 
 
 class BucketSync:
-    """A `WeightSync` that sends buckets, made by a `BucketMaker` wherever the weights are.
+    """A `WeightSync` that sends buckets of a `BucketMaker`.
 
     Attributes:
         maker: The maker, as "module:Class".
-        made_by: The ranks that make buckets.
-        makes_ahead: Whether the next bucket may be made while engines take the last one over.
+        made_by: The ranks that make buckets; see `MakerChoice`.
+        makes_ahead: Whether the next bucket is made while engines still take the last one.
     """
 
     transport: str
@@ -71,16 +70,16 @@ class BucketSync:
     _own_choice: MakerChoice | None = None
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """Prepare to send weights of this run's backend; without a run they are in this process.
+        """Prepare to send the weights of this run's backend. Without a run, they are in this process.
 
         Raises:
-            ConfigError: If this transport cannot work there.
+            ConfigError: If the transport needs weights on GPUs, and they are on CPUs.
         """
         if config.needs_gpu and not weights_on_gpu(run):
             whose = "" if run is None else f" '{run.backend.name}'"
             raise ConfigError.at(
                 "source.weight_sync.name",
-                f"is {self.transport}, which sends from GPU to GPU, but backend{whose} has its weights on CPUs. Set "
+                f"is {self.transport}, which works only on GPUs, but backend{whose} has its weights on CPUs. Set "
                 "weight_sync: shared_memory.",
             )
         self._config = config
@@ -88,11 +87,11 @@ class BucketSync:
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
         lora = None if run is None else adapters_of(run)
-        # Decided by the first publish, where it is not known yet.
+        # If it is None, the first publish decides.
         self._sends_adapters = None if config.adapters and (lora is None or lora.merged_because is None) else False
 
     def maker_settings(self) -> dict[str, Any]:
-        """Return the maker's arguments, as JSON can hold them."""
+        """Return the maker's arguments, as plain values."""
         return {}
 
     def make_buckets(
@@ -115,7 +114,7 @@ class BucketSync:
             if number < first:
                 continue
             yield maker.make(version, number, held)
-            # The next one may need the memory.
+            # Free this bucket before the next one is made.
             held.clear()
             if not self.makes_ahead:
                 maker.taken()
@@ -123,19 +122,19 @@ class BucketSync:
             maker.taken()
 
     def close(self) -> None:
-        """Free what the transport holds."""
+        """Free memory, files and connections."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
 
     def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:
-        """Prepare for `make_buckets` and these receivers, see `TakesWeights`; `is_lost` after a lost bucket."""
+        """Prepare to send to these receivers; see `TakesWeights`. `is_lost` is true after a lost bucket."""
 
     def note_receivers(self, receivers: Mapping[str, int]) -> None:
-        """Note the receivers that are left; called every second while buckets are on their way."""
+        """Note the receivers that are left. This is called every second while buckets are sent."""
 
     def check(self, bucket: WeightBucket) -> None:
-        """Raise BucketLostError for a bucket that stands for the loss of the last one."""
+        """Raise BucketLostError if this is no bucket, but a message that the last one was lost."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         limit_s = self._config.timeout_s
@@ -146,8 +145,8 @@ class BucketSync:
             if not limit.expired():
                 raise
             raise RunFailedError(
-                f"Publishing version {version} over {self.transport} did not end within {limit_s:g} s; it waited for "
-                f"{self.waits_for}. Raise source.weight_sync.timeout_s when it is only slow."
+                f"Publishing version {version} over {self.transport} did not end within {limit_s:g} s. It waited for "
+                f"{self.waits_for}. If it was only slow, raise source.weight_sync.timeout_s."
             ) from error
 
     async def _publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
@@ -162,7 +161,7 @@ class BucketSync:
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
     async def _adapter_to_send(self, backend: Backend, engines: Sequence[TakesWeights]) -> Mapping[str, Any] | None:
-        """Return the settings of the adapter that is sent alone, or None for whole weights."""
+        """Return the settings of the adapter if only the adapter is sent, or None for whole weights."""
         if self._sends_adapters is False:
             return None
         self.waits_for = "the settings of the backend's adapter"
@@ -171,9 +170,9 @@ class BucketSync:
         if self._sends_adapters is None:
             self._sends_adapters = settings is not None and engines_take_them
         elif not engines_take_them:
-            # The engine might have whole weights, with another adapter in them.
+            # Another adapter may be merged into the engine's weights.
             raise RunFailedError(
-                "An engine was started that takes no adapters, and the weights have been sent as adapters alone. Start "
+                "An engine was started that takes no adapters, but earlier engines were sent only adapters. Start "
                 "engines of one kind, or set source.weight_sync.adapters: false."
             )
         return settings if self._sends_adapters else None
@@ -181,14 +180,14 @@ class BucketSync:
     async def _send_all(
         self, version: int, backend: Backend, engines: Sequence[TakesWeights], part: PublishedPart
     ) -> int:
-        """Return the bytes that every engine has taken. A lost bucket is sent again, to the engines that are left."""
-        # Adapters are small, and sent in their own dtype.
+        """Send all weights, and return their bytes. A lost bucket is sent again to the engines that are left."""
+        # Adapters are small, so they are sent in their own dtype.
         dtypes = {engine.weights_dtype for engine in engines} if part == "model" else set()
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         progress = _Progress()
         while True:
             self.waits_for = "a place where sender and engines meet"
-            # On a thread: it may use the network.
+            # It may use the network, so it runs on a thread.
             await in_thread(self.prepare, _receivers(engines), is_lost=progress.losses > 0)
             buckets = self.make_buckets(version, backend, progress.taken + 1, dtype, part)
             watch = asyncio.ensure_future(self._watch(engines))
@@ -206,7 +205,7 @@ class BucketSync:
                 watch.cancel()
 
     async def _watch(self, engines: Sequence[TakesWeights]) -> None:
-        """Tell the transport which engines are left, so that others do not wait long for one that ended."""
+        """Tell the transport which engines are left, so it does not wait long for a dead one."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.note_receivers(_receivers(engines))
@@ -224,7 +223,7 @@ class BucketSync:
                 await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
             except BucketLostError:
                 if following is not None:
-                    # The backend makes one bucket at a time.
+                    # The backend can only make one bucket at a time.
                     self.waits_for = "the backend's weights after one that was lost"
                     await following
                 raise
@@ -233,13 +232,13 @@ class BucketSync:
                     following.cancel()
                 raise
             progress.taken, progress.sent, progress.losses = progress.taken + 1, progress.sent + size, 0
-            # The next one may need the memory.
+            # Free this bucket before the next one is made.
             del bucket
             self.waits_for = f"the backend's weights after bucket {progress.taken}"
             bucket = await (in_thread(_next, buckets) if following is None else following)
 
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
-        """Tell every engine at once. Raise the first error when all have answered."""
+        """Send a command to all engines, wait for all answers, and raise the first error."""
         names = _receivers(engines)
         self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
@@ -249,7 +248,7 @@ class BucketSync:
 
 
 class InProcessSync(BucketSync):
-    """A `WeightSync` that hands the tensors themselves to an engine in this process, which copies them."""
+    """A `WeightSync` that passes the tensors to an engine in this process. The engine copies them."""
 
     transport = "in_process"
 
@@ -263,7 +262,7 @@ class InProcessSync(BucketSync):
 
 
 def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Tensor]]:
-    """Return the published weights of a backend in this process, by the names that engines know."""
+    """Return the weights to publish of a backend in this process."""
     if part == "model":
         return backend.named_weights()
     assert isinstance(backend, TrainsAdapters), type(backend)
@@ -279,7 +278,7 @@ def weights_on_gpu(run: RunConfig | None) -> bool:
 
 
 def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:
-    """Convert floating-point weights to this dtype, as torch writes it without `torch.`; None leaves them."""
+    """Convert floating-point weights to a dtype such as `bfloat16`, unless it is None."""
     wanted: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
     for name, tensor in weights:
         yield name, tensor.to(wanted) if wanted is not None and tensor.is_floating_point() else tensor

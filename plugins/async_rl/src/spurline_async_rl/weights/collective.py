@@ -1,8 +1,8 @@
-"""Weight sync `collective`: one broadcast per bucket, to the workers of engines on any machine.
+"""Weight sync `collective`: send each bucket by one broadcast to all workers, on any machine.
 
-Place on the way: weights where the backend has them -> one packed buffer -> a broadcast in a group of the sender and
-all workers, gloo from CPUs and NCCL from GPUs -> the same buffer in each worker -> its model. For other engines, and
-after a failure, a new group is made, and a lost bucket is sent again.
+The sender packs a bucket into a buffer. It is broadcast in a process group of the sender and all workers, with gloo
+from CPUs and with NCCL from GPUs. If the engines change or a broadcast fails, a new group is made, and a lost bucket is
+sent again.
 """
 
 from __future__ import annotations
@@ -35,14 +35,12 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
-"""Keys of a bucket's `where`: the group, and (version, number) of the bucket; or why the last bucket was lost."""
+"""Keys of a bucket's `where`: the `Meeting`, and (version, number) of the bucket; or why the last bucket was lost."""
 _DEFAULT_LIMIT_S = 60.0
-"""Seconds of an exchange by default."""
 _JOIN_AND_SEND = 2.5
-"""Limits of an exchange in which joining and sending end or fail. Only a call that does not return takes longer, such
-as one of NCCL's to a process that has died."""
+"""Joining and sending end within this multiple of the time limit, unless a call hangs. NCCL hangs if a process dies."""
 _FAR_AWAY = "192.0.2.1"
-"""An address that nobody has (RFC 5737); the way there shows the network that reaches other machines."""
+"""An unused address (RFC 5737). The route to it shows which network reaches other machines."""
 
 
 class CollectiveSync(BucketSync):
@@ -70,7 +68,7 @@ class CollectiveSync(BucketSync):
         if self._store is None:
             self._store = self._open_store()
         self._receivers = dict(receivers)
-        # Unique also among runs that share a server.
+        # Several runs may share a server, so the name must be unique among runs.
         name = f"{os.getpid()}-{self._store.port}-{next(self._numbers)}"
         self._meeting = Meeting(self._host, self._store.port, name, self._receivers, self._device, self._limit_s)
 
@@ -87,16 +85,16 @@ class CollectiveSync(BucketSync):
             raise BucketLostError(bucket.where[_FAILED])
 
     def close(self) -> None:
-        # Closing would wait for a maker that still sends.
+        # Otherwise closing would wait for a maker that is still sending.
         self._give_up("no more weights are sent")
         super().close()
         self._meeting = None
         self._store = None
 
     def _give_up(self, why: str) -> None:
-        """End the waits of all members of the last meeting's groups."""
+        """Make all members of the last groups stop waiting."""
         if self._meeting is not None and self._store is not None:
-            # If this fails, they wait until their limit.
+            # If this fails, they wait until the time limit.
             with suppress(Exception):
                 self._meeting.end(self._store, why)
 
@@ -106,20 +104,20 @@ class CollectiveSync(BucketSync):
             return open_store(self._host, limit)
         except Exception as error:
             raise RunFailedError(
-                f"Weights could not be sent: this machine did not reach itself as {self._host} within "
-                f"{self._limit_s:g} s: {str(error).partition(chr(10))[0]}. Set source.weight_sync.address to a name or "
-                "address of it that ranks and engines reach."
+                f"Weights could not be sent, because this machine did not reach itself as {self._host} within "
+                f"{self._limit_s:g} s: {str(error).partition(chr(10))[0]}. Set source.weight_sync.address to its name "
+                "or address in the network of ranks and engines."
             ) from error
 
 
 class BroadcastMaker:
-    """A `BucketMaker`. It tells a network failure with the next bucket, as an error here would end the training.
+    """A `BucketMaker`. `meeting` has the fields of a `Meeting`. Each sender has its own group.
 
-    `meeting` has the fields of a `Meeting`. Each sender has a group of its own.
+    After a network failure, the next bucket contains the reason. An error would end the training.
     """
 
     def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
-        # Unique also among makers for the same meeting.
+        # Several makers may exist for a meeting, one after the other, so the name of the group is random.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
         self._group: ExchangeGroup | None = None
         self._sent: Future[None] | None = None
@@ -127,7 +125,7 @@ class BroadcastMaker:
         self._buffer: Tensor | None = None
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        # Weights are gathered while the last bucket is on its way; then its buffer is used again.
+        # Gather the weights first, while the last bucket is being sent from the buffer.
         held = list(weights)
         if (failure := self._failure()) is not None:
             return WeightBucket(CollectiveSync.transport, (), {_FAILED: failure})
@@ -144,7 +142,7 @@ class BroadcastMaker:
         return WeightBucket(CollectiveSync.transport, places, where)
 
     def taken(self) -> None:
-        # The receivers tell a failure, or the next bucket does.
+        # A failure is reported by the receivers or by the next bucket.
         if self._sent is not None and self._failure() is None:
             self._sent = None
         self._buffer = None
@@ -155,7 +153,7 @@ class BroadcastMaker:
             self._group.leave()
 
     def _failure(self) -> str | None:
-        """Wait for the end of the last send, within a time limit. Return its failure, if it failed."""
+        """Wait until the last send ends, within a time limit, and return why it failed, or None."""
         if self._sent is None:
             return None
         limit_s = _JOIN_AND_SEND * self._meeting.limit_s
@@ -166,7 +164,7 @@ class BroadcastMaker:
         return None if error is None else f"{error}"
 
     def _send(self, buffer: Tensor) -> Future[None]:
-        """Send the buffer on a thread that the interpreter does not wait for."""
+        """Send the buffer on a daemon thread, because the call may hang."""
         done: Future[None] = Future()
         self._sent_at = time.monotonic()
         name = "spurline-broadcast"
@@ -180,14 +178,14 @@ class BroadcastMaker:
             self._group = self._group or ExchangeGroup(self._meeting, 0)
             self._group.broadcast(buffer)
         except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-            # Without its frames, which hold the buffer.
+            # The frames in the traceback would keep the buffer alive.
             done.set_exception(error.with_traceback(None))
         else:
             done.set_result(None)
 
 
 class BroadcastReader:
-    """Takes part in broadcasts, in one worker of an engine, which takes weights of NCCL on `device`."""
+    """Receives broadcasts in one worker of an engine: on `device` with NCCL, and on the CPU with gloo."""
 
     def __init__(self, worker: int = 0, device: torch.device | None = None) -> None:
         self._worker, self._device = worker, device
@@ -197,18 +195,18 @@ class BroadcastReader:
         self._last: Sequence[int] = ()
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of a buffer that the next bucket is written over; none if they came before.
+        """Return the weights, as views of a buffer that the next bucket overwrites; [] if the bucket came before.
 
         Raises:
-            BucketLostError: If they do not come.
-            RunFailedError: If they come by NCCL and this worker is on a CPU.
+            BucketLostError: If the bucket does not come.
+            RunFailedError: If it is sent with NCCL and this worker is on a CPU.
         """
         where = bucket.where
         meeting = Meeting(**where[_MEETING])
         if meeting.device == "cuda" and (self._device is None or self._device.type != "cuda"):
             raise RunFailedError(
-                f"{bucket.receiver} is on a CPU, and weights come from GPUs by NCCL. Set source.weight_sync: "
-                "shared_memory, or disk where it is on another machine."
+                f"{bucket.receiver} is on a CPU, but NCCL sends weights only to GPUs. Set source.weight_sync: "
+                "shared_memory, or disk if the engine is on another machine."
             )
         device = self._device if meeting.device == "cuda" and self._device is not None else torch.device("cpu")
         group = self._group_of(meeting, bucket.receiver)
@@ -221,28 +219,26 @@ class BroadcastReader:
             self._groups.pop(meeting.group)
             raise
         if where[_NUMBER] == self._last:
-            # It is sent again because another engine did not get it.
+            # It was sent again, because another engine did not get it.
             return []
         self._last = where[_NUMBER]
         return unpack(buffer, bucket.places)
 
     def end_update(self) -> None:
-        """Free the memory, and forget the last bucket; groups stay.
+        """Free the memory, and forget the last bucket.
 
-        Called before an update too, as a run may have ended during its last one.
+        This is also called before an update, because an earlier run may have been killed during one.
         """
         self._buffer = None
         self._last = ()
 
     def close(self) -> None:
-        """Leave all groups."""
         for group in self._groups.values():
             group.leave()
         self._groups.clear()
 
     def _group_of(self, meeting: Meeting, receiver: str) -> ExchangeGroup:
         if meeting.name != self._meeting:
-            # Leave the groups of the same senders with other engines.
             self.close()
             self._meeting = meeting.name
         if meeting.group not in self._groups:
@@ -251,7 +247,7 @@ class BroadcastReader:
 
 
 def _size_of(places: Sequence[TensorPlace]) -> int:
-    """Return the bytes that are broadcast: at least one."""
+    """Return the bytes to broadcast, at least one."""
     return max(1, end_of(places))
 
 
@@ -266,5 +262,4 @@ def _all_here(run: RunConfig | None) -> bool:
 def _own_address() -> str:
     with suppress(OSError):
         return address_towards(_FAR_AWAY)
-    # There is no network but this machine's own.
     return "127.0.0.1"

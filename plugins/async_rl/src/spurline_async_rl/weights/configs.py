@@ -1,4 +1,4 @@
-"""Settings of the transports that bring weights to the engines. Imports no torch."""
+"""Settings of the transports for weights. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class BucketSyncConfig(WeightSyncConfig):
 
     retired: ClassVar[tuple[str, ...]] = ("checksum",)
     bucket_mb: Annotated[int, OnResume.FREE] = Field(default=512, gt=0)
-    """Largest memory one bucket of weights takes, in MiB; a single larger tensor travels alone."""
+    """Largest size of a bucket of weights, in MiB. A larger tensor has its own bucket."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one publish may take."""
     adapters: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Send the adapters of `backend.lora` alone where engines can put them on the weights they started with; `false`
-    always sends whole weights with the adapters merged."""
+    """Send only the adapters of `backend.lora`, if the engines support that. `false` sends all weights, with the
+    adapters merged."""
 
     @property
     def sends_adapters(self) -> bool | None:
@@ -36,11 +36,10 @@ class BucketSyncConfig(WeightSyncConfig):
 
 
 DEFAULT_BUCKET_BYTES: int = BucketSyncConfig.model_fields["bucket_mb"].default << 20
-"""Bytes of a bucket by default."""
 
 
 class InProcessSyncConfig(BucketSyncConfig):
-    """Hand the tensors to an engine in this process."""
+    """Pass the tensors to an engine in this process."""
 
     name: str = "in_process"
 
@@ -50,33 +49,32 @@ class InProcessSyncConfig(BucketSyncConfig):
 
 
 class SharedMemorySyncConfig(BucketSyncConfig):
-    """Send through shared memory, to engines on the machine where the weights are."""
+    """Send through shared memory to engines on the machine of the weights."""
 
     name: str = "shared_memory"
 
 
 class DiskSyncConfig(BucketSyncConfig):
-    """Write safetensors files into a folder that engines and trainer see, for external servers."""
+    """Write safetensors files into a folder that trainer and engines share."""
 
     name: str = "disk"
     folder: Annotated[str | None, OnResume.FREE, PathSetting()] = None
-    """Folder of the files; null is `weights` in the run directory. Files named `spurline-weights-*` that a killed run
-    left there are removed, so runs must not share a folder."""
+    """Folder of the files; null is `weights` in the run directory. A run removes all files `spurline-weights-*` there,
+    so two runs must not use the same folder."""
 
 
 class CollectiveSyncConfig(BucketSyncConfig):
-    """Send by one broadcast for all engines, on any machine: over NCCL where the weights are on GPUs, else over
-    gloo."""
+    """Broadcast to all engines at once, on any machine, with NCCL from GPUs and with gloo from CPUs."""
 
     name: str = "collective"
     exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Seconds in which engines join, or a bucket reaches all of them, before it is sent again to those that are left.
-    null is half of `engine.update_timeout_s`, and it must be less than that."""
+    """Seconds in which all engines must join, or get a bucket. Otherwise it is sent again, to the living engines.
+    null is half of `engine.update_timeout_s`. It must be less than `engine.update_timeout_s`."""
     address: Annotated[str | None, OnResume.FREE] = None
-    """Host name or IP address under which ranks and engines reach this machine; null finds it."""
+    """Host name or IP address of this machine in the network of ranks and engines; null finds it."""
 
     def exchange_limit_s(self, run: RunConfig | None) -> float | None:
-        """Return the seconds of one exchange; None if neither these settings nor the engine's say it."""
+        """Return the time limit of an exchange, or None if neither this config nor the engine's has one."""
         if self.exchange_timeout_s is not None:
             return self.exchange_timeout_s
         limit_s = None if run is None else run.source.facts.update_limit_s
@@ -87,14 +85,13 @@ class CollectiveSyncConfig(BucketSyncConfig):
         if self.exchange_timeout_s is not None and limit_s is not None and self.exchange_timeout_s >= limit_s:
             yield Problem(
                 "exchange_timeout_s",
-                f"is {self.exchange_timeout_s:g}, but an engine that waits {limit_s:g} s for a bucket is ended "
-                "(source.engine.update_timeout_s), so one that stands still would end them all. Remove it, which makes "
-                f"it {limit_s / 2:g}, or raise update_timeout_s.",
+                f"is {self.exchange_timeout_s:g}, but must be less than source.engine.update_timeout_s ({limit_s:g}). "
+                "Otherwise one engine that hangs would end all of them. Remove it, or raise update_timeout_s.",
             )
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):
-    """Send handles of GPU memory, to engines on the GPUs where the weights are."""
+    """Send handles of GPU memory to engines on the GPUs of the weights."""
 
     needs_gpu = True
     name: str = "cuda_ipc"

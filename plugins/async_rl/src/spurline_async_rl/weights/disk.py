@@ -1,7 +1,6 @@
-"""Weight sync `disk`: through safetensors files in a folder that trainer and engines see, for external servers.
+"""Weight sync `disk`: send weights as safetensors files, in a folder that trainer and engines share.
 
-Place on the way: weights -> a file per bucket, written beside and renamed -> `read_file` in the engine's process. A
-file is removed when every engine has taken it; files that a killed run left in the folder go with the next publish.
+The file of a bucket is removed when all engines have read it. Files of a killed run are removed by the next publish.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class DiskSync(BucketSync):
         return {"folder": str(self._folder)}
 
     def close(self) -> None:
-        """Remove also files of a maker in another process, which may have been killed."""
+        """Remove all files, because a maker in another process may have been killed."""
         super().close()
         if self._folder.is_dir():
             _remove_files(self._folder)
@@ -62,7 +61,7 @@ class FileMaker:
         self.taken()
         held = list(weights)
         self._path = path = self._folder / f"{_PREFIX}{version}-{number}.safetensors"
-        # Tensors may share memory (tied weights), which the format does not allow.
+        # Tied weights share memory, which the format does not allow.
         copies = {name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in held}
         try:
             if number == 1:
@@ -87,7 +86,7 @@ def read_file(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     path = Path(bucket.where["path"])
     if not path.is_file():
         raise RunFailedError(
-            f"{path}: no such file here. Set source.weight_sync.folder to a folder that trainer and engines both see."
+            f"{path}: no such file here. Set source.weight_sync.folder to a folder that trainer and engines share."
         )
     with safe_open(path, "pt") as file:  # pyright: ignore[reportUnknownVariableType, reportNoOverloadImplementation]
         for place in bucket.places:

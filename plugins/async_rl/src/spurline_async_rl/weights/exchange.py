@@ -1,8 +1,7 @@
-"""Make a process group for one sender of weights and the workers of engines, on CPUs and GPUs alike.
+"""Make process groups for a sender of weights and the workers of engines, with NCCL for GPUs and gloo for CPUs.
 
-It exists beside other groups of the processes, over a TCP store of the controller: with NCCL if the sender's weights
-are on GPUs, else with gloo. A member that notices a failure writes it into the store, where all others look while they
-wait, as neither library tells them reliably.
+The members meet in a TCP store of the controller. A member that notices a failure writes it into the store, and the
+others check the store while they wait, because neither library tells them reliably.
 """
 
 from __future__ import annotations
@@ -29,12 +28,11 @@ from spurline.errors import BucketLostError, listing
 
 _POLL_S = 0.001
 _LOOK_S = 0.1
-"""Seconds between two looks at the store."""
-_HERE, _GOT, _FAILED = "here", "got", "failed"
-"""Keys of the store: by rank, whether it has come and how many broadcasts it has got; and the failure."""
+"""Seconds between two checks of the store."""
+_HERE, _FAILED = "here", "failed"
+"""Keys of the store. `here/RANK` says that a member has joined."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""Factors of torch's own time limits, which must end after ours: NCCL's ends the whole process, and a gloo group is
-freed only when its last exchange has ended."""
+"""Factors from our time limit to torch's own ones, which must be longer. NCCL's time limit ends the whole process."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,8 @@ class Meeting:
     Attributes:
         host: Host of the store.
         port: Port of the store.
-        name: Used once in the store; what fails in one group of a meeting fails in all.
-        receivers: Workers of each engine, in the order of their ranks, which begin behind the sender's, 0.
+        name: Unique name in the store. If one group of a meeting fails, all of them fail.
+        receivers: The number of workers of each engine. The sender has rank 0, and the workers follow in this order.
         device: Where the sender's weights are.
         limit_s: Seconds that joining, or one broadcast, may take.
         group: Name of one sender's group within the meeting.
@@ -67,7 +65,7 @@ class Meeting:
 
     @property
     def members(self) -> list[str]:
-        """The names of all members, by rank."""
+        """Return the names of all members, by rank."""
         engines = self.receivers.items()
         return ["the sender", *(self._name(engine, worker) for engine, count in engines for worker in range(count))]
 
@@ -79,11 +77,10 @@ class Meeting:
 
 
 class ExchangeGroup:
-    """The membership of one process. Raises BucketLostError, naming the missing, if the group is not made in time."""
+    """The membership of a process in a group. Raises BucketLostError if members are missing after the time limit."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
-        self._count = 0
         self._work: Any = None
         limit = timedelta(seconds=meeting.limit_s)
         self._common: Any = None
@@ -98,17 +95,15 @@ class ExchangeGroup:
             raise self._lost("cannot join the group that brings weights", error) from None
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Send a uint8 tensor of one size everywhere, on the device of the meeting, from rank 0 to all others.
+        """Send a uint8 tensor from rank 0 to all others. It has the same size and device everywhere.
 
         Raises:
-            BucketLostError: If that fails or takes too long; names the members that have not got it.
+            BucketLostError: If that fails or takes too long.
         """
-        self._count += 1
         try:
             self._broadcast(buffer)
-            self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
         except Exception as error:  # noqa: BLE001 - raised as another
-            # Raised below, as the frames of this error would keep the exchange and its group.
+            # It is raised outside, because the frames of this error would keep the group alive.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
         else:
             return
@@ -116,11 +111,11 @@ class ExchangeGroup:
         raise lost
 
     def leave(self) -> None:
-        """End the membership. May be called again."""
+        """Leave the group. May be called again."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None and not isinstance(group, dist.ProcessGroupGloo):
-            # NCCL's kernels would wait on.
+            # Otherwise NCCL's kernels would go on waiting.
             group.abort()
         elif work is not None and not work.is_completed():
             _LEFT.append((group, work))
@@ -138,7 +133,7 @@ class ExchangeGroup:
                 self._check()
             if now - began >= self._meeting.limit_s:
                 raise _LateError(f"it did not end within {self._meeting.limit_s:g} s (exchange_timeout_s)")
-        # Raises what went wrong.
+        # This raises the error of the broadcast, if any.
         work.wait()
         self._work = None
         if buffer.is_cuda:
@@ -156,43 +151,31 @@ class ExchangeGroup:
         self._check()
 
     def _check(self) -> None:
-        """Raise the failure that another member, or the controller, has written."""
+        """Raise the failure that another member or the controller has written into the store."""
         if self._common.check([_FAILED]):
             raise _LateError(self._common.get(_FAILED).decode())
 
     def _lost(self, what: str, error: Exception) -> BucketLostError:
-        """Return the error to raise, and write it for the others."""
+        """Return the error to raise, and write it into the store."""
         kind = "" if isinstance(error, _LateError) else f"{type(error).__name__}: "
         said = str(error).partition("\n")[0]
         text = f"{self._meeting.members[self._rank]} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
-            # If the store is lost, nobody waits for long.
             if self._common is not None and not self._common.check([_FAILED]):
-                text += self._who_is_behind()
                 self._common.set(_FAILED, text)
         return BucketLostError(f"{text}.")
 
-    def _who_is_behind(self) -> str:
-        behind: list[str] = []
-        for rank, name in list(enumerate(self._meeting.members))[1:]:
-            key = f"{_GOT}/{rank}"
-            got = int(self._keys.get(key)) if self._keys.check([key]) else 0
-            if got < self._count:
-                behind.append(name)
-        return f". Without it: {listing(behind)}" if behind else ""
-
 
 class _LateError(Exception):
-    """An error that is shown without the name of its class."""
+    """An error whose class is not shown in messages."""
 
 
 _LEFT: list[tuple[Any, Any]] = []
-"""gloo groups that were left, with their last exchange, which ends by a limit of its own. Freeing a group before would
-wait for that and stop all other threads."""
+"""Left gloo groups with their last exchange. Freeing a group before its exchange ends would block all threads."""
 
 
 def _keep_left() -> None:
-    """Keep them at the end of the process, so that nobody waits for them."""
+    """Keep these groups when the process ends, because freeing them would delay the end."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -215,7 +198,7 @@ def _make(store: Any, rank: int, meeting: Meeting) -> Any:
 
 
 def address_towards(host: str) -> str:
-    """Return the address under which machines in the network of the host reach this one. Sends nothing."""
+    """Return the address of this machine in the network of the host, without sending anything."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)

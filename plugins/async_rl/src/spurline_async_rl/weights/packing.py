@@ -1,4 +1,4 @@
-"""Cut weights into buckets, and lay the tensors of a bucket out in one buffer on any device."""
+"""Divide weights into buckets, and pack the tensors of a bucket into one buffer on any device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Cut weights, in order, into lists of at most so many bytes; a larger tensor comes alone."""
+    """Divide weights, in order, into lists of at most `max_bytes`. A larger tensor is alone in its list."""
     held: list[tuple[str, Tensor]] = []
     used = 0
     for name, tensor in weights:
@@ -28,7 +28,6 @@ def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[
 
 
 def places_of(weights: Iterable[tuple[str, Tensor]]) -> tuple[TensorPlace, ...]:
-    """Return the place of each weight in one buffer."""
     places: list[TensorPlace] = []
     end = 0
     for name, tensor in weights:
@@ -43,7 +42,6 @@ def end_of(places: Sequence[TensorPlace]) -> int:
 
 
 def bucket_bytes(places: Sequence[TensorPlace]) -> int:
-    """Return the bytes of the tensors themselves."""
     return sum(math.prod(place.shape) * getattr(torch, place.dtype).itemsize for place in places)
 
 
@@ -52,7 +50,7 @@ def pack(
 ) -> tuple[Tensor, tuple[TensorPlace, ...]]:
     """Copy weights into a buffer, uint8 [bytes] on the device, and return it with the place of each weight.
 
-    The given buffer of an earlier bucket is used again if it is large enough.
+    The given buffer is used if it is large enough.
     """
     held = list(weights)
     places = places_of(held)
@@ -62,20 +60,19 @@ def pack(
 
 
 def room(buffer: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Return this buffer if it has so many bytes, else a new one of at least one byte."""
+    """Return this buffer if it has `size` bytes, or else a new one."""
     if buffer is not None and len(buffer) >= size:
         return buffer
     return torch.empty(max(size, 1), dtype=torch.uint8, device=device)
 
 
 def fill(buffer: Tensor, places: Sequence[TensorPlace], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights to their places in the buffer."""
     for (_, view), (_, tensor) in zip(unpack(buffer, places), weights, strict=True):
         view.copy_(tensor.detach())
 
 
 def unpack(buffer: Tensor, places: Sequence[TensorPlace]) -> list[tuple[str, Tensor]]:
-    """Return names and weights, as views of the buffer."""
+    """Return names and weights. The weights are views of the buffer."""
     weights: list[tuple[str, Tensor]] = []
     for place in places:
         dtype: torch.dtype = getattr(torch, place.dtype)

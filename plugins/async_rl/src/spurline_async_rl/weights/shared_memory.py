@@ -1,8 +1,7 @@
-"""Weight sync `shared_memory`: through memory without a name, to engines on the machine where the weights are.
+"""Weight sync `shared_memory`: send weights through shared memory to engines on the machine of the weights.
 
-Place on the way: weights -> copied into the memory -> `MemoryReader` in each engine's process -> its model. The memory
-is a file in no folder. Readers open it through its owner's entry in /proc, and it is gone when the last process that
-has it ends, also by a kill. It is used again for every bucket, and grows with the largest.
+The memory is a file that is in no folder (`memfd_create`). Readers open it through its owner's entry in /proc. The
+system frees it when the last process that has opened it ends, even by a kill. All buckets use the same memory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from spurline_models.weight_buckets import WeightBucket
 _PATH, _FILE, _SIZE = "path", "file", "bytes"
 """Keys of a bucket's `where`."""
 _STEP = 1 << 20
-"""Bytes by which the memory grows."""
+"""The size of the memory is a multiple of this."""
 
 
 class SharedMemorySync(BucketSync):
@@ -38,7 +37,7 @@ class SharedMemorySync(BucketSync):
 
 
 class MemoryMaker:
-    """A `BucketMaker`. `size` is the number of bytes to begin with, of which the machine gives only what is used."""
+    """A `BucketMaker`. `size` is the size of the memory at first. The machine provides only the used part."""
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)
@@ -53,16 +52,16 @@ class MemoryMaker:
         return WeightBucket(SharedMemorySync.transport, places, where, machine=this_machine())
 
     def taken(self) -> None:
-        """Do nothing: the next bucket is written over this one."""
+        """Do nothing, because the next bucket overwrites this one."""
 
     def close(self) -> None:
-        """Free the memory. Engines that have mapped it keep it until they end or map another."""
+        """Free the memory. Engines that have mapped it keep it until they end or map another memory."""
         file, self._file, self._memory = self._file, -1, None
         if file >= 0:
             os.close(file)
 
     def _room_for(self, size: int) -> Tensor:
-        """Return memory of at least this size. Raises RunFailedError if the machine has no more."""
+        """Return memory of at least this size. Raises RunFailedError if the machine has too little."""
         if self._file < 0:
             self._file = os.memfd_create(f"spurline-weights-{os.getpid()}")
         if self._memory is None or size > self._size:
@@ -70,7 +69,7 @@ class MemoryMaker:
             os.ftruncate(self._file, self._size)
             self._memory = _mapped(self._file, self._size)
         try:
-            # Pages come only now. Without asking for them, a limit would kill this process with SIGBUS.
+            # This reserves the pages. Without it, too little memory would kill this process with SIGBUS.
             os.posix_fallocate(self._file, 0, max(size, 1))
         except OSError as error:
             raise RunFailedError(
@@ -81,14 +80,14 @@ class MemoryMaker:
 
 
 class MemoryReader:
-    """A reader of buckets in another process; it owns nothing."""
+    """A reader of buckets in another process."""
 
     def __init__(self) -> None:
         self._file = -1
         self._memory: Tensor | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of the memory, to be used before the bucket is answered.
+        """Return the weights, as views of the memory. They are valid until the bucket is answered.
 
         Raises:
             RunFailedError: If the memory cannot be reached.
@@ -105,7 +104,7 @@ class MemoryReader:
         except OSError as error:
             raise _unreachable(path, error.strerror) from error
         try:
-            # Another process may have got the number of one that has ended.
+            # The owner may have ended, and another process may have its id now.
             if os.fstat(descriptor).st_ino != file:
                 raise _unreachable(path, "it is another file now")
             return _mapped(descriptor, size)
@@ -114,12 +113,12 @@ class MemoryReader:
 
 
 def _mapped(file: int, size: int) -> Tensor:
-    """Return the file's memory, uint8 [size]; the mapping ends with the last view of it."""
+    """Return the memory of the file, uint8 [size]. It is unmapped with its last view."""
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 def _unreachable(path: str, why: str | None) -> RunFailedError:
     return RunFailedError(
-        f"The shared memory with the weights, {path}, cannot be opened by this engine: {why}. Trainer and engine must "
-        "run on one machine, in one container and as one user; elsewhere set source.weight_sync: disk."
+        f"This engine cannot open the shared memory with the weights, {path}: {why}. Trainer and engine must run on "
+        "one machine, in one container and as one user. Otherwise set source.weight_sync: disk."
     )

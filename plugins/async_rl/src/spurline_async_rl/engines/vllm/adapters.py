@@ -1,8 +1,7 @@
-"""Send adapters alone to a vLLM engine: choose those it takes, and put one into a worker's model from memory.
+"""Send only the adapter to a vLLM engine, which keeps the weights from `model.path`.
 
-Place on the way: RunConfig -> `engine_adapter`, before an engine starts -> its arguments -> buckets with the adapter's
-tensors -> `AdapterUpdate` in every worker -> vLLM's own layers, which compute with the adapter. The weights below stay
-as they were read from `model.path`.
+`engine_adapter` decides whether this is possible, before an engine starts. `AdapterUpdate` puts an adapter from memory
+into a worker's model, and vLLM's own layers compute with it.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ if TYPE_CHECKING:
     from spurline_models.configs import LoraConfig
 
 _ID = 1
-"""vLLM's id of the one adapter of an engine. Every publish replaces the adapter, and every request names it."""
+"""vLLM's id of the adapter. An engine has only one, and each publish replaces it."""
 _NAME = "spurline"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM accepts for the largest rank of adapters."""
+"""The values that vLLM accepts for the argument `max_lora_rank`."""
 
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """The room for an adapter with which an engine is started.
+    """The size of the adapter for which an engine is started.
 
     `targets` are the last parts of the names of the adapted modules, such as `q_proj`.
     """
@@ -49,13 +48,13 @@ class EngineAdapter:
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": min(rank for rank in _RANKS if rank >= self.rank),
-            # Else vLLM would make room at every layer, and compute with it.
+            # By default, vLLM would reserve memory at every layer, and compute with it.
             "lora_target_modules": list(self.targets),
         }
 
 
 def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | None:
-    """Return the adapter that this run's engines are sent alone, or None if they are sent whole weights.
+    """Return the adapter of this run, or None if its engines must be sent whole weights.
 
     Raises:
         ModelError: If the model or a target does not exist.
@@ -68,7 +67,7 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
     # Engines cannot read random weights from `model.path`.
     if run.model.init == "random" or lora.rank > _RANKS[-1]:
         return None
-    # Engines in float32 would not round the weights below the adapter, as `base_dtype` does.
+    # The trainer rounds the base weights to `base_dtype`, and an engine in float32 would not.
     if config.dtype == "float32" and base_dtype(lora, run.model).itemsize < stored_dtype(run.model).itemsize:
         return None
     modules = _adapted_modules(run, lora)
@@ -79,16 +78,16 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
 
 
 def adapter_request() -> Any:
-    """Return vLLM's request for the adapter, which each request for tokens carries."""
+    """Return the adapter's name for vLLM, which is part of each request for tokens."""
     from vllm.lora.request import LoRARequest
 
-    # vLLM wants a path, from which a worker would read an adapter that it does not have yet.
+    # vLLM requires a path, but never reads it, because the adapter is in memory.
     return LoRARequest(_NAME, _ID, "an adapter that is sent from memory")
 
 
 def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
-    """Return the names of the modules that get an adapter, and the class of each."""
-    # Only runs with adapters have the library for them.
+    """Return the names of the modules that get an adapter, with their classes."""
+    # PEFT is installed only for runs with adapters.
     from spurline_models.adapters.lora import adapted_layers, add_adapters
 
     causal = build_without_memory(load_model_config(run.model), run.model)
@@ -97,13 +96,13 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
 
 
 class AdapterUpdate:
-    """The tensors of an adapter while they come, in a worker, as copies in fp32 on the CPU."""
+    """The received tensors of an adapter in a worker, as copies in fp32 on the CPU."""
 
     def __init__(self, runner: Any, settings: Mapping[str, Any]) -> None:
-        """Expect an adapter with these settings, see `TakesWeights.begin_adapter_update`, in vLLM's model runner.
+        """Expect an adapter with these settings (see `TakesWeights.begin_adapter_update`) for vLLM's model runner.
 
         Raises:
-            RunFailedError: If vLLM does not compute adapters of this kind.
+            RunFailedError: If vLLM does not support adapters of this kind.
         """
         from vllm.lora.peft_helper import PEFTHelper
 
@@ -116,25 +115,25 @@ class AdapterUpdate:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors; a tensor that comes twice replaces the earlier one."""
+        """Copy these tensors. A tensor that comes again replaces the earlier one."""
         from vllm.lora.utils import is_base_embedding_weights
 
         for name, tensor in tensors:
             if is_base_embedding_weights(name):
-                # PEFT also gives the weights under an adapter of the output layer, which the engine has.
+                # If the output layer has an adapter, PEFT sends its base weights too. The engine has them already.
                 continue
-            # vLLM multiplies by the scale in place, and rounds to the engine's dtype only then.
+            # vLLM multiplies these tensors by the scale in place, and rounds them to the engine's dtype afterwards.
             self._tensors[name] = tensor.to("cpu", torch.float32, copy=True)
 
     def install(self) -> None:
-        """Replace the model's adapter. Raises RunFailedError if tensors are missing or belong to no layer."""
+        """Replace the model's adapter. Raises RunFailedError if tensors are missing or fit no layer."""
         from vllm.lora.lora_model import LoRAModel
 
         self._check()
         adapter = LoRAModel.from_lora_tensors(
             _ID, self._tensors, self._settings, device="cpu", weights_mapper=_renaming(self._manager.model)
         )
-        # Requests in flight find the new adapter in the only slot.
+        # There is only one slot, so unfinished requests use the new adapter.
         self._manager.remove_adapter(_ID)
         self._manager.add_adapter(adapter)
         self._manager.activate_adapter(_ID)
@@ -146,15 +145,15 @@ class AdapterUpdate:
         names = {self._own_name(name): name for name in self._tensors}
         if unknown := [name for own, name in names.items() if own not in expected]:
             raise RunFailedError(
-                f"The adapter has tensors that no layer of vLLM's model takes: {listing(unknown[:4])}. Take these "
-                "modules out of backend.lora.target_modules, or set source.weight_sync.adapters: false, which sends "
-                "whole weights with the adapters merged."
+                f"The adapter has tensors that fit no layer of vLLM's model: {listing(unknown[:4])}. Remove these "
+                "modules from backend.lora.target_modules, or set source.weight_sync.adapters: false to send merged "
+                "weights."
             )
         if missing := sorted(expected - names.keys()):
-            raise RunFailedError(f"The adapter came without {listing(missing[:4])}; it must be published as a whole.")
+            raise RunFailedError(f"The adapter came without {listing(missing[:4])}, but all of it must be published.")
 
     def _own_name(self, name: str) -> str:
-        """Return a tensor's name with vLLM's name of the module, or the name as it is if it belongs to no adapter."""
+        """Return a tensor's name in vLLM, or the unchanged name if vLLM does not know it."""
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         try:
@@ -165,26 +164,26 @@ class AdapterUpdate:
 
 
 def lora_manager(runner: Any) -> Any:
-    """Return vLLM's manager of adapters in this worker. Raises RunFailedError in an engine without room for one."""
+    """Return vLLM's manager of adapters. Raises RunFailedError if the engine was started without adapters."""
     if not hasattr(runner, "lora_manager"):
-        raise RunFailedError("This engine was started without room for an adapter, and an adapter came alone.")
+        raise RunFailedError("This engine was started without adapters, and only an adapter came.")
     return runner.lora_manager._adapter_manager
 
 
 def _adaptable(manager: Any) -> list[str]:
-    """Return the modules of the original model that take an adapter. vLLM joins some of them in one layer."""
+    """Return the modules of the original model that can have an adapter. vLLM joins some of them in one layer."""
     return [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:
-    """Choose as PEFT does: by a regular expression of the whole name, or by its end."""
+    """Match a name like PEFT does: with a regular expression, or with a list of ends."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
 def _own_targets(model: Any, targets: str | Sequence[str]) -> str | Sequence[str]:
-    """Return the targets, and their names in vLLM."""
+    """Return the targets together with their names in vLLM."""
     renaming = _renaming(model)
     if renaming is None or isinstance(targets, str):
         return targets
@@ -192,6 +191,6 @@ def _own_targets(model: Any, targets: str | Sequence[str]) -> str | Sequence[str
 
 
 def _renaming(model: Any) -> Any:
-    """Return vLLM's mapping from names of checkpoints to its own; None if they are equal."""
+    """Return vLLM's mapping from names in checkpoints to its own names, or None if they are equal."""
     mapping: Any = getattr(model, "hf_to_vllm_mapper", None)
     return None if mapping is None else mapping.get_rename_mapper()

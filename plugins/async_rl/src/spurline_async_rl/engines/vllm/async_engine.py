@@ -1,8 +1,4 @@
-"""Run one vLLM engine: AsyncLLM, with the commands of a pool and tokens in chunks.
-
-Place on the way: local member or Ray actor -> AsyncEngine -> AsyncLLM -> the engine's own processes. The member knows
-versions, stop texts and Progress.
-"""
+"""Run one AsyncLLM of vLLM, with the commands of a pool, and with tokens in chunks."""
 
 from __future__ import annotations
 
@@ -32,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncEngine:
-    """A vLLM engine on this machine, awaited on one event loop. Its attributes but `num_workers` are set by `start`."""
+    """A vLLM engine on this machine. `start` sets all attributes except `num_workers`."""
 
     max_model_len: int
     vocabulary: int
@@ -52,8 +48,8 @@ class AsyncEngine:
         return str(self.processes)
 
     async def start(self) -> None:
-        """Start it. Raises EngineDiedError with vLLM's own words."""
-        # On a thread: a start takes a minute.
+        """Start it. Raises EngineDiedError with vLLM's own message."""
+        # A start takes a minute, so it runs on a thread.
         self._starting = EngineStart(self._spec)
         self._llm = await in_thread(self._starting.run)
         core = self._llm.engine_core
@@ -66,11 +62,11 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the response as it comes, in parts of `chunk_tokens`, or fewer after a second and before a command.
+        """Yield the response in parts of `chunk_tokens` tokens, or fewer after a second and before a command.
 
-        Closing the generator aborts the request. When it is cancelled, or the engine ends, all tokens that have come
-        are handed over first. Stop texts are not looked for. Requests of the same `salt` share computed prompts. With
-        `each_step` every token is handed over at once.
+        Closing the generator aborts the request. If it is cancelled or the engine dies, it first yields all tokens that
+        have come. Stop texts do not end the response. Requests with the same `salt` share computed prompts. With
+        `each_step` every token is yielded at once.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -105,7 +101,7 @@ class AsyncEngine:
             outdates = command.hold == UPDATE and not self.keeps_kv_cache
             await self._stand_still(clear_cache=outdates or isinstance(command, Sleep))
         if isinstance(command, Sleep):
-            # Level 1 moves the weights to the host's memory, level 2 forgets them. Requests in flight are kept.
+            # Level 1 moves the weights to the host's memory; level 2 drops them. `keep` keeps unfinished requests.
             await self._do(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), str(command))
         elif isinstance(command, Wake):
             await self._do(self._llm.wake_up(["kv_cache" if command.part == "cache" else "weights"]), str(command))
@@ -116,15 +112,15 @@ class AsyncEngine:
             if not self._holds:
                 await self._answer_of(self._llm.resume_generation())
             elif isinstance(command, Wake):
-                # With all of its memory the engine has gone on by itself.
+                # vLLM has resumed by itself, but another hold is left.
                 await self._stand_still(clear_cache=False)
 
     async def wait_ended(self) -> str:
-        """Return how it ended, as soon as it has."""
+        """Return when it has ended, with the reason."""
         return f"{await self.processes.wait_ended()}{end_of(self._spec.log)}"
 
     async def close(self) -> None:
-        """End its processes; when cancelled, kill them."""
+        """End its processes. If this is cancelled, they are killed."""
         if self._starting is not None:
             self._starting.give_up()
         if self._llm is None:
@@ -132,17 +128,17 @@ class AsyncEngine:
         llm, self._llm = self._llm, None
         self._end_output(llm)
         try:
-            # After vLLM's own 5 s its processes would be killed and leave shared memory behind.
+            # vLLM's default is 5 s. Processes that are killed then would leave shared memory behind.
             await in_thread(partial(llm.shutdown, timeout=self._spec.config.close_timeout_s))
         finally:
             self.processes.kill()
-            # Its __del__ shuts down once more, when half of the interpreter may be gone.
+            # `__del__` would call it again, perhaps while the interpreter shuts down.
             llm.shutdown = lambda timeout=None: None
 
     def _end_output(self, llm: Any) -> None:
-        """Hand on no more tokens, and end requests that still wait for some.
+        """Stop the output handler, and end requests that wait for tokens.
 
-        vLLM's shutdown cancels the task that hands them on last, which may have printed a traceback by then.
+        vLLM's shutdown would stop it last, and it may print a traceback before.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -154,23 +150,23 @@ class AsyncEngine:
         from spurline_async_rl.engines.vllm.step_outputs import TokenStreams
 
         config = self._spec.config
-        # A token that waits for its chunk must not look like an engine without progress.
+        # A token must not wait for its chunk so long that the engine seems to make no progress.
         self._streams = TokenStreams(self._llm, config.chunk_tokens, min(1.0, config.generate_timeout_s / 4))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Stop between two tokens, and return when all tokens generated so far have been consumed.
+        """Stop between two tokens, and return when all earlier tokens have been taken.
 
-        With `clear_cache`, requests in flight compute their keys and values again when they go on.
+        With `clear_cache`, unfinished requests compute their keys and values again later.
         """
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
-        # vLLM's answer overtakes tokens that wait to be handed on.
+        # vLLM's answer may come before the last tokens.
         await self._answer_of(self._streams.drained())
 
     async def _call(self, method: str, *arguments: Any) -> list[Any]:
         return await self._do(self._llm.collective_rpc(method, args=arguments), f"call {method}")
 
     async def _do(self, call: Awaitable[_Result], what: str) -> _Result:
-        """Return vLLM's answer. Raises RunFailedError if it cannot do it, EngineDiedError if it has died."""
+        """Return vLLM's answer. Raises EngineDiedError if the engine has died, and RunFailedError for other errors."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
@@ -178,7 +174,7 @@ class AsyncEngine:
         except EngineDiedError:
             raise
         except EngineDeadError as error:
-            raise self._died(f"died when it was to {what}: {error}") from error
+            raise self._died(f"died during a call to {what}: {error}") from error
         except Exception as error:
             raise RunFailedError(f"vLLM could not {what}: {error}") from error
 
@@ -186,13 +182,13 @@ class AsyncEngine:
         return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
-        """Return the answer of a call. vLLM gives none when the engine has died."""
+        """Return the answer of a call. If the engine dies, vLLM would never answer."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
         try:
             await asyncio.wait({answer, dead}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
-                raise self._died("ended while it was asked to pause, resume, sleep, wake or take weights")
+                raise self._died("ended during a command")
             return answer.result()
         finally:
             for task in (answer, dead):

@@ -1,4 +1,4 @@
-"""Rollout engine `vllm`: a pool of vLLM engines on this machine, in Ray actors, or behind URLs."""
+"""Rollout engine `vllm`: a pool of vLLM engines on this machine or in Ray actors, or of vLLM servers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
 
 
 class VllmEngine(EnginePool):
-    """A pool of vLLM engines. The config's `mode` and `placement` decide which kind of member it has."""
+    """A pool of vLLM engines. The settings `mode` and `placement` choose the kind of its members."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
-        """Raises ConfigError if vLLM is not installed, or if `placement` is `ray` and Ray is not installed."""
+        """Raise ConfigError if vLLM or Ray is needed and not installed."""
         self._vllm_config = config
         self._run = run
         self._spec = engine_spec(config, run)
@@ -46,7 +46,7 @@ class VllmEngine(EnginePool):
             if config.is_colocated:
                 transports = ("cuda_ipc", "shared_memory", "disk", "collective")
             elif config.placement == "local" and trains_on_gpu_here(run):
-                # The trainer uses the first GPU. Further GPUs of an engine belong to that engine alone.
+                # `cuda_ipc` does not reach the other GPUs of an engine, so it comes second.
                 transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
                 _require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
@@ -71,7 +71,7 @@ class VllmEngine(EnginePool):
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)
             log = self._run.run_dir / "engines" / f"engine-{number}.log"
-            # A user who asks vLLM for its log reads it on the terminal.
+            # With VLLM_LOGGING_LEVEL, the user wants the log on the terminal.
             shown = "VLLM_LOGGING_LEVEL" in os.environ
             engine = AsyncEngine(replace(self._spec, gpus=gpus, log=None if shown else log))
         else:

@@ -1,8 +1,4 @@
-"""Start a vLLM engine from our settings, notice the end of its processes, and end them.
-
-Place on the way: VllmEngineConfig and RunConfig -> EngineSpec -> AsyncEngineArgs and environment, on a thread ->
-AsyncLLM with its processes running. vLLM is imported when an engine starts.
-"""
+"""Start a vLLM engine, watch its processes, and end them. vLLM is imported when an engine starts."""
 
 from __future__ import annotations
 
@@ -34,22 +30,21 @@ from spurline_ranks.logs import begin_log, last_words
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
-"""Environment variable with the id of the process whose end also ends the engine's processes."""
+"""Environment variable with the id of the process that owns the engine. When it ends, the engine ends too."""
 LOST = "lost"
-"""Key of a worker's answer that says why a bucket did not reach it."""
-_NO_ADAPTER = "If the model has no LoRA in vLLM, set source.weight_sync.adapters: false, which sends adapters merged."
+"""Key in a worker's answer if a bucket did not reach it. The value is the reason."""
+_NO_ADAPTER = "If vLLM has no LoRA for this model, set source.weight_sync.adapters: false to send merged weights."
 _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
-"""Arguments of vLLM by which an engine spreads over several machines; without them it is on one."""
+"""Arguments of vLLM with which an engine may use several machines."""
 _ONE_AT_A_TIME = threading.Lock()
-"""A start changes the environment of the whole process, and looks at its child processes."""
+"""A start changes the environment of the whole process, and looks for its own child processes."""
 _FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
-"""Begin of the lines of a traceback that name or quote a place, after the words that vLLM puts before each line."""
+"""The indented lines of a traceback, with vLLM's prefix before each line."""
 _READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
-"""How much of the end of a log is read, and how much of that is shown."""
 
 
 def worker_call(command: Command) -> tuple[Any, ...] | None:
-    """Return the worker extension's method for this command, and its arguments; None if it has none."""
+    """Return the method of `WorkerExtension` for this command, and its arguments; None if there is no such method."""
     if command.hold != UPDATE:
         return None
     values = command.to_plain()
@@ -57,26 +52,30 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
 
 
 def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
-    """Check the workers' answers to a part of an update.
+    """Check the answers of the workers to `worker_call`.
 
     Raises:
-        BucketLostError: If a worker did not get the weights.
-        RunFailedError: If workers name layers without weights.
+        BucketLostError: If a worker did not get a bucket.
+        RunFailedError: If layers did not get weights in the update.
     """
     for answer in answers:
         if isinstance(answer, Mapping):
             raise BucketLostError(answer[LOST])
     layers = sorted({layer for missing in answers for layer in missing or ()})
     if layers:
-        raise RunFailedError(f"No new weights came for {listing(layers[:4])}; a model must be published as a whole.")
+        raise RunFailedError(f"No new weights came for {listing(layers[:4])}. All weights must be published together.")
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """The description from which one engine is started, in this process or in an actor.
+    """A description of an engine, from which this process or an actor starts it.
 
-    `gpus` is its CUDA_VISIBLE_DEVICES, and `log` the file that its processes write to; None leaves either as it is. It
-    is sent whole weights if `adapter` is None, and may get them from other machines with `peers_elsewhere`.
+    Attributes:
+        notes_experts: Whether tokens come with their experts.
+        gpus: Its CUDA_VISIBLE_DEVICES, or None to inherit the variable.
+        adapter: The adapter that it is sent, or None if it is sent whole weights.
+        peers_elsewhere: Whether it may exchange weights with other machines.
+        log: The file for the output of its processes, or None to inherit the output.
     """
 
     config: VllmEngineConfig
@@ -89,7 +88,7 @@ class EngineSpec:
 
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
-    """Return the spec of this run's engines. Raises as `engine_adapter` does."""
+    """Return the spec of this run's engines. Raises ModelError as `engine_adapter` does."""
     adapter = engine_adapter(config, run)
     ranks = run.backend.rank_request()
     return EngineSpec(
@@ -102,7 +101,7 @@ def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
 
 
 def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
-    """Return fields of vLLM's AsyncEngineArgs."""
+    """Return the arguments of vLLM's AsyncEngineArgs."""
     config, model = spec.config, spec.model
     kv_cache_gb = config.kv_cache_gb or (CPU_KV_CACHE_GB if on_cpu else None)
     arguments: dict[str, Any] = {
@@ -115,7 +114,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "load_format": "dummy" if model.init == "random" else "auto",
         "use_tqdm_on_load": False,
         "dtype": ("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
-        # -1 is as much of the model's context as the KV cache holds.
+        # With -1, vLLM chooses the longest context for which the cache is large enough.
         "max_model_len": config.max_model_len or -1,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -123,17 +122,17 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "enable_prefix_caching": config.enable_prefix_caching,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else round(kv_cache_gb * 2**30),
-        # Of the distribution sampled from: after temperature, top-k and top-p.
+        # These are the logprobs of the sampled distribution, after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": WORKER_EXTENSION,
         "disable_log_stats": True,
     }
     if on_cpu:
-        # A prompt read in parts draws a token after each part and takes the random numbers back, which ends the engine:
-        # PyTorch's generators for CPUs cannot do it ("CPU Generator does not use offset").
+        # With chunked prefill, vLLM resets a random generator, which fails on CPUs ("CPU Generator does not use
+        # offset").
         arguments["enable_chunked_prefill"] = False
     elif config.is_colocated:
-        # vLLM refuses the setting on CPUs, and ignores commands to sleep and wake there.
+        # On CPUs vLLM refuses this setting, and ignores sleep and wake.
         arguments["enable_sleep_mode"] = True
     if spec.notes_experts:
         arguments["enable_return_routed_experts"] = True
@@ -146,19 +145,19 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
 def engine_environment(
     config: VllmEngineConfig, gpus: str | None = None, *, peers_elsewhere: bool = True
 ) -> Iterator[None]:
-    """Set the environment that the engine's processes inherit. See `EngineSpec` for `gpus` and `peers_elsewhere`."""
+    """Set the environment for the engine's processes. See `EngineSpec` for `gpus` and `peers_elsewhere`."""
     spare_cores = max(1, ((os.cpu_count() or 2) - 1) // config.engines)
     spreads = bool(_MANY_MACHINES & config.engine_args.keys())
     interfaces = {} if spreads else variables_of_one_machine(peers_elsewhere=peers_elsewhere)
     variables: dict[str, str | None] = {
         OWNER: str(os.getpid()),
-        # Binding would put engines and trainer on the same cores.
+        # With binding, engines and trainer would use the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.cpu_threads or spare_cores),
-        # It would take precedence over kv_cache_gb.
+        # It would override kv_cache_gb.
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Python's tracker frees the shared memory of an engine that dies, and would warn of it.
+        # Python's tracker would warn when it frees the shared memory of a dead engine.
         "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
         **interfaces,
@@ -185,14 +184,14 @@ class EngineProcesses:
 
     def __init__(self, main: Sequence[int]):
         self._main = [psutil.Process(pid) for pid in main]
-        # By handle: another process may have the id by the time they are killed.
+        # Handles are safer than ids, which the system may use again.
         self._all = [*self._main, *(child for process in self._main for child in process.children(recursive=True))]
 
     def __str__(self) -> str:
         return f"process {self._main[0].pid}"
 
     async def wait_ended(self) -> str:
-        """Return when the first of them has ended, as an engine needs all of them."""
+        """Return when one of them has ended, because an engine needs all of them."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         watched: list[int] = []
         try:
@@ -204,14 +203,14 @@ class EngineProcesses:
                 watched.append(descriptor)
                 loop.add_reader(descriptor, ended.set)
             await ended.wait()
-            return f"{self} or one that it started has ended"
+            return f"{self} or one of its child processes has ended"
         finally:
             for descriptor in watched:
                 loop.remove_reader(descriptor)
                 os.close(descriptor)
 
     def kill(self) -> None:
-        """End what still runs, by force."""
+        """Kill all processes that still run."""
         for process in self._all:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -227,7 +226,7 @@ class EngineStart:
         self._others: set[int | None] | None = None
 
     def run(self) -> Any:
-        """Return the AsyncLLM. Raises EngineDiedError with vLLM's own words if it cannot start."""
+        """Return the AsyncLLM. Raises EngineDiedError with vLLM's own message if it cannot start."""
         spec = self._spec
         environment = engine_environment(spec.config, spec.gpus, peers_elsewhere=spec.peers_elsewhere)
         with _ONE_AT_A_TIME, environment, _without_ctrl_c(), writing_to(spec.log):
@@ -254,7 +253,7 @@ class EngineStart:
         return llm
 
     def give_up(self) -> None:
-        """Kill the processes that have been started for the engine; do nothing once it is up."""
+        """Kill the processes of an engine that is still starting."""
         self._given_up = True
         others = self._others
         if others is not None:
@@ -269,11 +268,11 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Block SIGINT and SIGHUP for processes started inside, which inherit that.
+    """Block SIGINT and SIGHUP in processes that are started inside.
 
-    A terminal sends both to all of a run's processes, and the run would lose its engines before it has saved.
+    A terminal sends these signals to all processes of a run. The run would lose its engines before it has saved.
     """
-    # Started inside, the tracker would let the signals through again.
+    # The resource tracker would unblock the signals if it were started inside.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
@@ -283,9 +282,9 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the end of an engine's log with a line before it, or "" for an empty log.
+    """Return the end of an engine's log for a message, or "" if the log is empty.
 
-    Each of vLLM's processes prints a traceback of 50 lines, and the first one tells the cause. So frames are left out.
+    Each process of vLLM prints a long traceback, and the first one has the cause. So the frames are removed.
     """
     lines = [] if log is None else last_words(str(log), _READ_BYTES).splitlines()
     words = "\n".join(line for line in lines if not _FRAME.match(line))[-_SHOWN_CHARACTERS:]
@@ -294,10 +293,10 @@ def end_of(log: Path | None) -> str:
 
 @contextmanager
 def writing_to(log: Path | None) -> Iterator[None]:
-    """Make this file the output of processes that this thread spawns inside, and of their children.
+    """Send the output of processes that this thread spawns inside, and of their children, to this file.
 
-    Neither vLLM nor multiprocessing has a setting for it. Other threads write meanwhile, so this process's own output
-    is replaced only for the moment of a spawn.
+    Neither vLLM nor multiprocessing has a setting for this. The output of this process is redirected only during a
+    spawn, because other threads write to it too.
     """
     if log is None:
         yield

@@ -1,7 +1,4 @@
-"""One vLLM engine as a member of the pool, wherever it runs.
-
-Place on the way: pool -> this -> engine on this machine or in a Ray actor -> tokens with their versions.
-"""
+"""Run a vLLM engine, on this machine or in a Ray actor, as a member of the pool."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 
 
 class VllmResponse(Response):
-    """A response that vLLM writes, and may continue.
+    """A response of vLLM.
 
-    Stop texts are found here, not by vLLM, so that a response ends at the very token at which core's engine ends it.
+    Stop texts are found here, not by vLLM, so a response ends at the same token as with engine `in_process`.
     """
 
     def __init__(
@@ -45,7 +42,7 @@ class VllmResponse(Response):
         max_model_len: int,
         vocabulary: int | None = None,
     ):
-        """Raise DataError for a request that a model of this context, and vocabulary if known, cannot answer."""
+        """Raise DataError if the prompt is too long, or has tokens outside the vocabulary."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
         if len(prompt) >= max_model_len:
@@ -57,8 +54,8 @@ class VllmResponse(Response):
         for token in (min(prompt), max(prompt)):
             if token < 0 or (vocabulary and token >= vocabulary):
                 raise DataError(
-                    f"{request.name}: the prompt has token {token}, and the model knows 0 to {(vocabulary or 0) - 1}. "
-                    "Is the tokenizer another model's?"
+                    f"{request.name}: the prompt has token {token}, but the model knows only tokens from 0 to "
+                    f"{(vocabulary or 0) - 1}. Does the tokenizer belong to another model?"
                 )
         asked, eos = request.sampling, tokenizer.eos_token_id
         sampling = replace(
@@ -71,7 +68,7 @@ class VllmResponse(Response):
         self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
-        """Add the tokens that belong to the response, and return why it ended, if it has."""
+        """Add the next tokens, and return the finish reason if the response is complete."""
         part = Progress()
         part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
         if delta.experts is not None:
@@ -80,7 +77,7 @@ class VllmResponse(Response):
 
 
 class Gate:
-    """A gate that several holds may shut; requests pass when no hold is left."""
+    """A gate that requests can pass while no hold has shut it."""
 
     def __init__(self) -> None:
         self.holds: set[str] = set()
@@ -101,7 +98,7 @@ class Gate:
 
 
 class VllmMember:
-    """An `EngineMember`. A pause and an update may each hold the engine; it goes on when neither does."""
+    """An `EngineMember`. Its engine generates only if there is no hold."""
 
     def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
         self.name = name
@@ -126,7 +123,7 @@ class VllmMember:
         if response.ended is not None:
             return response.ended
         await self._gate.wait()
-        # The salt keeps apart prompts that were computed with other weights.
+        # With this salt, vLLM does not reuse prompts that were computed with other weights.
         number, salt, each_step = next(self._request_ids), str(self._version), bool(request.sampling.stop)
         deltas = engine.generate(number, response.rest(), salt, each_step=each_step)
         async with contextlib.aclosing(deltas):
@@ -143,7 +140,7 @@ class VllmMember:
         if command.begins:
             self._gate.shut(command.hold)
         if isinstance(command, FinishUpdate):
-            # Before the engine goes on, as its next tokens are of this version.
+            # The engine may generate tokens of this version as soon as it gets the command.
             self._version = command.version
         await self._engine.control(command)
         if command.ends:

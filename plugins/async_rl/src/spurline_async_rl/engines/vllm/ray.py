@@ -1,7 +1,8 @@
-"""Run vLLM engines in Ray actors: their room on the cluster, the actor, and the handle to it.
+"""Run vLLM engines in Ray actors.
 
-Place on the way: member -> `RayEngine`, on the controller -> `EngineActor`, on any node -> AsyncEngine. All news of the
-engine comes back through one stream, in order and in batches. Imported only with `placement: ray`.
+`RayEngine` is in the controller, and sends requests to an `EngineActor` on any node, which has an `AsyncEngine`. All
+tokens and errors of an actor come back through one stream, in order and in batches. This module is imported only with
+`placement: ray`.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1
-"""Seconds for which tokens wait for tokens of other requests: a message costs the controller half a millisecond."""
+"""Seconds in which tokens of several requests are collected. One message costs the controller half a millisecond."""
 
 
 class EngineCluster:
-    """Room for engines on the Ray cluster, from the first `reserve` to `close`."""
+    """The places of engines on the Ray cluster."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig):
         need = config.cluster_need(run)
@@ -50,10 +51,10 @@ class EngineCluster:
         self._closing = threading.Event()
 
     async def reserve(self) -> Place:
-        """Return room for one engine. Waits for it if the engine takes a dead one's place.
+        """Return a place for one engine. If the engine replaces a dead one, this may have to wait.
 
         Raises:
-            ConfigError: If there is too little room for the engines that start with the run.
+            ConfigError: If the cluster is too small for the engines that start with the run.
         """
         if (place := await in_thread(self._take)) is not None:
             return place
@@ -73,7 +74,7 @@ class EngineCluster:
         return self._cluster.actor_options(place.group, 0, place.bundles[0])
 
     async def close(self) -> None:
-        """Give back the room that no engine has taken, and reserve nothing more."""
+        """Release the unused places, and reserve no more."""
         self._closing.set()
         await in_thread(self._leave)
 
@@ -83,7 +84,7 @@ class EngineCluster:
         return RayEngine(spec, self, None if folder is None else f"{folder}/engine-{number}.log")
 
     def _take(self) -> Place | None:
-        """Return a place of an engine that starts with the run; None when all are taken."""
+        """Return one of the places that are reserved as the run starts, or None if none is left."""
         with self._lock:
             if self._closing.is_set():
                 raise EngineDiedError("it was closed before there was room for it")
@@ -99,12 +100,12 @@ class EngineCluster:
         try:
             return room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
         except Exception as error:
-            # All engines that ask get the same error.
+            # All other engines get the same error.
             self._failure = error
             raise
 
     def _leave(self) -> None:
-        # The lock waits for an abandoned thread that is about to reserve something.
+        # An abandoned thread may hold the lock and still reserve places.
         with self._lock:
             for place in self._places or ():
                 self.release(place)
@@ -113,11 +114,11 @@ class EngineCluster:
 
 
 News = Delta | Exception | None
-"""Tokens of a request, its error, or None for the mark behind a command."""
+"""Tokens of a request, an error, or None as the mark after a command."""
 
 
 class EngineActor:
-    """The side in the actor; every method is called through Ray."""
+    """The Ray actor of an engine. All methods are called through Ray."""
 
     def __init__(self, spec: EngineSpec, log: str | None):
         if log is not None:
@@ -129,7 +130,7 @@ class EngineActor:
         self._more, self._urgent = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> tuple[int, int, str, str]:
-        """Return context, vocabulary, dtype of the weights, and the engine's name for messages."""
+        """Return the length of the context, the size of the vocabulary, the dtype, and the engine's name."""
         import ray
 
         await self._engine.start()
@@ -138,7 +139,7 @@ class EngineActor:
         return engine.max_model_len, engine.vocabulary, engine.weights_dtype, where
 
     async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
-        """Yield lists of news, by id of request or command, until the actor ends; to its one reader."""
+        """Yield lists of news with the ids of requests or commands, until the actor ends."""
         while True:
             await self._more.wait()
             with contextlib.suppress(TimeoutError):
@@ -166,7 +167,7 @@ class EngineActor:
 
     async def close(self) -> None:
         await self._engine.close()
-        # Ray kills an actor with all its children. Stopped in order, the tracker frees the engine's shared memory now.
+        # Ray kills the tracker too. If it is stopped before, it frees the engine's shared memory.
         tracker: Any = resource_tracker._resource_tracker
         await in_thread(tracker._stop)
 
@@ -174,7 +175,7 @@ class EngineActor:
         try:
             async for delta in deltas:
                 self._tell(request_id, delta)
-        except Exception as error:  # noqa: BLE001 (not swallowed: raised at the controller)
+        except Exception as error:  # noqa: BLE001 - raised in the controller
             self._tell(request_id, error)
         finally:
             del self._tasks[request_id]
@@ -187,7 +188,7 @@ class EngineActor:
 
 
 class RayEngine:
-    """The controller's side of an engine in an actor. It has the methods of `AsyncEngine`."""
+    """The handle of an engine in an actor, with the methods of `AsyncEngine`."""
 
     max_model_len: int
     vocabulary: int
@@ -220,7 +221,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Not awaited: tokens may overtake the answer, and would then count as tokens of later weights.
+        # Tokens may come before the answer. If they waited for it, they could get the version of later weights.
         submitting = asyncio.ensure_future(self._ask("submit", request_id, request, salt, each_step))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
@@ -235,7 +236,7 @@ class RayEngine:
         finally:
             submitting.cancel()
             del self._inboxes[request_id]
-            # A pool closes a dead actor before its requests hear of that.
+            # The actor is None if the pool has closed it.
             if not ended and self._actor is not None:
                 self._actor.abort.remote(request_id)
 
@@ -244,7 +245,7 @@ class RayEngine:
         self._inboxes[mark] = asyncio.Queue()
         try:
             await self._ask("control", command, mark)
-            # The mark comes behind all tokens, so that the readers of the last ones are woken before.
+            # The stream has all earlier tokens before the mark, so their readers are woken first.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:
@@ -260,14 +261,14 @@ class RayEngine:
         actor, self._actor = self._actor, None
         try:
             if actor is not None:
-                # An actor that has died raises.
+                # A dead actor raises an error.
                 with contextlib.suppress(Exception):
                     await actor.close.remote()
         finally:
             self._end(actor)
 
     def _end(self, actor: Any) -> None:
-        """End the actor by force, and its processes with it."""
+        """Kill the actor and its processes."""
         import ray
 
         if self._reader is not None:
@@ -287,7 +288,7 @@ class RayEngine:
         try:
             return await getattr(self._actor, method).remote(*arguments)
         except RayActorError as error:
-            log = "" if self._log is None else f" What it wrote is in {self._log}."
+            log = "" if self._log is None else f" Its log is {self._log}."
             raise EngineDiedError(f"the actor of {self.where} has died: {error}.{log}") from error
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else EngineDiedError(str(error)) from None
@@ -298,13 +299,13 @@ class RayEngine:
                 for key, news in await batch:
                     if key in self._inboxes:
                         self._inboxes[key].put_nowait(news)
-        except Exception as error:  # noqa: BLE001 (not swallowed: it reaches everyone who waits)
+        except Exception as error:  # noqa: BLE001 - raised by all waiting calls
             for inbox in self._inboxes.values():
                 inbox.put_nowait(EngineDiedError(f"{self.where} has died: {type(error).__name__}: {error}"))
 
 
 def _tell_failure(inbox: asyncio.Queue[News], submitted: asyncio.Future[Any]) -> None:
-    """Tell the reader of a request's tokens that the request was not taken."""
+    """Pass the error of a submission to the reader of the request's tokens."""
     error = None if submitted.cancelled() else submitted.exception()
     if isinstance(error, Exception):
         inbox.put_nowait(error)

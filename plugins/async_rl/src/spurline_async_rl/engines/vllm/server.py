@@ -1,8 +1,7 @@
 """Use an external OpenAI-compatible vLLM server as a member of the pool.
 
-Place on the way: pool -> ServerMember -> ServerApi, HTTP -> server -> tokens with their versions. A pause cancels the
-streams, which go on from their tokens so far. Tokens on their way are generated again, so that none gets the wrong
-version.
+A pause cancels all streams. Later each response continues from the tokens that have come. Other tokens are generated
+again, so no token gets the wrong version.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
 _ASK_TIMEOUT_S = 5.0
-"""Seconds that a server has for each answer as a run starts."""
+"""Seconds in which a server must answer when a run starts."""
 _ASK_AGAIN_S = 2.0
-"""Seconds between two looks at a server that does not answer yet, and at one that might have ended."""
+"""Seconds between two requests to a server that does not answer yet, or may have ended."""
 _LONGEST_LINE = 1 << 24
-"""Bytes; the first event of a stream repeats the prompt."""
+"""Bytes. The first event of a stream contains the prompt."""
 START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
 )
 _OPEN = (
-    "lets everyone who reaches its port pause it and change its weights: the development endpoints that a run needs "
-    "ask for no key. Let nobody but this run's machines reach that port, or put a proxy before it that asks for the "
-    "key in source.engine.api_key_env at all paths."
+    "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
+    "machines of this run to reach its port. Or use a proxy that asks for the key in source.engine.api_key_env on all "
+    "paths."
 )
 
 
 class ServedModel(NamedTuple):
-    """The model of a server. It `is_open` if other machines reach it and it obeys clients without a key."""
+    """The model of a server. A server `is_open` if it is on another machine and obeys clients without a key."""
 
     name: str
     max_model_len: int
@@ -60,14 +59,14 @@ class ServedModel(NamedTuple):
 class ServerApi:
     """The HTTP calls to one server.
 
-    All raise EngineDiedError if the server cannot be reached or fails, and DataError if it refuses a request.
+    They raise EngineDiedError if the server fails or cannot be reached, and DataError if it refuses a request.
     """
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        # Users may give the URL with its version, as for clients of OpenAI's API.
+        # Clients of OpenAI's API use URLs with a version.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
-        # The callers limit whole calls.
+        # The callers have their own time limits.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
@@ -76,7 +75,7 @@ class ServerApi:
         )
 
     async def model(self) -> ServedModel:
-        """Return the model of the server. Raises ConfigError if the server was not started as a run needs it."""
+        """Return the model of the server. Raises ConfigError if the server was started with wrong options."""
         try:
             first = (await self._call("GET", "/v1/models"))["data"][0]
             config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
@@ -98,7 +97,7 @@ class ServerApi:
             raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
         if config.get("lora_config") is not None:
             raise self._config_error(
-                "was started with --enable-lora, but a run sends it whole weights, adapters merged. Start it without."
+                "was started with --enable-lora, but it is sent merged weights. Start it without this option."
             )
         return served
 
@@ -108,7 +107,7 @@ class ServerApi:
         return urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the response as it comes."""
+        """Yield the response in parts."""
         sampling = request.sampling
         body = {
             "model": model,
@@ -117,7 +116,7 @@ class ServerApi:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            # Given, so that defaults that ship with the model do not apply.
+            # These override the defaults in the model's folder.
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "seed": request.seed,
@@ -137,23 +136,23 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method in every worker, and return their answers. Raises RunFailedError if one cannot do it."""
+        """Call a method in every worker, and return the answers. Raises RunFailedError if that fails in a worker."""
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
 
     async def pause(self) -> None:
-        """End requests, and drop all keys and values."""
+        """Abort all requests, and drop all keys and values."""
         await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
     async def wait_gone(self) -> str:
-        """Ask the server again and again, and return when it can no longer be reached."""
+        """Return when the server can no longer be reached."""
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
             try:
-                # Any answer is a sign of life: a busy server, or a proxy before it, may refuse a request.
+                # Any answer will do. A busy server or a proxy may answer with an error.
                 async with self._session.get(self._url + "/v1/models"):
                     pass
             except (aiohttp.ClientError, OSError) as error:
@@ -182,10 +181,10 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def _obeys_strangers(self) -> bool:
-        """Ask without a key. vLLM wants one only under `/v1`, where no endpoint changes weights."""
+        """Return whether it answers without a key. vLLM checks keys only under `/v1`."""
         try:
             async with aiohttp.request(
-                # A proxy may send strangers to a page where they log in, or not answer them.
+                # A proxy may redirect to a login page, or not answer at all.
                 "GET",
                 self._url + "/server_info",
                 timeout=self._stranger_limit,
@@ -200,8 +199,8 @@ class ServerApi:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable api_key_env names.")
-        # With these codes the server would take the request later, or another server takes it.
+            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable in api_key_env.")
+        # With these codes, the server may accept the request later, or another server may accept it.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
         raise on_failure(f"{self._url} failed: {answer.status} {text}")
@@ -220,7 +219,7 @@ class ServerApi:
         return Delta(tokens, logprobs, reason)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
-        # aiohttp's own error does not tell a refused connection from others.
+        # Its `os_error` says more than aiohttp's own error.
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
@@ -229,14 +228,10 @@ class ServerApi:
 
 
 def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None:
-    """Return when all servers of these settings answer as a run needs it.
-
-    Args:
-        config: Names the servers.
-        tell: A `Progress`, told once which servers do not answer yet.
+    """Wait until all servers answer. Call `tell` once if some do not answer yet.
 
     Raises:
-        ConfigError: If servers do not answer within `start_timeout_s`, or one was not started as a run needs it.
+        ConfigError: If a server does not answer within `start_timeout_s`, or was started with wrong options.
     """
 
     async def problem_of(url: str) -> str:
@@ -270,10 +265,9 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
 
 
 class ServerMember:
-    """An `EngineMember`. The server is not ours: closing lets it run, and go on."""
+    """An `EngineMember`. `close` does not end the server. `make_api` is called on the event loop."""
 
     def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
-        """Name the server; `make_api` is called on the event loop."""
         self.name = name
         self._make_api = make_api
         self._api: ServerApi | None = None
@@ -292,7 +286,7 @@ class ServerMember:
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
             print(f"{self.name} {_OPEN}", file=sys.stderr, flush=True)
-        # A run that ended during a pause leaves the server paused.
+        # An earlier run may have left the server paused.
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
@@ -336,7 +330,7 @@ class ServerMember:
             stream.cancel()
         try:
             if self._gate.holds:
-                # The server may have ended, or was started again.
+                # The server may be gone.
                 with contextlib.suppress(RunFailedError, ConfigError):
                     await api.resume()
         finally:
@@ -362,5 +356,4 @@ class ServerMember:
     async def _cut_streams(self) -> None:
         for stream in self._streams:
             stream.cancel()
-        # This ends: cancelled streams only close their connections.
         await asyncio.gather(*self._streams, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Decode the messages of vLLM's engine into arrays, before AsyncLLM makes objects of each token.
+"""Decode the messages of vLLM's engine into arrays, because AsyncLLM would make Python objects of each token.
 
-Place on the way: the engine's process -> message of a step -> `StepDecoder` -> `TokenStreams`, which keep the tokens of
-each request as arrays -> `AsyncEngine.generate`. AsyncLLM gets only the outputs that wake a request: its first token,
-every chunk, its end. Imported when an engine has been started, as it builds on vLLM's own classes.
+`StepDecoder` decodes the message of each step. `TokenStreams` keep the tokens of each request, which
+`AsyncEngine.generate` takes. AsyncLLM gets only the outputs that wake a request: its first token, each chunk, and its
+end. This module is imported after an engine has started, because it imports vLLM.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from spurline_rl.trajectory import FinishReason
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """vLLM's `LogprobsLists` as they are sent; `values` are dtype, shape [tokens, 1], and bytes or their frame."""
+    """vLLM's `LogprobsLists` as they are sent.
+
+    `values` has the dtype, the shape [tokens, 1], and the bytes, or the number of the frame that contains them.
+    """
 
     token_ids: msgspec.Raw
     values: tuple[str, tuple[int, int], msgpack.Ext | int]
 
 
 class RequestOutput(EngineCoreOutput, array_like=True, omit_defaults=True, gc=False):
-    """The part of a step's outputs for one request."""
+    """The outputs of a step for one request."""
 
     new_logprobs: SampledLogprobs | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -42,14 +45,14 @@ class StepOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class StepDecoder:
-    """A decoder in the place of vLLM's, which makes three numpy arrays for each token."""
+    """A decoder that replaces vLLM's, because that one makes three numpy arrays for each token."""
 
     def __init__(self, decoder: Any) -> None:
         self._of_vllm = decoder
         self._decoder = msgpack.Decoder(StepOutputs, ext_hook=decoder.ext_hook, dec_hook=decoder.dec_hook)
 
     def decode(self, frames: Sequence[Any]) -> StepOutputs:
-        """Decode a message; further frames are arrays that are too large to be a part of it."""
+        """Decode a message. Frames after the first one have arrays that are too large for the message."""
         self._of_vllm.aux_buffers = frames
         try:
             message = self._decoder.decode(frames[0])
@@ -64,11 +67,11 @@ class StepDecoder:
 
 
 class TokenStream:
-    """The tokens of one request that have come and have not been taken; `wakes_at` so many its reader is woken."""
+    """The tokens of one request that no reader has taken. With `wakes_at` tokens, the reader is woken."""
 
     def __init__(self, wakes_at: int) -> None:
         self.wakes_at = wakes_at
-        # vLLM's own name of the request, known with its first output.
+        # vLLM's own name of the request, which comes with its first output.
         self.internal_id: str | None = None
         self.token_ids = array("i")
         self._logprobs = bytearray()
@@ -80,7 +83,7 @@ class TokenStream:
         if (found := output.new_logprobs) is not None:
             dtype, shape, values = found.values
             assert dtype == "<f4", f"logprobs of {dtype}"
-            # One column, of the sampled token, since no others are asked for.
+            # `SamplingParams.logprobs` is 0, so there is only the column of the sampled token.
             assert shape[1] == 1, f"logprobs of shape {shape}"
             assert isinstance(values, msgpack.Ext), "logprobs without their frame"
             self._logprobs += values.data
@@ -88,10 +91,10 @@ class TokenStream:
             self._experts.append(output.routed_experts)
 
     def take(self, finish_reason: FinishReason | None = None) -> Delta:
-        """Return all tokens, as the next part of the response."""
+        """Return all tokens as the next part of the response."""
         token_ids, logprobs = self.token_ids, self._logprobs
         assert len(logprobs) == 4 * len(token_ids), f"{len(logprobs)} bytes of logprobs for {len(token_ids)} tokens"
-        # The next tokens need other arrays, as the delta has views of these.
+        # The delta has views of these arrays, so the next tokens need new ones.
         self.token_ids, self._logprobs = array("i"), bytearray()
         experts, start = None, self._num_experts
         if self._experts:
@@ -104,16 +107,19 @@ class TokenStream:
 
 
 class TokenStreams:
-    """The streams of all requests of one engine, made on its event loop before the first request."""
+    """The streams of all requests of one engine."""
 
     def __init__(self, llm: Any, chunk_tokens: int, longest_s: float) -> None:
-        """Take over the messages of this AsyncLLM. A token waits at most `longest_s` seconds for its chunk."""
+        """Replace the decoder of this AsyncLLM, on its event loop and before its first request.
+
+        A token waits for its chunk for at most `longest_s` seconds.
+        """
         core = llm.engine_core
         assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
         core.decoder = StepDecoder(core.decoder)
         self._next_message = core.get_output_async
         core.get_output_async = self._next
-        # With an interval of its own, vLLM would keep back outputs that wake a request.
+        # With another interval, vLLM would hold back outputs that wake a request.
         llm.output_processor.stream_interval = 1
         self._llm = llm
         self._chunk_tokens = chunk_tokens
@@ -126,19 +132,18 @@ class TokenStreams:
         self._reminder: asyncio.TimerHandle | None = None
 
     def open(self, request_id: str, *, each_step: bool) -> TokenStream:
-        """Make the stream of a new request, which is woken with every token or every chunk."""
+        """Return the stream of a new request. With `each_step` its reader is woken for every token."""
         stream = self._by_request[request_id] = TokenStream(1 if each_step else self._chunk_tokens)
         return stream
 
     def close(self, request_id: str) -> None:
-        """Forget a request."""
         stream = self._by_request.pop(request_id)
         if stream.internal_id is not None:
             del self._by_internal_id[stream.internal_id]
 
     async def drained(self) -> None:
         """Return when all tokens that vLLM's engine has sent so far have been taken."""
-        # The mark comes behind all messages, so that the readers of the last tokens are woken before.
+        # The queue has all messages before the mark, so their readers are woken first.
         mark = asyncio.Event()
         self._put(mark)
         await mark.wait()
@@ -148,7 +153,7 @@ class TokenStreams:
         self._llm._run_output_handler()
 
     async def _next(self) -> EngineCoreOutputs:
-        """Return the next outputs for AsyncLLM's output handler, which has handed on all earlier ones."""
+        """Return the next outputs to AsyncLLM's output handler, which has passed on all earlier ones."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.set()
@@ -165,13 +170,13 @@ class TokenStreams:
                 return message
 
     def _take(self, message: StepOutputs) -> bool:
-        """Take the tokens of requests, leave outputs that wake one, and return whether anything is left."""
+        """Take the tokens out of a message, and return whether it has anything left for AsyncLLM."""
         waking: list[RequestOutput] = []
         for output in message.outputs:
             stream = self._by_internal_id.get(output.request_id)
             is_first = stream is None
             if stream is None and (stream := self._found(output.request_id)) is None:
-                # vLLM handles requests that were aborted.
+                # vLLM handles aborted requests.
                 waking.append(output)
                 continue
             stream.add(output)
@@ -198,5 +203,5 @@ class TokenStreams:
 
     def _remind(self) -> None:
         self._reminder = None
-        # Nobody waits for it.
+        # Nobody waits for this mark, but it wakes all readers.
         self._put(asyncio.Event())

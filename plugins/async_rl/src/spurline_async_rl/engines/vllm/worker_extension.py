@@ -1,7 +1,7 @@
-"""Extend vLLM's worker: it takes weights bucket by bucket, and ends with the process that started it.
+"""Extend vLLM's worker, so it can take weights in buckets, and ends together with its owner.
 
-Place on the way: a member calls these methods by `collective_rpc` -> this, in the worker's process, beside the model.
-vLLM imports this module there. Peak extra memory is one bucket and the layers that are not complete yet.
+vLLM imports this module in each worker process. Members call its methods by `collective_rpc`. An update needs memory
+for one bucket and for the incomplete layers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from spurline_models.weight_buckets import WeightBucket
 
 
 def _end_with(owner: int) -> None:
-    """Wait for the end of the owner, then end the engine: this worker and the process it belongs to."""
+    """Wait until the owner ends, and then kill this worker and its parent, the engine."""
     engine = psutil.Process().parent()
-    # An error means that the owner has ended already.
+    # There is no such process if the owner has ended already.
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(owner).wait()
     if engine is not None and engine.pid not in (owner, 1):
@@ -45,7 +45,7 @@ if OWNER in os.environ:
 
 
 class WorkerExtension:
-    """A mixin of vLLM's worker class; its own names contain `spurline_`."""
+    """A mixin of vLLM's worker class. Its own names contain `spurline_`."""
 
     model_runner: Any
     vllm_config: Any
@@ -56,14 +56,14 @@ class WorkerExtension:
     def spurline_begin_update(self) -> None:
         """Expect new weights.
 
-        Linear layers may have been packed for the hardware, so weights cannot be written into them. vLLM's layerwise
-        reloading loads each layer beside the old one, packs it, and copies it into place.
+        Weights cannot be written into linear layers directly, because these may be packed for the hardware. vLLM's
+        layerwise reloading loads a new layer beside the old one, packs it, and then copies it into place.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if hasattr(self.model_runner, "lora_manager"):
-            raise RunFailedError("This engine was started for adapters alone, and whole weights came.")
+            raise RunFailedError("This engine was started for adapters, and whole weights came.")
         self._spurline_broadcasts.end_update()
         model = self._spurline_model()
         _forget_half_an_update(model)
@@ -72,19 +72,19 @@ class WorkerExtension:
         _forget_kernels_of_experts(model)
 
     def spurline_begin_adapter_update(self, adapter: Mapping[str, Any]) -> None:
-        """Expect the tensors of an adapter alone, see `TakesWeights.begin_adapter_update`."""
+        """Expect the tensors of an adapter; see `TakesWeights.begin_adapter_update`."""
         self._spurline_broadcasts.end_update()
         self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
 
     def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
-        """Load a bucket from `WeightBucket.to_plain`. Return why it did not come, if it did not."""
+        """Load a bucket from `WeightBucket.to_plain`. If it did not come, return the reason."""
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
         try:
             weights = self._spurline_read(bucket)
         except BucketLostError as error:
-            # vLLM does not keep the class of an error that is raised.
+            # If this were raised, vLLM would change the class of the error.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
             if self._spurline_adapter is not None:
@@ -96,7 +96,7 @@ class WorkerExtension:
         return None
 
     def spurline_finish_update(self) -> list[str]:
-        """Put the last layers into place, and return the layers for which no weights have come."""
+        """Finish the update, and return the layers that got no weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -133,13 +133,13 @@ _MEMORY = MemoryReader()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Copy tensors, as the sender reuses their memory before vLLM has a whole layer."""
+    """Copy tensors, because the sender uses their memory again before vLLM has a whole layer."""
     for name, tensor in tensors:
         yield name, tensor.clone()
 
 
 def _layers_without_weights(model: nn.Module) -> Iterator[str]:
-    """Yield layers that lack weights. vLLM would only warn, and go on with the old ones."""
+    """Yield layers that got no new weights. vLLM would only warn, and use the old ones."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -148,20 +148,20 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
         wanted = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
-        # Attention layers hold scales only, which checkpoints need not have.
+        # Attention layers have only scales, which may be missing in a checkpoint.
         if not wanted or not info.can_load() or is_deferred_attention_layer(layer):
             continue
         if isinstance(layer, VocabParallelEmbedding):
-            # Padded to a round number of tokens, so it never gets all; a tied head gets none.
+            # The embedding is padded, so it never gets all elements. A tied head gets none.
             wanted = 0 if tied and name.endswith("lm_head") else 1
         if info.load_numel < wanted:
             yield name
 
 
 def _forget_half_an_update(model: nn.Module) -> None:
-    """Forget the weights of a run that ended during an update, which a server may outlive.
+    """Forget the weights of an update that was not finished, because its run was killed.
 
-    vLLM would count them as a part of the next layer, and install it before all of it is there.
+    With them, vLLM would install a layer in the next update before all of its weights have come.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -173,14 +173,14 @@ def _forget_half_an_update(model: nn.Module) -> None:
 
 
 def _forget_kernels_of_experts(model: nn.Module) -> None:
-    """Have layers of experts on CPUs processed as at the first load.
+    """Make vLLM pack new weights of experts on CPUs.
 
-    vLLM pads and packs experts only when it makes their kernel. A layer that has a kernel would get unpacked weights,
-    which the kernel reads as packed.
+    vLLM packs experts only when it makes their kernel. If the kernel existed already, it would read unpacked weights as
+    packed ones.
     """
     from vllm.platforms import current_platform
 
-    # On GPUs kernels stay: weights are prepared for them at every load, and captured graphs refer to them.
+    # On GPUs vLLM packs weights in every update, and CUDA graphs need the old kernels.
     if current_platform.is_cpu():
         for layer in model.modules():
             method: Any = getattr(layer, "quant_method", None)
@@ -189,7 +189,7 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Renew the packed copy that a head on CPUs keeps of the embedding's weights, if it shares them."""
+    """Update the packed copy of the embedding's weights in a tied head on CPUs."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.weight = model.model.embed_tokens.weight
