@@ -20,7 +20,9 @@ class FsdpBackend(RankBackend):
             # Each decoding step sends tokens to experts in other ranks, so all ranks decode the same prompts.
             shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
             return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
-        dealt = _deal_prompts(prompts, self._ranks.size)
+        # All ranks get short and long prompts.
+        by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
+        dealt = [by_length[rank :: self._ranks.size] for rank in range(self._ranks.size)]
         shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
         answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)
         found = {
@@ -35,9 +37,3 @@ class FsdpBackend(RankBackend):
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._named("adapter")
-
-
-def _deal_prompts(prompts: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
-    """Return the numbers of each rank's prompts. All ranks get short and long prompts."""
-    by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    return [by_length[rank::num_ranks] for rank in range(num_ranks)]

@@ -96,7 +96,10 @@ class FsdpRank(RankWorker):
     ) -> list[tuple[str, NDArray[Any]]] | None:
         try:
             self._accumulate(role, RankShare.from_wire(wire), read_objective(plain_objective, self._registry))
-            whole = _whole_gradients(self._trained[role].parameters)
+            whole = [
+                (name, _whole(torch.zeros_like(value) if value.grad is None else value.grad).detach())
+                for name, value in self._trained[role].parameters.items()
+            ]
         finally:
             self._drop_gradients(role)
         return as_arrays(whole) if self._place.rank == 0 else None
@@ -221,14 +224,6 @@ class _ShardGathering:
 
 def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _whole_gradients(parameters: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Return (name, whole gradient) of each parameter, on every rank. A collective."""
-    return [
-        (name, _whole(torch.zeros_like(value) if value.grad is None else value.grad).detach())
-        for name, value in parameters.items()
-    ]
 
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:

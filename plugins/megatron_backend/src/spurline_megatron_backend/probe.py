@@ -43,11 +43,10 @@ def check_exactness(
     packed = probe_stream(sequences, profile)
     separate = [probe_stream([one], profile) for one in sequences]
     alone = SequenceSharing(None, profile)
-    with model.evaluating():
-        with model.computing_otherwise(sharing=None, chunk_tokens=CHUNK_TOKENS):
-            [found] = _logprobs(model, [packed], grid, doing)
-        with model.computing_otherwise(sharing=alone, chunk_tokens=packed.num_tokens):
-            expected = torch.cat(_logprobs(model, separate, grid, doing))
+    with model.computing_otherwise(sharing=None, chunk_tokens=CHUNK_TOKENS):
+        [found] = _logprobs(model, [packed], grid, doing)
+    with model.computing_otherwise(sharing=alone, chunk_tokens=packed.num_tokens):
+        expected = torch.cat(_logprobs(model, separate, grid, doing))
     distance = _distance(found, expected, half_precision).to(profile.device)
     # Only the last stage has logprobs, but all stages need the distance.
     dist.all_reduce(distance, op=dist.ReduceOp.MAX)

@@ -185,9 +185,7 @@ class MegatronRank(RankWorker):
     def _forward(
         self, model: StagedModel, share: RankShare, visit: Visit, needs: Collection[str], temperature: float
     ) -> None:
-        streams = self._streams(share, needs)
-        with model.evaluating():
-            model.run(streams, visit, needs, temperature, doing=self._place.doing, backward=False)
+        model.run(self._streams(share, needs), visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
         """Return the streams of this rank. All ranks have the same number, as some streams are idle."""

@@ -94,9 +94,9 @@ class StagedModel:
         backward: bool,
         whole_gradients: bool = False,
     ) -> None:
-        """Run all micro-batches forward, and with `backward` also backward.
+        """Run all micro-batches forward and backward, or in evaluation mode only forward.
 
-        Afterwards each rank has the summed gradients of the values that it optimizes, or with `whole_gradients` of all
+        After a backward pass each rank has the summed gradients of the values that it optimizes, or with `whole_gradients` of all
         its parameters.
         """
         unit = self._grid.tensor if self.config.sequence_parallel else 1
@@ -122,7 +122,7 @@ class StagedModel:
                 # Sums that begin during the last backward pass read this. The schedule has an argument for the others.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
-        with torch.enable_grad() if backward else torch.no_grad():
+        with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
             get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
@@ -176,9 +176,3 @@ class StagedModel:
             self._sharing = own_sharing
             if score is not None:
                 score.chunk_tokens = own_chunks
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Compute in evaluation mode in the context."""
-        with evaluation_mode(torch.nn.ModuleList(self.parts)):
-            yield
