@@ -165,7 +165,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """Read the range onto the CPU, from the tensors whose names end in this suffix. Padding is 0."""
+    """Read the values of a range onto the CPU. The suffix belongs to names in the files, and padding is 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):

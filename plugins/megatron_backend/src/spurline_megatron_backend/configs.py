@@ -27,7 +27,7 @@ INSTALL_CORE = "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
 
 
 def has_megatron_core() -> bool:
-    """Return whether Megatron-core can be imported by this process; imports none of its modules."""
+    """Return whether this process can import Megatron-core, without importing it."""
     try:
         return find_spec("megatron.core") is not None
     except ModuleNotFoundError:

@@ -1,9 +1,9 @@
 """Rotate queries and keys, then attend within each segment. This is the inner part of Megatron's attention layer.
 
 Place on the way: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
-share the stream, if there are any -> `attend_segments` -> exchanged back. It replaces `DotProductAttention` in the
-layer spec, which cannot compute packed sequences. Megatron hands an object `packed_seq_params` to every layer; here it
-has the segments and the rotation of a stream.
+share the stream, if there are any -> `attend_segments` -> exchanged back. This replaces Megatron's
+`DotProductAttention`, which cannot compute packed sequences. Megatron passes an object `packed_seq_params` to every
+layer; here it has the segments and the rotation of a stream.
 """
 
 from __future__ import annotations

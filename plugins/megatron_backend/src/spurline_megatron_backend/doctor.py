@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -37,13 +37,15 @@ class MegatronDoctorRank(DoctorRank):
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
         # Without the setting `ranks` the config counts GPUs, and a rank sees only one.
         groups = groups_of(replace(config.grid, ranks=place.world))
-        return {name: dist.new_subgroups_by_enumeration(members)[0] for name, members in groups.items()}
+        return {
+            name: cast(ProcessGroup, dist.new_subgroups_by_enumeration(members)[0]) for name, members in groups.items()
+        }
 
 
 def groups_of(grid: Grid) -> dict[str, list[list[int]]]:
     """Return all groups of more than one rank, by their purpose."""
     numbers = np.arange(grid.ranks)
-    # Axes of both: see `Grid.place`.
+    # The order of the axes is the order in which `Grid.place` numbers ranks.
     ranks = numbers.reshape(grid.pipeline, grid.data, grid.context, grid.tensor)
     by_expert = numbers.reshape(grid.pipeline, grid.expert_data, grid.expert, grid.expert_tensor)
     groups = {

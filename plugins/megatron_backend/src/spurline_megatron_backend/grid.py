@@ -76,7 +76,7 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Return whether this rank has the logprobs and answers for all ranks that compute the same rows."""
+        """Return whether this rank answers for all ranks that compute the same rows. It has their logprobs."""
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 

@@ -38,7 +38,7 @@ _UNEVEN_EXPERTS = 1.2
 """The assumed load of the busiest rank that divides experts, relative to an even share. No router is even."""
 
 RANKS_OF_MACHINE = 8
-"""The number of devices that is assumed if the machine is not known. A DGX has so many."""
+"""The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
@@ -165,7 +165,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
 
 
 def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
-    """Yield settings with which each copy of the model has more of the ranks."""
+    """Yield settings that divide each copy of the model among more ranks. The number of all ranks stays."""
     grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
     expert, tensor = grid.expert, grid.tensor
     experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1

@@ -96,8 +96,8 @@ class StagedModel:
     ) -> None:
         """Run all micro-batches forward and backward, or in evaluation mode only forward.
 
-        After a backward pass each rank has the summed gradients of the values that it optimizes, or with `whole_gradients` of all
-        its parameters.
+        After a backward pass each rank has the summed gradients of the values that it optimizes, or with
+        `whole_gradients` of all its parameters.
         """
         unit = self._grid.tensor if self.config.sequence_parallel else 1
         longest = 0
@@ -119,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # Sums that begin during the last backward pass read this. The schedule has an argument for the others.
+                # This is for sums that begin in the last backward pass. The schedule has an argument for others.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
@@ -128,7 +128,7 @@ class StagedModel:
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
                 model=list(self.runs),
                 num_microbatches=len(microbatches),
-                # Interleaved stages exchange tensors of this length, divided by context. Others send lengths too.
+                # For interleaved stages, which exchange tensors of one length. Megatron divides it by context.
                 seq_length=microbatches[0].part.num_tokens * self._grid.context,
                 micro_batch_size=1,
                 forward_only=not backward,

@@ -91,7 +91,7 @@ class TrainedModel:
             # Gradients of experts must be summed over the ranks with the same experts. Megatron sets this only if
             # `expert` is above 1. But ranks of a tensor group may have the same experts and different tokens.
             cast(Any, parameter).allreduce = not held.is_expert
-        # With overlap each bucket of gradients is summed as soon as the last backward pass has filled it.
+        # The overlap sums each bucket of gradients as soon as the last backward pass has filled it.
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
         )
