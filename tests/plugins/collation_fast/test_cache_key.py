@@ -168,7 +168,7 @@ def test_a_slow_tokenizer_is_refused_as_tokenization_would(spurline_chat_file: P
     class Slow:
         is_fast, name_or_path = False, "slow"
 
-    with pytest.raises(ModelError, match="slow one"):
+    with pytest.raises(ModelError, match="slow tokenizer"):
         key_of(spurline_chat_file, tokenizer=Slow())
 
 

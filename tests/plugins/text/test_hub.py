@@ -101,7 +101,7 @@ def test_what_looks_like_a_path_never_asks_the_hub(tmp_path: Path, monkeypatch: 
     message = failure(path)
     assert f"model.path: folder {Path(path).expanduser() if path[0] == '~' else path} does not exist." in message
     if path.endswith("models/tinny"):
-        assert f"Did you mean 'tiny'? Folders in {tmp_path / 'models'}: tiny." in message
+        assert f"Did you mean 'tiny'? {tmp_path / 'models'} contains: tiny." in message
 
 
 def test_a_file_in_place_of_a_folder_is_told(tmp_path: Path) -> None:

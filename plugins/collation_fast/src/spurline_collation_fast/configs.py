@@ -32,7 +32,7 @@ class ParallelTokenizationConfig(TextTokenizationConfig):
 
     retired: ClassVar[tuple[str, ...]] = ("stall_timeout_s",)
     name: str = "parallel"
-    # Strict, so that `true` is not taken for 1.
+    # Without `strict`, `true` would mean 1.
     workers: Annotated[Literal["auto"] | Annotated[int, Field(ge=0, le=256, strict=True)], OnResume.FREE] = "auto"
     """Worker processes that read and encode rows. 0 uses the threads of the tokenizer in this process. `auto` starts
     one worker per core if there are at least four cores and 100,000 rows."""

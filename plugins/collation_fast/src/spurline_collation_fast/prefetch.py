@@ -52,7 +52,7 @@ class AsyncPrefetch:
         self._fill()
 
     def next(self, step: int) -> TrainingBatch:
-        """Wait for the batch of this step, which follows the step of the previous call.
+        """Wait for the batch of this step. Steps must be asked for in order.
 
         Raises the error of its build, or RunFailedError if it is not ready after `timeout_s`.
         """

@@ -44,7 +44,7 @@ class FlatColumn(NamedTuple):
 
 
 class FlatSegments(NamedTuple):
-    """n segments without a place. The kernels read only these flat arrays, which are read-only.
+    """n segments that are not placed in rows yet. The kernels read these flat arrays. All arrays are read-only.
 
     Attributes:
         tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`.

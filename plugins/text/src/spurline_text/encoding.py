@@ -22,7 +22,6 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.chats.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
 from spurline_text.chats.left_out import find_left_out, refuse_left_out
 from spurline_text.rows.formats import Conversation, FormatName, Row, TextPair, TokenRow, format_of, read_row
-from spurline_text.rows.messages import assistant_turns
 from spurline_text.rows.rows import BadRowError, require_text
 from spurline_text.token_bytes import Masked, Span, TokenBytes
 
@@ -33,7 +32,7 @@ TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"
 TOO_LONG = "too_long"
 
 _MOST_DECLINED = 4
-"""If more than one of so many texts is declined by `TokenBytes`, encoding all with offsets is faster."""
+"""If `TokenBytes` declines more than one text in four, encoding all texts with offsets is faster."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class RowEncoder:
         if len(declined) * _MOST_DECLINED > len(chats):
             # Later texts will probably be declined as often.
             self._token_bytes = None
-        again = by_bytes.encode_with_offsets([item.text for item in declined]) if declined else []
+        again = encode_batch(self._tokenizer, [item.text for item in declined], is_chat=True)
         others = iter(_by_offsets(declined, again))
         return [masked if masked is not None else next(others) for masked in found]
 
@@ -203,8 +202,11 @@ class RowEncoder:
             self._check_vocabulary(item)
             return item
         if isinstance(item, TextPair):
-            if item.ends:
-                require_end_of_sequence(self._tokenizer)
+            if item.ends and self._tokenizer.eos_token_id is None:
+                raise ModelError(
+                    f"the tokenizer {self._tokenizer.name_or_path} has no end-of-sequence token, so the model could "
+                    "not learn where a completion ends. Set eos_token in its tokenizer_config.json."
+                )
             text = item.prompt + item.completion
             require_text(text, values)
             # Only a completion with a prompt is an answer.
@@ -262,10 +264,7 @@ class RowEncoder:
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
     """Return whether a trained turn is empty. The model would learn only its end."""
-    turns = assistant_turns(conversation.messages, conversation.first_trained or 0)
-    if conversation.first_trained is None and train_on == "last_assistant":
-        turns = turns[-1:]
-    for turn in turns:
+    for turn in conversation.trained_turns(train_on):
         message = conversation.messages[turn]
         # The template may write other keys, such as tool calls or reasoning.
         if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
@@ -312,15 +311,6 @@ def require_offsets(tokenizer: PreTrainedTokenizerBase) -> None:
             f"the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} is a slow tokenizer, which does not "
             "return the characters of each token, so no loss mask can be made. Use a tokenizer with a tokenizer.json "
             "(model.tokenizer)."
-        )
-
-
-def require_end_of_sequence(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ModelError if the tokenizer has no end-of-sequence token."""
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token, so the model could not learn "
-            "where a completion ends. Set eos_token in its tokenizer_config.json."
         )
 
 

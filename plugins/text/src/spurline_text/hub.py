@@ -16,8 +16,8 @@ from typing import Any
 
 from huggingface_hub import constants, get_session
 
-from spurline.errors import ModelError, listing, suggestion
-from spurline_text.datasets.local_files import nearest_folder
+from spurline.errors import ModelError, suggestion
+from spurline_text.datasets.local_files import neighbours
 
 _ANSWER_WITHIN_S = 5.0
 _ANSWER_COUNTS_S = 60.0
@@ -101,19 +101,14 @@ def is_path(source: str) -> bool:
 
 
 def describe_missing_path(source: str) -> str:
-    """Return the problem with a local path, with a similar name."""
+    """Describe the problem with a local path, and suggest a similar name."""
     if Path(source).is_file():
         return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
-    parent, missing = nearest_folder(Path(source))
-    folders = [entry.name for entry in parent.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    return (
-        f"folder {source} does not exist.{suggestion(missing, folders)} Folders in {parent.absolute()}: "
-        f"{listing(folders)}."
-    )
+    return f"folder {source} does not exist.{neighbours(Path(source))}"
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """Describe where a name was looked for that is not a path. `reason` is the error of the hub's client."""
+    """Describe where a name was searched. `reason` is the error of the hub's client."""
     searched = f"{source} is neither a local folder nor a {what}"
     if hub_answers():
         return (

@@ -72,11 +72,6 @@ class TokenBytes:
             backend.encode_special_tokens = split
         return backend.encode_batch_fast(list(texts), add_special_tokens=False)
 
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[Encoding]:
-        """Encode the texts with offsets. Call it after `encode`, which prepares the tokenizer."""
-        backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        return backend.encode_batch(list(texts), add_special_tokens=False)
-
     def masked(
         self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Masked | None]:

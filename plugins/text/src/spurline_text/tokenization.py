@@ -97,7 +97,7 @@ def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
 
 
 def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield those of the first rows that can be read."""
+    """Yield the first rows, except rows that cannot be read."""
     for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
         try:
             yield dataset[row]
@@ -153,6 +153,9 @@ def tokenize(
     )
     return tokenization.tokenize(datasets)
 
+
+ROWS_PER_CALL = 256
+"""Rows encoded by one call of the tokenizer."""
 
 TRUNCATED = "truncated"
 """Key in `Tokenized.examples` for the first sample that was cut."""
@@ -213,6 +216,13 @@ class SampleCollector:
             self._kept[block.source] += len(block.rows)
             self._sink.extend(block)
 
+    def encode(self, source: int, encoder: RowEncoder) -> None:
+        """Encode and add all rows of a dataset."""
+        num_rows = len(self._datasets[source])
+        for start in range(0, num_rows, ROWS_PER_CALL):
+            rows = range(start, min(start + ROWS_PER_CALL, num_rows))
+            self.add(block_of_outcomes(source, encoder.encode(rows)))
+
     def finish(self, *, may_be_empty: bool = False) -> Tokenized:
         """Return store and counts. Raises DataError for a dataset without usable samples, unless `may_be_empty`."""
         for source, kept in enumerate(self._kept):
@@ -242,16 +252,12 @@ def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """Return the labels, each made unique: a repeated one gets `#2`, `#3`, ..."""
+    """Return the labels without repetition. A repeated label gets `#2`, `#3`, ..."""
     result: list[str] = []
     for label in labels:
         candidates = (label, *(f"{label}#{number}" for number in range(2, len(labels) + 2)))
         result.append(next(candidate for candidate in candidates if candidate not in result))
     return result
-
-
-ROWS_PER_CALL = 256
-"""Rows encoded by one call of the tokenizer."""
 
 
 class SequentialTokenization:
@@ -270,8 +276,5 @@ class SequentialTokenization:
         encoders = [RowEncoder(dataset, self._tokenizer, self._data) for dataset in datasets]
         collector = SampleCollector(datasets)
         for source, encoder in enumerate(encoders):
-            num_rows = len(datasets[source].dataset)
-            for start in range(0, num_rows, ROWS_PER_CALL):
-                rows = range(start, min(start + ROWS_PER_CALL, num_rows))
-                collector.add(block_of_outcomes(source, encoder.encode(rows)))
+            collector.encode(source, encoder)
         return collector.finish()

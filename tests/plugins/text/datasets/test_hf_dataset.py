@@ -84,9 +84,9 @@ def test_a_byte_order_mark_is_no_part_of_the_data():
     ("content", "problem"),
     [
         (b'{"n": 0}\n{"n": \n', "train.jsonl:2: not valid JSON: Expecting value (column 7)."),
-        (gzip.compress(b'{"n": 0}\n', mtime=0), "train.jsonl:1: not valid UTF-8"),
+        (gzip.compress(b'{"n": 0}\n', mtime=0), "train.jsonl:1: not valid JSON: 'utf-8' codec"),
         (b'{"n": 0}\n[1]\n', "train.jsonl:2: is a list, expected a JSON object with named fields."),
-        (b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid UTF-8: invalid start byte at byte 8."),
+        (b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid JSON: 'utf-8' codec"),
         (b'[{"n": 0}]\n', "A file with one JSON list should end in .json."),
         (b"", "train.jsonl: split 'train' is empty; the data has 0 rows."),
         (b"\n\n", "split 'train' is empty"),

@@ -1,1 +1,1 @@
-"""Token cache: tokens on disk, found by what they were made of and read memory-mapped."""
+"""Keep tokens in memory-mapped files on disk, under a key made from the data, the tokenizer and the settings."""

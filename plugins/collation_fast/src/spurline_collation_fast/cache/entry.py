@@ -127,7 +127,7 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bo
                 raise DamagedEntry(f"{array_path(folder, name)} does not match its digest; it was changed")
     labels = tuple(summary["sources"]) if labels is None else labels
     store = TokenStore(**arrays, labels=labels)
-    # The value of the cached property, so that nothing reads the arrays to compute it.
+    # Set the cached property from the manifest. Otherwise reading it would hash all arrays.
     vars(store)["fingerprint"] = fingerprint_of(
         manifest.digests[name] for name in ("tokens", "loss_mask", "offsets", "source")
     )

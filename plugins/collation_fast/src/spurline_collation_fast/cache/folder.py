@@ -139,7 +139,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 def sweep(folder: Path) -> None:
     """Remove the folders of killed writers, which have no lock, and entries whose removal was interrupted."""
     for path in folder.glob(f"{_WRITING}*"):
-        # Folders of other users, and those in use, stay.
+        # Folders that belong to other users, or are in use, stay.
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -1,7 +1,7 @@
 """Make the key that identifies tokens. Runs with equal keys make the same tokens, so they share an entry.
 
 The key depends on content and not on names: renaming or touching a file does not change it, but one changed row,
-template or library version does. Only the fingerprints of datasets read data for it.
+template or library version does. Only the fingerprints of the datasets read data.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
 """Names that a chat template uses to print the date, as Llama 3.2 does in the system prompt."""
 
 _UNUSED_OF_DATASET = {"weight", "label"}
-"""Settings that act after tokenization. The key leaves them out, and paths, which are marked free."""
+"""Settings that act after tokenization, so the key does not contain them. It contains no paths either."""
 
 _UNUSED_OF_DATA = {"train", "eval", "order"}
 """Settings that act after tokenization, or that the key contains for each dataset."""

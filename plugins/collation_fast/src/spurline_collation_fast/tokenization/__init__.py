@@ -1,1 +1,1 @@
-"""Tokenization `parallel`: rows to tokens on all cores."""
+"""Tokenization `parallel`: turn rows into tokens on all cores."""

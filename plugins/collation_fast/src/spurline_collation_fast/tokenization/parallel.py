@@ -88,7 +88,7 @@ class ParallelTokenization:
             elif (found := cache.open(key)) is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
             cache.check_writable()
-        # RuntimeError: there is no home directory.
+        # RuntimeError means that there is no home directory.
         except (OSError, RuntimeError) as error:
             note = (
                 f"token cache: it cannot be used ({error}), so the tokens stay in memory for this run. Set "
@@ -111,7 +111,7 @@ class ParallelTokenization:
     def _encode(
         self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink; None keeps them in memory. Returns notes for the user too."""
+        """Send the samples of all rows to the sink; None keeps them in memory. Also returns notes for the user."""
         for dataset in datasets:
             check_rows(dataset.dataset)
         encoder = BlockEncoder(datasets, self._tokenizer, self._data)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import takewhile
+from os.path import commonprefix
 from typing import Any
 
 import jinja2
@@ -140,7 +140,7 @@ class ChatTemplate:
             messages: The conversation, or its first messages.
             tools: JSON schemas of the tools that the model may call.
             add_generation_prompt: Whether to end the text with the generation prompt.
-            track_generation: Whether to return the text of `{% generation %}` blocks.
+            track_generation: Whether to return the positions of `{% generation %}` blocks.
 
         Returns:
             The text, and with `track_generation` the characters `[start, stop)` of each block.
@@ -222,11 +222,8 @@ class ChatRenderer:
         text, indices = self._rendered(template, messages, tools, track_generation=marked)
         if marked:
             return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
-        turns = assistant_turns(messages, conversation.first_trained or 0)
-        if conversation.first_trained is None and train_on == "last_assistant":
-            turns = turns[-1:]
         spans: list[Span] = []
-        for turn in turns:
+        for turn in conversation.trained_turns(train_on):
             prompt, _ = self._rendered(template, messages[:turn], tools, add_generation_prompt=True)
             if not text.startswith(prompt):
                 raise TemplateRewritesHistory
@@ -242,7 +239,7 @@ class ChatRenderer:
             first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
         if first == 0:
             return spans
-        # The number of spans does not tell the turn: a turn may have several, such as thinking and content, or none.
+        # Counting spans does not find the turn: a turn may have several, such as thinking and content, or none.
         before = self.render(conversation.messages[:first], conversation.tools).rstrip()
         if not text.startswith(before):
             raise TemplateRewritesHistory
@@ -279,7 +276,7 @@ class ChatRenderer:
             except BadRowError:
                 texts = []
             tails = [text.partition(_PROBE_ANSWER)[2] for text in texts]
-            self._end_of_turn[source] = _common_prefix(tails).rstrip()
+            self._end_of_turn[source] = commonprefix(tails).rstrip()  # noqa: RUF071 - characters are meant, not paths
         return self._end_of_turn[source]
 
     def _source(self, tools: list[dict[str, Any]] | None) -> str:
@@ -316,11 +313,6 @@ class ChatRenderer:
                 f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
                 "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
             ) from error
-
-
-def _common_prefix(texts: Sequence[str]) -> str:
-    same = takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False))
-    return "".join(characters[0] for characters in same)
 
 
 def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:

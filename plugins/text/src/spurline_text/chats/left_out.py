@@ -61,7 +61,7 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 
 class _Marks:
-    """Words that occur nowhere else, in groups. A part is shown if one word of its group is in the text."""
+    """Groups of words that occur nowhere else. A part is shown if one word of its group is in the text."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[LeftOut, list[str]]] = []

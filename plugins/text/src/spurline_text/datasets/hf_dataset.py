@@ -22,7 +22,7 @@ import xxhash
 from spurline.errors import DataError, listing, suggestion
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.json_rows import JsonArray, JsonLines, open_json
-from spurline_text.datasets.local_files import digest_of_file, find_files, is_saved_dataset, looks_local
+from spurline_text.datasets.local_files import digest_of_file, find_files, looks_local
 
 if TYPE_CHECKING:
     from spurline_text.datasets.arrow_rows import ArrowRows
@@ -163,10 +163,12 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[LocalFile
         return lambda name: [load_hub(path, config.subset, config.revision, name)]
     refuse_hub_settings(config)
     splits: Mapping[str, Sequence[LocalFile | ArrowRows]]
-    if is_saved_dataset(Path(path).expanduser()):
+    local = Path(path).expanduser()
+    # `save_to_disk` writes one of these files.
+    if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
         from spurline_text.datasets.arrow_rows import load_saved
 
-        splits = {name: [table] for name, table in load_saved(Path(path).expanduser()).items()}
+        splits = {name: [table] for name, table in load_saved(local).items()}
     else:
         splits = {name: [LocalFile(file) for file in files] for name, files in find_files(path).items()}
     return lambda name: of_split(splits, name, path)

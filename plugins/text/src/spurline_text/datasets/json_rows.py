@@ -109,14 +109,10 @@ def _object(values: Any, location: str) -> Mapping[str, Any]:
 
 
 def _unreadable(location: str, error: ValueError | RecursionError) -> DataError:
-    if isinstance(error, UnicodeDecodeError):
-        return DataError(f"{location}: not valid UTF-8: {error.reason} at byte {error.start + 1}.")
+    what = str(error)
     if isinstance(error, json.JSONDecodeError):
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        return DataError(
-            f"{location}: not valid JSON: {error.msg} ({line}column {error.colno}). Expected one object per line, or "
-            "in a .json file a list of objects."
-        )
-    if isinstance(error, RecursionError):
-        return DataError(f"{location}: not valid JSON: nested too deeply.")
-    return DataError(f"{location}: not readable JSON: {error}.")
+        what = f"{error.msg} ({line}column {error.colno})"
+    return DataError(
+        f"{location}: not valid JSON: {what}. Expected one object per line, or in a .json file a list of objects."
+    )

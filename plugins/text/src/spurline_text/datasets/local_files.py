@@ -27,11 +27,6 @@ def looks_local(path: str) -> bool:
     )
 
 
-def is_saved_dataset(path: Path) -> bool:
-    """Return whether a folder was written by `save_to_disk`."""
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-
-
 def find_files(path: str) -> dict[str, list[Path]]:
     """Return the files of each split. A file or glob is the split `train`. The files of a folder are sorted by name."""
     local = Path(path).expanduser()
@@ -45,11 +40,11 @@ def find_files(path: str) -> dict[str, list[Path]]:
         matches = sorted(map(Path, glob.iglob(str(local), recursive=True)))
         files = [match for match in matches if match.is_file() and match.suffix.lower() in SUFFIXES]
         if not files:
-            raise DataError(f"{path}: matches no file ending in {', '.join(SUFFIXES)}.{_neighbours(local)}")
+            raise DataError(f"{path}: matches no file ending in {', '.join(SUFFIXES)}.{neighbours(local)}")
         return {"train": files}
     if local.exists():
         raise DataError(f"{path}: is not a regular file. Write its rows into a file, and give its path.")
-    raise DataError(f"{path}: no such file or folder.{_neighbours(local)}")
+    raise DataError(f"{path}: no such file or folder.{neighbours(local)}")
 
 
 def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
@@ -76,19 +71,13 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
     return splits
 
 
-def _neighbours(missing: Path) -> str:
-    """Suggest a name like the missing one, and list the nearest folder."""
-    folder, name = nearest_folder(missing)
-    names = [entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
-    return f"{suggestion(name, names)} {folder.absolute()} contains: {listing(names)}."
-
-
-def nearest_folder(missing: Path) -> tuple[Path, str]:
-    """Return the nearest existing folder above a missing path, and the name that is missing in it."""
+def neighbours(missing: Path) -> str:
+    """Suggest a name like the missing one, and list folders and data files of the nearest existing folder above it."""
     folder, name = missing.parent, missing.name
     while not folder.is_dir():
         folder, name = folder.parent, folder.name
-    return folder, name
+    names = [entry.name for entry in folder.iterdir() if entry.is_dir() or entry.suffix.lower() in SUFFIXES]
+    return f"{suggestion(name, names)} {folder.absolute()} contains: {listing(names)}."
 
 
 def digest_of_file(path: Path) -> str:

@@ -116,6 +116,11 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     first_trained: int | None = None
 
+    def trained_turns(self, train_on: str) -> list[int]:
+        """Return the indices of the messages with loss."""
+        turns = assistant_turns(self.messages, self.first_trained or 0)
+        return turns[-1:] if self.first_trained is None and train_on == "last_assistant" else turns
+
 
 @dataclass(frozen=True)
 class TextPair:

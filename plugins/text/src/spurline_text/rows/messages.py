@@ -16,7 +16,7 @@ from spurline_text.rows.rows import BadRowError, describe
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI messages, which templates know."""
+"""Roles of OpenAI messages. Chat templates know these."""
 
 SHAREGPT_ROLES = {
     "human": "user",

@@ -34,7 +34,7 @@ _MOST_KEYS = 1_000_000
 
 @dataclass(frozen=True)
 class ColumnsOfRows:
-    """`SampleColumns` of datasets, which reads columns of rows for an order.
+    """Reads columns of the rows of datasets for an order. Implements `SampleColumns`.
 
     `rows` has an int64 array [n] for each dataset: the row of each of its samples.
     """
@@ -108,13 +108,10 @@ class SampleSet:
         self._sources = self._to_tokenize(opened)
         context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
+        self.labels = self._tokenized.store.labels
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        return self._tokenized.store.labels
 
     def sizes(self) -> tuple[int, ...]:
         return self._tokenized.store.sizes()
@@ -149,11 +146,9 @@ class SampleSet:
         return self._sources
 
     def facts(self, weights: Sequence[float], per_step: int) -> SampleFacts:
-        columns = ColumnsOfRows(self._opened, self._rows())
+        rows = np.split(self._tokenized.store.row[self._whole()], np.cumsum(self.sizes())[:-1])
+        columns = ColumnsOfRows(self._opened, rows)
         return SampleFacts(self.sizes(), tuple(weights), per_step, columns, self._lengths)
-
-    def _rows(self) -> Sequence[NDArray[np.int64]]:
-        return np.split(self._tokenized.store.row[self._whole()], np.cumsum(self.sizes())[:-1])
 
     def _lengths(self) -> NDArray[np.int64]:
         return self._tokenized.store.lengths()

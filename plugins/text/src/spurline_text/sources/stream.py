@@ -25,7 +25,7 @@ from spurline.protocols.stateful import refuse_other_data
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.configs import StreamSourceConfig
 from spurline_text.encoding import RowEncoder
-from spurline_text.tokenization import ROWS_PER_CALL, SampleCollector, block_of_outcomes, plain_text_notes, store_labels
+from spurline_text.tokenization import SampleCollector, plain_text_notes, store_labels
 from spurline_text.tokenizer import pad_token_id
 
 
@@ -99,7 +99,6 @@ class _Block:
         order: The training order of the samples.
         passes: Complete passes of the first stream at its end.
         left_out: Rows without a sample from the first block to the end of this one.
-        left_out_before: Rows without a sample in the blocks before.
     """
 
     number: int
@@ -108,7 +107,6 @@ class _Block:
     order: NDArray[np.int64]
     passes: int
     left_out: int
-    left_out_before: int
 
 
 class _Blocks:
@@ -145,7 +143,13 @@ class _Blocks:
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
             # With one stream there are no weights to keep, so a block ends with its pass.
             window.fill(rows, within_pass=len(self.windows) == 1)
-        tokenized = self._tokenize()
+        collector = SampleCollector(self.sources)
+        for source, window in enumerate(self.windows):
+            if len(window):
+                if source not in self._encoders:
+                    self._encoders[source] = RowEncoder(self.sources[source], self._tokenizer, self._run.data)
+                collector.encode(source, self._encoders[source])
+        tokenized = collector.finish(may_be_empty=True)
         store = tokenized.store
         places = zip(store.source.tolist(), store.row.tolist(), strict=True)
         numbers = [self.windows[source].numbers[row] for source, row in places]
@@ -154,20 +158,7 @@ class _Blocks:
         if self._shuffles:
             order = permutation(len(store), self._run.seed, number)
         after = left_out + sum(tokenized.dropped.values())
-        return _Block(number, begin, replace(tokenized, store=store), order, self.windows[0].passes, after, left_out)
-
-    def _tokenize(self) -> Tokenized:
-        collector = SampleCollector(self.sources)
-        for source, window in enumerate(self.windows):
-            if not len(window):
-                continue
-            if source not in self._encoders:
-                self._encoders[source] = RowEncoder(self.sources[source], self._tokenizer, self._run.data)
-            encoder = self._encoders[source]
-            for start in range(0, len(window), ROWS_PER_CALL):
-                rows = range(start, min(start + ROWS_PER_CALL, len(window)))
-                collector.add(block_of_outcomes(source, encoder.encode(rows)))
-        return collector.finish(may_be_empty=True)
+        return _Block(number, begin, replace(tokenized, store=store), order, self.windows[0].passes, after)
 
 
 class StreamSource(BatchSource):
@@ -221,7 +212,8 @@ class StreamSource(BatchSource):
             "step": self._step,
             "block": self._block.number,
             "taken": self._taken,
-            "left_out": self._block.left_out_before,
+            # The rows without a sample before the block, which a resume reads again.
+            "left_out": self._block.left_out - sum(self._block.tokenized.dropped.values()),
             "begin": [dict(place) for place in self._block.begin],
             "data": self._block.tokenized.store.fingerprint,
         }
