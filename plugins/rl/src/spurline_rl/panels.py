@@ -64,14 +64,14 @@ class GroupsPanel(Panel):
         if not steps:
             return None
         traces = one_of_several("equal rewards", steps, equal, "--series-2", hovertemplate="%{y:.1%}")
-        filtered = [
-            (int(metrics["step"]), metrics["groups/filtered"] / metrics["groups/drawn"])
+        left_out = {
+            int(metrics["step"]): metrics["groups/filtered"] / metrics["groups/drawn"]
             for metrics in record.metrics
             if metrics.get("groups/drawn", 0) > 0 and "groups/filtered" in metrics
-        ]
-        if any(share > 0 for _, share in filtered):
-            found, shares = [step for step, _ in filtered], [share for _, share in filtered]
-            traces += one_of_several("left out", found, shares, "--series-8", hovertemplate="%{y:.1%}")
+        }
+        if any(left_out.values()):
+            points = [*left_out], [*left_out.values()]
+            traces += one_of_several("left out", *points, "--series-8", hovertemplate="%{y:.1%}")
         plot = step_figure(traces, "Share of groups", label="Groups over steps", tickformat=".0%", range=[-0.02, 1.02])
         return block(caption(_fates(record)), plot, _reasons(record))
 

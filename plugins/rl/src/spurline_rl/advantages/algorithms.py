@@ -29,7 +29,6 @@ from spurline.errors import DataError
 from spurline_rl.advantages.configs import (
     DrGrpoConfig,
     GaeConfig,
-    GroupAdvantageConfig,
     GrpoConfig,
     MaxRlConfig,
     ReinforcePlusPlusConfig,
@@ -45,18 +44,22 @@ from spurline_rl.advantages.shared import (
     spread_over_groups,
     write_tokens,
 )
+from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.trajectory import Group
 
-Config = TypeVar("Config", bound=GroupAdvantageConfig)
+Config = TypeVar("Config", bound=AdvantageConfig)
 
 
-class _GroupRelative(ABC, Generic[Config]):
+class _Configured(Generic[Config]):
     needs: frozenset[str] = frozenset()
-    name: ClassVar[str]
-    formula: ClassVar[str]
 
     def __init__(self, config: Config) -> None:
         self.config = config
+
+
+class _GroupRelative(_Configured[Config], ABC):
+    name: ClassVar[str]
+    formula: ClassVar[str]
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
         return spread_over_groups(groups, self.sample_advantages(groups))
@@ -121,7 +124,7 @@ class MaxRl(_GroupRelative[MaxRlConfig]):
         return center(returns) / (returns.mean() + self.config.eps)
 
 
-class ReinforcePlusPlus:
+class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): normalise over all samples together, not prompt by prompt.
 
     `baseline: group`, the paper's variant for several samples per prompt:
@@ -138,11 +141,6 @@ class ReinforcePlusPlus:
     along the tokens of a trajectory. mean and std are computed over all trained tokens passed in. In both variants std
     divides by the count.
     """
-
-    needs: frozenset[str] = frozenset()
-
-    def __init__(self, config: ReinforcePlusPlusConfig):
-        self.config = config
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
         samples = self.sample_advantages(groups)
@@ -165,7 +163,7 @@ class ReinforcePlusPlus:
         return f"REINFORCE++: returns of each token, discounted by {self.config.gamma:g}, normalised over all tokens."
 
 
-class Gae:
+class Gae(_Configured[GaeConfig]):
     """Generalised advantage estimation with a critic (GAE, Schulman et al. 2016, arXiv:1506.02438), as PPO uses it.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
@@ -176,10 +174,7 @@ class Gae:
     normalised over all trained tokens passed in. Their std divides by the count.
     """
 
-    needs: frozenset[str] = frozenset({"values"})
-
-    def __init__(self, config: GaeConfig):
-        self.config = config
+    needs = frozenset({"values"})
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
         gamma = self.config.gamma

@@ -104,8 +104,7 @@ def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
             num_attempts += pc.sum(pc.not_equal(listed["status"], "given_up")).as_py() or 0
             if first <= step <= last:
                 table = _read(path) if wanted.prompt or wanted.text else listed
-                matching = table.filter(_expression(wanted, table))
-                found.append(matching.drop_columns(_TEXTS) if table is not listed else matching)
+                found.append(table.filter(_expression(wanted, table)).select(listed.column_names))
                 lost[:0] = listed.filter(_is_lost(wanted)).select(["step", "uid", "draw", "reason"]).to_pylist()
         except FileNotFoundError:
             # The run has removed it meanwhile.
