@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
@@ -13,20 +13,11 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.collator import ParallelLayout
-from spurline_models.configs import (
-    Fp8,
-    Kernels,
-    LoraConfig,
-    adapter_notes,
-    check_kernels,
-    check_peft,
-    check_torchao,
-    fp8_problems,
-)
+from spurline_models.backend_config import TransformersBackendConfig
 from spurline_ranks.configs import RankBackendConfig
 
 
-class FsdpBackendConfig(RankBackendConfig):
+class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
     """FSDP2: each rank holds a part of the weights, gradients and optimizer, and trains on a part of the batch."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
@@ -49,29 +40,15 @@ class FsdpBackendConfig(RankBackendConfig):
     """Number of ranks that share each sequence. For sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the experts of a mixture-of-experts model."""
-    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Recompute activations in the backward pass. This needs less memory and about a third more time."""
-    offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep the activations of the decoder's layers in the memory of the host until the backward pass. For GPUs."""
-    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Run each decoder layer through torch.compile."""
-    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """`auto` uses Liger-Kernel's fused norms and gated activations on GPUs, if Liger-Kernel is installed and knows the
-    model. `none` uses PyTorch."""
-    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
-    """Compute linear layers in fp8, which is an approximation, on Hopper GPUs or later. `emulated` rounds in the same
-    way on any device, slowly."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep weights, gradients and optimizer in the memory of the host. This is slower. For models that do not fit."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Free the gathered weights of a layer after its forward pass. `false` keeps them until its backward pass, which
     needs more memory and sends less."""
-    lora: LoraConfig | None = None
-    """Train adapters instead of all weights."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
-        yield from fp8_problems(self.fp8, self.on, self.computes_in, self.lora)
+        yield from self.computing_problems(self.on, self.computes_in)
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
         for key in ("replicas", "context", "expert"):
@@ -92,8 +69,6 @@ class FsdpBackendConfig(RankBackendConfig):
                 f"is {self.lora.base_dtype}, which cannot be divided over ranks. Choose bf16, or the backend local on "
                 "one GPU.",
             )
-        if self.compile and self.offload_activations:
-            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile", "together with expert is not supported: ranks exchange tokens in a layer. Turn one off."
@@ -123,16 +98,6 @@ class FsdpBackendConfig(RankBackendConfig):
             balances_experts=not self.compile and self.context == 1,
         )
 
-    @property
-    def adapters(self) -> LoraConfig | None:
-        return self.lora
-
     def check_model(self, run: RunConfig) -> None:
-        if self.lora is not None:
-            check_peft(self.lora)
-        check_torchao(self.fp8)
-        check_kernels(self.kernels, run.model, self.on, self.computes_in)
+        self.check_computing(run, self.on, self.computes_in)
         super().check_model(run)
-
-    def notes(self, run: RunConfig) -> Sequence[str]:
-        return [] if self.lora is None else adapter_notes(run.model, self.lora)

@@ -1,18 +1,20 @@
-"""Base of the settings of backends that train Hugging Face models. Imports no torch."""
+"""Bases of the settings of backends that train Hugging Face models. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
+from spurline.config.section import OnResume
+from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, BackendConfig, BackendFacts
 from spurline.protocols.dataset import KnowsLongest
-from spurline_models.configs import LoraConfig
+from spurline_models.configs import Fp8, Kernels, LoraConfig, check_libraries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,9 +25,9 @@ class MemoryEstimate:
     """Bytes that training takes, as `spurline plan` shows them.
 
     Attributes:
-        kept: Bytes on the fullest device by part, for parts that stay from step to step.
-        moments: Bytes by part that come and go. All parts of a moment exist together, and moments take turns.
-        host: Bytes in the memory of the fullest machine for parts that are kept off its devices.
+        kept: Bytes on the fullest device of each part that stays from step to step.
+        moments: Bytes of the other parts. The parts of one moment exist together, and the moments take turns.
+        host: Bytes in the host memory of the fullest machine.
     """
 
     kept: Mapping[str, int]
@@ -44,7 +46,7 @@ class MemoryEstimate:
     def lent(self) -> dict[str, int]:
         """The parts that stay on the device while engines use it, if weights are kept there."""
         stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
-        # A critic is as large as the policy, except for its output layer.
+        # The part `critic` has the optimizer too. The critic's weights are as large as the policy's.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 
 
@@ -61,10 +63,11 @@ class ColocatedEngine:
     """An engine that takes turns with the backend on its devices.
 
     Attributes:
-        memory: Returns the bytes of `weights` and `cache` on the fullest device of this size; {} if they are not known.
+        memory: Takes the size of a device, and returns the bytes of the engine's `weights` and `cache` on the fullest
+            device. It returns {} if they are not known.
         offloads_trainer: Whether the trainer's weights leave the device while the engine generates.
-        takes_less: Sentences that name the settings by which the engine takes less of the device.
-        bucket_bytes: Bytes of the weights that are sent to the engine at a time.
+        takes_less: Sentences that name the settings with which the engine needs less memory.
+        bucket_bytes: Bytes of the weights that are sent to the engine at once.
     """
 
     memory: Callable[[int], Mapping[Literal["weights", "cache"], int]]
@@ -118,32 +121,71 @@ class ModelBackendConfig(BackendConfig):
         return export(backend, loaded, tokenizer, path, replace=replace, adapter=adapter)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate a step of `tokens` tokens in rows of this length, on the fullest device, if that is known."""
+        """Estimate the memory of a step of `tokens` tokens in rows of this length. Returns None if it is not known."""
         return None
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device that this machine would train on, if that is known."""
+        """Return the memory of the smallest device that this machine would train on, or None if it is not known."""
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of this section that need less memory, in the order in which a plan tries them.
+        """Return changes of this section that save memory, in the order in which a plan tries and keeps them.
 
-        A plan keeps earlier changes when it tries the next. A key names a setting, such as `lora.base_dtype`.
+        The keys are names of settings, such as `lora.base_dtype`.
         """
         return ()
 
 
-@runtime_checkable
-class HasAdapters(Protocol):
-    """Settings of a backend that may train adapters."""
+class TransformersBackendConfig(ModelBackendConfig):
+    """Settings of a backend whose model computes with the code of Hugging Face transformers."""
+
+    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    offload_activations: Annotated[bool, OnResume.FREE] = False
+    """Keep the activations of the decoder's layers in host memory until the backward pass. For GPUs."""
+    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
+    """Run each decoder layer through torch.compile."""
+    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
+    """Who computes norms and gated activations. `auto` takes the fused kernels of Liger-Kernel on a GPU, if it is
+    installed and knows the model. `none` leaves them to PyTorch."""
+    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
+    """Compute linear layers approximately in fp8, on GPUs from Hopper on. `emulated` rounds in the same way on every
+    device, and is slow."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of all weights."""
 
     @property
-    def adapters(self) -> LoraConfig | None: ...
+    def adapters(self) -> LoraConfig | None:
+        return self.lora
+
+    def computing_problems(self, device: str, precision: str) -> Iterable[Problem]:
+        """Yield problems of the shared settings on `cpu` or `cuda`."""
+        if self.compile and self.offload_activations:
+            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
+        if self.fp8 and self.lora is not None:
+            yield Problem("fp8", "together with lora is not supported. Remove one.")
+        if self.fp8 == "emulated" and precision == "fp64":
+            yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
+        if self.fp8 is True and device == "cpu":
+            yield Problem(
+                "fp8", "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which is slow."
+            )
+        if self.fp8 is True and precision != "bf16":
+            yield Problem("fp8", f"needs precision: bf16, and precision is {precision}.")
+
+    def check_computing(self, run: RunConfig, device: str, precision: str) -> None:
+        """Raise ConfigError if a library is missing, or Liger's kernels are asked for and cannot be used."""
+        check_libraries(self.lora, self.fp8)
+        if self.kernels == "liger":
+            _part("kernels:chooses_liger", "kernels of a model")(self.kernels, run.model, device, precision)
+
+    def notes(self, run: RunConfig) -> Sequence[str]:
+        return [] if self.lora is None else _part("adapters.lora:notes", "list of adapters")(run.model, self.lora)
 
 
 def adapters_of(run: RunConfig) -> LoraConfig | None:
     """Return the settings of the run's adapters, if adapters are trained instead of all weights."""
-    return run.backend.adapters if isinstance(run.backend, HasAdapters) else None
+    return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
 
 
 def _part(name: str, what: str) -> Any:

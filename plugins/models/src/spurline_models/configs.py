@@ -1,19 +1,14 @@
-"""Settings of a model that several backends share. Imports no torch."""
+"""Settings that several backends share: adapters, kernels and fp8. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from spurline.config.section import OnResume, Section
-from spurline.errors import ConfigError, Problem
-from spurline.plugins.registry import resolve
-
-if TYPE_CHECKING:
-    from spurline.config.run_config import ModelConfig
+from spurline.errors import ConfigError
 
 Kernels = Literal["auto", "liger", "none"]
 Fp8 = bool | Literal["emulated"]
@@ -41,20 +36,14 @@ class LoraConfig(Section):
 
     @property
     def is_quantized(self) -> bool:
-        """True if the weights under the adapters are quantized, to values that no dtype of an engine can hold."""
+        """True if the weights under the adapters are quantized. No dtype of an engine can hold their values."""
         return self.base_dtype == "nf4"
 
     @property
     def merged_because(self) -> str | None:
-        """The reason why engines need merged weights, as a clause; None if they can take the adapter."""
-        if self.is_quantized:
-            return "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
-        return None
-
-
-def adapter_notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
-    """Describe the adapters of this model, as `adapters.lora.notes` does. Raises UserError."""
-    return resolve("spurline_models.adapters.lora:notes", "the modules that carry adapters")(model, lora)
+        """The reason why engines need merged weights, as a clause, or None if they can take the adapter."""
+        reason = "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
+        return reason if self.is_quantized else None
 
 
 def no_peft() -> ConfigError:
@@ -62,43 +51,14 @@ def no_peft() -> ConfigError:
     return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
 
 
-def check_peft(lora: LoraConfig) -> None:
-    """Raise ConfigError if a library for these adapters is missing."""
-    if find_spec("peft") is None:
+def check_libraries(lora: LoraConfig | None, fp8: Fp8) -> None:
+    """Raise ConfigError if a library that these settings need is not installed."""
+    if lora is not None and find_spec("peft") is None:
         raise no_peft()
-    if lora.is_quantized and find_spec("bitsandbytes") is None:
+    if lora is not None and lora.is_quantized and find_spec("bitsandbytes") is None:
         raise ConfigError.at(
             "backend.lora.base_dtype",
             f"is {lora.base_dtype}, which needs bitsandbytes. Run `pip install 'spurline-models[qlora]'`.",
         )
-
-
-def check_kernels(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> None:
-    """Raise ConfigError if Liger's kernels are asked for and cannot be used. device: `cpu` or `cuda`."""
-    if kernels == "liger":
-        # A config must not import transformers, which knows the types of models.
-        resolve("spurline_models.kernels:chooses_liger", "kernels of a model")(kernels, model, device, precision)
-
-
-def fp8_problems(fp8: Fp8, device: str, precision: str, lora: LoraConfig | None) -> Iterable[Problem]:
-    """Yield what keeps linear layers from computing in fp8. device: `cpu` or `cuda`."""
-    if not fp8:
-        return
-    if lora is not None:
-        yield Problem("fp8", "together with lora is not supported. Remove one.")
-    if fp8 == "emulated":
-        if precision == "fp64":
-            yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
-        return
-    if device == "cpu":
-        yield Problem(
-            "fp8", "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which is slow."
-        )
-    if precision != "bf16":
-        yield Problem("fp8", f"needs precision: bf16, and precision is {precision}.")
-
-
-def check_torchao(fp8: Fp8) -> None:
-    """Raise ConfigError if the library for fp8 is missing."""
     if fp8 and find_spec("torchao") is None:
         raise ConfigError.at("backend.fp8", "needs torchao. Run `pip install 'spurline-models[fp8]'`.")

@@ -1,4 +1,4 @@
-"""The command `spurline export`. torch is imported inside it."""
+"""The command `spurline export`, which imports torch when it runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="Folder to write; `from_pretrained` loads it.")],
     checkpoint: Annotated[str, typer.Option(help="latest, best, or the path of a checkpoint folder.")] = "latest",
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder for PEFT; else it is merged.")
+        bool, typer.Option("--adapter", help="Write only the LoRA adapter, as a folder for PEFT, without merging it.")
     ] = False,
 ) -> None:
     """Write a Hugging Face model folder from a run's checkpoint."""

@@ -1,4 +1,4 @@
-"""The command `spurline generate`. torch is imported inside it; `answers` does the work."""
+"""The command `spurline generate`, which imports torch when it runs, and its option `--column`."""
 
 from __future__ import annotations
 
@@ -11,30 +11,46 @@ from spurline.cli_options import load_run
 from spurline.errors import UserError
 from spurline.importing import importing
 from spurline.terminal import is_person_asking, printable
-from spurline_models.column_option import ColumnOption, columns_of
+
+ColumnOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column",
+        metavar="NAME=COLUMN",
+        help="The column of the data that holds `prompt`, `messages`, ...; may be given several times.",
+    ),
+]
+
+
+def columns_of(given: list[str] | None) -> dict[str, str]:
+    """Return the setting `columns` of a dataset from `--column` options."""
+    columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
+    if not all(name and column for name, column in columns.items()):
+        raise UserError("--column takes NAME=COLUMN, with the expected name first, such as --column prompt=question.")
+    return columns
 
 
 def generate(
     target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Without one: standard input, or a conversation.")
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="By default: standard input, or a conversation.")
     ] = None,
     file: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Rows of prompts: what `data.train` takes, in any format.")
+        str | None, typer.Option(metavar="DATA", help="Rows of prompts, in any form that `data.train` takes.")
     ] = None,
     column: ColumnOption = None,
-    checkpoint: Annotated[
-        str, typer.Option(help="Of a run: latest, best, or the path of a checkpoint folder.")
-    ] = "latest",
+    checkpoint: Annotated[str, typer.Option(help="The checkpoint of a run: latest, best, or a path.")] = "latest",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on from plain text, without a chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue plain text, without a chat template.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=0)] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Ends an answer; may be given again.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer.")
+    ] = None,
     count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
 ) -> None:
     """Answer prompts with a run's checkpoint or a model, sampled as the run samples."""
@@ -45,7 +61,7 @@ def generate(
     if stop:
         chosen["stop"] = tuple(filter(None, stop))
     if column and file is None:
-        raise UserError("--column says what columns of --file are called. Give --file as well.")
+        raise UserError("--column names columns of --file. Give --file as well.")
     columns = columns_of(column)
     start = StartLines(quiet=as_json)
     start("loading PyTorch and transformers")

@@ -27,6 +27,7 @@ from spurline.protocols.loss import ENTROPY, Objective
 from spurline_models.accumulate import StepSums, accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
+from spurline_models.configs import check_libraries
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import device_profile, seed_generators
 from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
@@ -57,7 +58,7 @@ class LocalBackend:
             torch.set_num_threads(config.num_threads)
         self._config = config
         self._run = run
-        config.check_libraries()
+        check_libraries(config.lora, config.fp8)
         self._profile = device_profile(config.device, config.precision)
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()

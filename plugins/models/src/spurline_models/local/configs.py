@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,20 +13,10 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendFacts
-from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
-from spurline_models.configs import (
-    Fp8,
-    Kernels,
-    LoraConfig,
-    adapter_notes,
-    check_kernels,
-    check_peft,
-    check_torchao,
-    fp8_problems,
-)
+from spurline_models.backend_config import MemoryEstimate, TransformersBackendConfig
 
 
-class LocalBackendConfig(ModelBackendConfig):
+class LocalBackendConfig(TransformersBackendConfig):
     """One process, on CPU or one GPU."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
@@ -55,22 +45,8 @@ class LocalBackendConfig(ModelBackendConfig):
     """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Fill each micro-batch with whole rows up to this many tokens instead; padding is not counted."""
-    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep the activations of the decoder's layers in the memory of the host until the backward pass. For a GPU."""
-    compile: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Run each decoder layer through torch.compile."""
-    kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Fused norms and gated activations by Liger-Kernel: `auto` where it is installed and knows the
-    model, on a GPU; `none` leaves them to PyTorch."""
-    fp8: Annotated[Fp8, OnResume.BY_NAME] = False
-    """Compute linear layers in fp8, approximately: for GPUs from Hopper on. `emulated` rounds alike everywhere, and is
-    slow."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
-    lora: LoraConfig | None = None
-    """Train adapters instead of all weights."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads; null leaves torch's choice."""
     probe: Annotated[bool, OnResume.FREE] = True
@@ -79,10 +55,8 @@ class LocalBackendConfig(ModelBackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
-        yield from fp8_problems(self.fp8, "cpu" if self.device == "cpu" else "cuda", self.precision, self.lora)
-        if self.compile and self.offload_activations:
-            yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
-
+        # On a machine without a GPU, `auto` may be meant for another machine.
+        yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.precision)
         if self.weights != "fp32" and self.precision != "bf16":
             yield Problem(
                 "weights",
@@ -125,19 +99,8 @@ class LocalBackendConfig(ModelBackendConfig):
             device=f"on {device}, {self.precision}",
         )
 
-    @property
-    def adapters(self) -> LoraConfig | None:
-        return self.lora
-
     def check_model(self, run: RunConfig) -> None:
-        self.check_libraries()
-        check_kernels(self.kernels, run.model, self.planned_device, self.precision)
-
-    def check_libraries(self) -> None:
-        """Raise ConfigError for a missing library that these settings need."""
-        if self.lora is not None:
-            check_peft(self.lora)
-        check_torchao(self.fp8)
+        self.check_computing(run, self.planned_device, self.precision)
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
@@ -162,9 +125,6 @@ class LocalBackendConfig(ModelBackendConfig):
     def offloads_activations(self) -> bool:
         """True if activations leave the device. A CPU has no memory besides that of the host."""
         return self.offload_activations and self.planned_device == "cuda"
-
-    def notes(self, run: RunConfig) -> Sequence[str]:
-        return [] if self.lora is None else adapter_notes(run.model, self.lora)
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8

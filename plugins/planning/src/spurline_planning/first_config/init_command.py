@@ -10,7 +10,7 @@ import typer
 from spurline.errors import UserError
 from spurline.importing import importing
 from spurline.terminal import is_person_asking
-from spurline_models.column_option import ColumnOption, columns_of
+from spurline_models.answering.generate_command import ColumnOption, columns_of
 from spurline_planning.commands import plan
 
 _TASKS = ("sft", "dpo", "rl", "async")
