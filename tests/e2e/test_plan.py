@@ -148,7 +148,7 @@ def test_a_plan_refuses_what_training_refuses_by_the_config_of_the_model(base_co
     mixture = write_tiny_moe_model(tmp_path / "mixture", output_router_logits=True)
     base_config["model"] = {"path": str(mixture), "tokenizer": base_config["model"]["path"]}
     [problem] = make_plan(load_config(base_config)).problems
-    assert f"{mixture} (Qwen3MoeForCausalLM) sets output_router_logits, by which transformers adds" in str(problem)
+    assert f"{mixture} (Qwen3MoeForCausalLM) sets output_router_logits. transformers then adds" in str(problem)
 
 
 def test_plan_names_the_row_whose_tools_the_template_leaves_out(

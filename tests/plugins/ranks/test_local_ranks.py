@@ -257,7 +257,7 @@ def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_sta
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 .*: does not say what it does") as raised:
         ranks.call("sum", np.ones(1))
     assert raised.value.pid == pids[1], "not the one that waits for it"
-    assert f"Stack of rank 1:\nNone: process {pids[1]} is stopped" in str(raised.value)
+    assert f"Stack of rank 1:\n(no stack: process {pids[1]} is stopped" in str(raised.value)
     _assert_all_gone(pids)
 
 

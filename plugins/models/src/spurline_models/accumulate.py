@@ -1,4 +1,4 @@
-"""Run a model over the micro-batches of a step: gradients, held-out sums or logprobs, the same for every backend."""
+"""Run a model over the micro-batches of a step, for gradients, evaluation or logprobs, in every backend."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
-"""Micro-batches: rows of the mini-batch, and their stream. The model runs on idle streams too, since other ranks wait
-for it there; the loss is not called on them."""
+"""Micro-batches: rows of the mini-batch, and their stream. The model also runs on idle streams, since other ranks wait
+for it. The loss is not called on them."""
 
 
 def accumulate_gradients(
@@ -41,10 +41,10 @@ def accumulate_gradients(
         streams: The micro-batches.
         objective: The loss and its normalizer.
         profile: The device and dtype of the model.
-        balance: A loss of routers that is added; it is not part of the sums' loss.
+        balance: The balance loss of routers, which is added to the objective. The sums do not contain it.
 
     Returns:
-        The sums over micro-batches, not fetched yet.
+        The sums over micro-batches, which are still on the device.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
@@ -63,7 +63,7 @@ def _objective_of(
     sums: StepSums,
     balance: BalanceLoss | None,
 ) -> Tensor:
-    """Return one micro-batch's part of the objective, differentiable."""
+    """Return one micro-batch's differentiable part of the objective."""
     loss = objective.loss
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
@@ -80,7 +80,7 @@ def _objective_of(
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
-    """Return sums in evaluation mode, without gradients and the normalizer."""
+    """Return sums in evaluation mode, without gradients. The normalizer is not used."""
     sums = StepSums()
     loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
@@ -94,7 +94,7 @@ def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, 
 def logprobs_of(
     model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
 ) -> Tensor:
-    """Return logprobs at the streams' positions with loss, 0 elsewhere: float32 on CPU [rows, length] of the batch."""
+    """Return logprobs as float32 [rows, length] on CPU. Positions without loss have 0."""
     result = torch.zeros(batch.num_rows * batch.length)
     positions: list[Tensor] = []
     values: list[Tensor] = []
@@ -110,7 +110,7 @@ def logprobs_of(
 
 
 _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
-"""Functions that join two values of a metric named `/max` or `/min`, as tensors and as numbers."""
+"""Functions that join two values of a metric that ends with `/max` or `/min`, for tensors and for numbers."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +123,9 @@ class SumsPart:
         tokens: Tokens with loss.
         broken_rows: Rows of the micro-batches whose loss is not finite.
         sums: Sums of weight * value of the loss's metrics.
-        extremes: Values of the metrics named `/max` and `/min`.
-        balance: Sum over sequences of the balance of routers, if it is trained.
-        expert_loads: Loads of this rank's experts, which `load_metrics` joins.
+        extremes: Values of the metrics that end with `/max` or `/min`.
+        balance: Sum over sequences of the balance of routers, or None if it is not trained.
+        expert_loads: The loads of this rank's experts. `load_metrics` joins those of all ranks.
     """
 
     loss: float = 0.0
@@ -139,7 +139,7 @@ class SumsPart:
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """Join the sums of all ranks, always in the same order: rounding depends on it."""
+        """Join the sums of all ranks. Rounding depends on their order."""
         parts = list(parts)
         sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
@@ -166,7 +166,7 @@ class SumsPart:
         return {**means, **self.extremes}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
-        """Return `moe/aux_loss`, the mean balance of sequences, 1 if experts get equally much; {} if not trained."""
+        """Return `moe/aux_loss`, the mean balance of sequences, or {} if it is not trained."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
@@ -174,7 +174,7 @@ class SumsPart:
 
 
 class StepSums:
-    """Weighted sums over micro-batches, kept on the device until `fetch`, which is one transfer per step."""
+    """Weighted sums over micro-batches. They are on the device until `fetch`, which makes one transfer."""
 
     def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
         self._expert_loads = expert_loads or ExpertLoads()
@@ -210,7 +210,7 @@ class StepSums:
         self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
 
     def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
-        """Bring all sums to the host, and other scalars with them."""
+        """Bring all sums, and other scalars, to the host in one transfer."""
         groups = (self._totals, self._sums, self._extremes)
         scalars = [value for group in groups for value in group.values()]
         scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
@@ -231,12 +231,12 @@ class StepSums:
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    # In double, so that the cut of rows does not change the last digits.
+    # Sums are in double, so that they hardly depend on the division into micro-batches.
     sums[name] = sums[name] + value.double() if name in sums else value.double()
 
 
 def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:
-    """Return the message of a NonFiniteLossError: the step, the model, and the samples at fault if losses show them."""
+    """Return the message of a NonFiniteLossError, with the samples whose loss is not finite if there are any."""
     rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")

@@ -1,7 +1,7 @@
-"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and collect what they compute.
+"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and collect the results.
 
 The process that directs the ranks sends each a `RankShare` as plain arrays. Every rank gets the same number of micro-
-batches, so that all make the same collectives; a rank without rows in one runs an idle stream.
+batches, so that all ranks make the same collectives. A rank runs an idle stream for a micro-batch without rows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RankShare:
     """The share of a mini-batch that one rank gets.
 
     Attributes:
-        batch: The rank's rows, with the columns that it reads and the lengths of segments.
+        batch: The rank's rows, with the columns that it needs and the lengths of segments.
         rows: Numbers of these rows in the mini-batch.
-        microbatches: Rows of `batch` for each micro-batch, none where the rank is idle; all shares have equally many.
-        num_sequences: Sequences with loss in the whole mini-batch, over all ranks.
+        microbatches: The rows of `batch` in each micro-batch. A micro-batch may be empty.
+        num_sequences: Sequences with loss in the mini-batch of all ranks.
     """
 
     batch: TrainingBatch
@@ -40,7 +40,7 @@ class RankShare:
     num_sequences: int
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the share as numpy arrays, which are pickled twice as fast as tensors."""
+        """Return the share as numpy arrays. They are pickled twice as fast as tensors."""
         lengths = self.batch.segments["length"]
         return {
             "tokens": {name: column.numpy() for name, column in self.batch.tokens.items()},
@@ -66,19 +66,19 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Dealing:
-    """A mini-batch dealt to ranks: a share for each, and costs [ranks, micro-batches], 0 where a rank is idle."""
+    """The shares of all ranks, and costs [ranks, micro-batches]. An empty micro-batch costs 0."""
 
     shares: tuple[RankShare, ...]
     costs: NDArray[np.float64]
 
     @property
     def time_over_ideal(self) -> float:
-        """Estimated time of the step, divided by its time if all ranks were always busy."""
+        """The estimated time of the step, divided by the time that it would take if all ranks were always busy."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
     def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
-        """Bring values [rows of the share, ...] of every rank into the order of the mini-batch's real rows."""
+        """Join the values [rows of the share, ...] of all ranks, in the order of the mini-batch's real rows."""
         assert len(values) == len(self.shares), (len(values), len(self.shares))
         dealt = torch.cat([torch.as_tensor(value) for value in values])
         order = np.argsort(np.concatenate([share.rows for share in self.shares]))
@@ -94,16 +94,16 @@ def deal(
     max_tokens: int | None = None,
     hidden: int = 4096,
 ) -> Dealing:
-    """Deal the real rows to ranks so that all take about equally long, rows of one unit together.
+    """Deal the real rows to ranks so that all ranks take about equally long. Rows of one unit stay together.
 
-    Units go from the costliest to the cheapest, each to the least loaded rank and micro-batch.
+    The costliest unit comes first. Each unit goes to the rank and the micro-batch with the lowest cost so far.
 
     Args:
         batch: The mini-batch.
         num_ranks: Number of data-parallel ranks.
-        columns: Token columns that ranks read besides those of every batch.
-        max_tokens: Tokens of a micro-batch, padding not counted; a larger unit goes alone. If None, all rows are one.
-        hidden: Width of the model, which weighs matrices against attention.
+        columns: Token columns that ranks need, besides those of every batch.
+        max_tokens: Most tokens of a micro-batch, without padding. A larger unit has its own. None sets no limit.
+        hidden: Hidden size of the model. The cost of attention, relative to matrices, depends on it.
     """
     units = _Units.of(batch, hidden)
     costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
@@ -132,7 +132,7 @@ class _Units:
         ids, unit_of_row, sizes = np.unique(batch.unit_ids.numpy()[rows], return_inverse=True, return_counts=True)
         unit_of_segment = np.repeat(unit_of_row, lengths.counts())
         length = lengths.values.astype(np.float64)
-        # In units of h, a layer's matrices take 12 h multiplications per token, and attention takes its length.
+        # A token takes 12 h^2 multiplications in the matrices of a layer, and h * length in attention. Divide by h.
         costs = np.bincount(unit_of_segment, 12 * hidden * length + length**2, minlength=len(ids))
         tokens = np.bincount(unit_of_segment, length, minlength=len(ids)).astype(np.int64)
         by_unit = np.split(rows[np.argsort(unit_of_row, kind="stable")], np.cumsum(sizes)[:-1]) if len(ids) else []
@@ -146,7 +146,7 @@ class _Units:
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Return the units of each micro-batch of each rank, equally many for all: as many as the neediest rank needs."""
+    """Return the units of each micro-batch of each rank. The rank that needs most micro-batches sets their number."""
     if not units.costs:
         return [[] for _ in dealt]
     count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
@@ -154,13 +154,13 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
         found = [_spread(mine, units, count, limit) for mine in dealt]
         complete = [slots for slots in found if slots is not None]
         if len(complete) == len(found):
-            # Ranks wait for each other in every micro-batch, so micro-batches of like cost come together.
+            # Ranks wait for each other in every micro-batch, so each rank begins with its costliest one.
             return [sorted(slots, key=lambda slot: -units.cost(slot)) for slots in complete]
         count += 1
 
 
 def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
-    """Return how many micro-batches these units need at least; a unit over the limit has one of its own."""
+    """Return the lowest number of micro-batches for these units. A unit over the limit has its own."""
     tokens = [units.tokens[unit] for unit in chosen]
     fitting = [number for number in tokens if number <= limit]
     return len(tokens) - len(fitting) + math.ceil(sum(fitting) / limit)
@@ -169,7 +169,7 @@ def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
 def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:
     """Spread the chosen units, the costliest first, over `count` bins of about equal cost.
 
-    Returns None if some unit fits into no bin within the limit of tokens; an empty bin takes every unit.
+    A bin has at most `limit` tokens, unless it has a single unit. Returns None if a unit fits into no bin.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count

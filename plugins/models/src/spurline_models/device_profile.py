@@ -1,6 +1,6 @@
 """Describe the device and precision of a model's computation. All code that depends on them asks here.
 
-The random generators of training are also seeded, saved and restored here.
+This module also seeds, saves and restores the random generators of training.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Measured: how many padding slots cost as much as one more attention call, or one more pass of a decoder.
+# The number of padding slots that cost as much time as an attention call, or as a pass of a decoder, by measurement.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
 
 def slots_per_pass(device: torch.device) -> int:
-    """Return how many padding slots cost as much as one more pass of a whole decoder."""
+    """Return the number of padding slots that cost as much time as a pass of a whole decoder."""
     return _SLOTS_PER_PASS.get(device.type, 0)
 
 
@@ -59,7 +59,7 @@ class DeviceProfile:
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Return keywords for torch's `checkpoint`, which restores autocast by itself, but not KeepDouble."""
+        """Return keywords for torch's `checkpoint`. It restores autocast by itself, but not `KeepDouble`."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
@@ -85,7 +85,7 @@ class DeviceProfile:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Return a device tensor copied to `place`, or itself if it is there. Waits for copies to the host."""
+        """Return a device tensor, or its copy on the host if `place` is the host. Waits for the copy."""
         if tensor.device == place:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -100,7 +100,7 @@ class DeviceProfile:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"CPU ({platform.machine()})"
 
     def memory(self) -> tuple[int, int] | None:
-        """Return the free and the total bytes of the device; None on CPU, whose memory is shared."""
+        """Return the free and the total bytes of a GPU, or None on CPU."""
         return torch.cuda.mem_get_info(self.device) if self.device.type == "cuda" else None
 
     def release_cached_memory(self) -> None:
@@ -114,7 +114,7 @@ def device_profile(
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """Return the profile. Raises ConfigError, which names `setting`, if there is no GPU and one is asked for."""
+    """Return the profile. Raises ConfigError, which names `setting`, if there is no GPU for `cuda`."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
@@ -134,15 +134,15 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
 
 
 def runs_triton(device: str) -> bool:
-    """Return whether Triton programs run on this device. On CPU they need Triton's interpreter, which tests use."""
+    """Return whether Triton programs run on this device. On CPU they need Triton's interpreter, as in tests."""
     return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):
-    """A mode for `precision: fp64` in which every conversion to float32 is one to float64.
+    """A mode for `precision: fp64` that replaces every conversion to float32 by a conversion to float64.
 
-    Hugging Face models convert to float32 in norms, softmax and rotary tables. There a difference of 1e-16 may cross a
-    rounding boundary, and become a much larger one.
+    Hugging Face models convert to float32 in norms, softmax and rotary tables. This rounding may turn a difference of
+    1e-16 into a much larger one.
     """
 
     def __torch_function__(
@@ -165,7 +165,7 @@ def seed_generators(seed: int) -> None:
 
 
 def generator_tensors() -> dict[str, Tensor]:
-    """Return the generator states of torch: `cpu`, and `cuda:0`, ... for every GPU of this process."""
+    """Return the states of torch's generators: `cpu`, and `cuda:0`, ... for every GPU of this process."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
@@ -182,7 +182,7 @@ def restore_generator_tensors(states: dict[str, Tensor]) -> None:
 
 
 def generator_values() -> dict[str, Any]:
-    """Return the states of Python's generator and numpy's legacy one, which model code may use, as JSON values."""
+    """Return the states of Python's and numpy's global generators as JSON. Model code may use them."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {

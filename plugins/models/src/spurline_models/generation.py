@@ -1,6 +1,6 @@
-"""Greedy continuations of prompts with the weights being trained, for evaluation during a run.
+"""Generate greedy continuations with the trained model, for evaluation during a run.
 
-Rollout engines do the fast sampling for RL. Engines that share the trained model call `generation_model` here.
+RL samples with rollout engines. An engine that uses the trained model itself calls `generation_model`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_models.streams.stream_model import StreamModel, evaluation_mode, l
 from spurline_text.tokenizer import load_tokenizer
 
 _TOKENS_PER_BATCH = 65536
-"""Prompt and response tokens generated together, padding included; bounds the KV cache."""
+"""Most tokens of prompts and responses in a batch, with padding. It limits the key-value cache."""
 
 
 def generate_greedily(
@@ -42,7 +42,7 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
-        # Models that read rows may mix tokens outside of attention and read padding, so their batches have none.
+        # Models that read rows may mix tokens outside of attention, so padding would change their results.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -50,7 +50,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # By default transformers decodes on all ranks in step. Here each rank has its own prompts.
+            # Do not wait for other ranks in each token, as transformers does by default. Each rank has its own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),
@@ -65,7 +65,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield groups of prompts, by number, of similar length, or of equal length if `pads` is false."""
+    """Yield the numbers of prompts in groups of similar length, or of equal length unless `pads`."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -79,7 +79,7 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Give the model attention that supports left padding and a cache, and drop the sampling defaults of its files.
+    """Use attention with left padding and a cache in the context, without the sampling defaults of the model's files.
 
     The state of rotary embeddings is restored afterwards, since `dynamic` ones remember the longest sequence.
     """
@@ -103,7 +103,7 @@ def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
 def generation_model(
     model: StreamModel, profile: DeviceProfile, limit: LengthLimit | None, *, allow_extrapolation: bool = False
 ) -> GenerationModel:
-    """Return the model for a rollout engine. Its length limit is the one that `check_config` enforces."""
+    """Return the model for a rollout engine. `limit` is the result of `check_config`."""
     positions = position_limit(model.causal.config)
     context = None if positions is None or (positions.extends and allow_extrapolation) else positions.tokens
     limits = [tokens for tokens in (context, limit and limit.tokens) if tokens is not None]
@@ -117,18 +117,18 @@ def generation_model(
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
-    """Return the end-of-sequence ids of the model and of its tokenizer, which ends the turns of chat models."""
+    """Return the end-of-sequence ids of the model, and of its tokenizer, whose token ends turns in chats."""
     found = model_stop_tokens(causal)
     try:
         eos = load_tokenizer(model).eos_token_id
     except ModelError:
-        # Runs on pretokenized data need no tokenizer.
+        # Runs on pretokenized data may have no tokenizer.
         return found
     return [*found, eos] if isinstance(eos, int) and eos not in found else found
 
 
 def model_stop_tokens(causal: PreTrainedModel) -> list[int]:
-    """Return the end-of-sequence ids of the model's generation config, else of its config."""
+    """Return the end-of-sequence ids of the model's generation config, or else of its config."""
     for config in (causal.generation_config, causal.config):
         value = getattr(config, "eos_token_id", None)
         if value is not None:

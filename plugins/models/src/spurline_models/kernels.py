@@ -1,22 +1,20 @@
-"""Replace the computation of layers by fused kernels or by fp8, as the backend's settings `kernels` and `fp8` say.
+"""Let layers compute by fused kernels or in fp8, as the backend's settings `kernels` and `fp8` say.
 
-Liger-Kernel (arXiv:2410.10989) computes norms and gated activations. Liger replaces them by type of model, in the
-classes of transformers, for the whole process. Here the same functions are given to the modules of one model, and the
-classes stay as they are. Liger's rotary positions are not used, since they replace a function of the whole process. Its
-fused linear cross-entropy is not used either: it rounds the weight of each token, computes no entropy, and waits for
-the device.
+Liger-Kernel (arXiv:2410.10989) has fused kernels for norms and gated activations. Liger itself changes the classes of
+transformers for the whole process. Here only the modules of one model get its functions. Two parts of Liger are not
+used. Its rotary positions replace a function of the whole process. Its fused linear cross-entropy rounds the weight of
+each token, computes no entropy, and waits for the device.
 
-Linear layers in fp8 are computed by torchao, with weights, gradients and optimizer as they were. Output and gradient of
-the input are products of values rounded to e4m3 with a scale for each token and each output. The gradient of weights is
-computed in full precision (recipe `rowwise_with_gw_hp`). So no token's rounding depends on the other tokens of its
-batch.
+torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. The output and the gradient
+of the input are products of values in e4m3, with a scale for each token and each output. The gradient of weights is
+computed in full precision (recipe `rowwise_with_gw_hp`). So the rounding of a token does not depend on other tokens.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from types import MethodType
@@ -32,26 +30,22 @@ from spurline_models.architecture import load_model_config, num_experts
 from spurline_models.configs import Fp8, Kernels
 from spurline_models.device_profile import DeviceProfile, runs_triton
 
-_KERNELS = "kernels"
-"""The giver of Liger's functions, for `_note_own_forward`."""
-_FP8 = "fp8"
-"""The giver of torchao's functions, for `_note_own_forward`."""
 _RECIPE = "rowwise_with_gw_hp"
 _MULTIPLE = 16
-"""Both sides of a matrix must be divisible by this."""
+"""Both sides of a matrix in fp8 must be divisible by this."""
 _NEEDS = (9, 0)
-"""Compute capability from which on there are kernels for scales by row."""
+"""The lowest compute capability for which torchao has kernels with a scale for each row."""
 
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
 
 _OWN = "_spurline_own_forward"
-"""Attribute of a module with another forward: who gave it, and the module's own."""
+"""Attribute of a changed module: (the setting that changed it, its own forward function)."""
 
 
 def change_computing(
     causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
 ) -> None:
-    """Let layers use these kernels. Call it before adapters are added and parameters are sharded.
+    """Let layers use these kernels. This must come before adapters are added and parameters are sharded.
 
     Raises:
         ConfigError: If the kernels cannot be used on this device, or a library is missing.
@@ -60,37 +54,37 @@ def change_computing(
     precision = "fp64" if profile.weight_dtype.itemsize == 8 else "fp32"
     if chooses_liger(kernels, model, profile.device.type, precision):
         _use_kernels(causal)
+    if fp8 is True:
+        capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
+        if capability < _NEEDS:
+            raise ConfigError.at(
+                "backend.fp8",
+                f"needs a GPU of Hopper's generation or newer (compute capability {_NEEDS[0]}.{_NEEDS[1]}), and "
+                f"{profile.name} has {capability[0]}.{capability[1]}. Set fp8: false.",
+            )
     if fp8:
-        if fp8 is True:
-            _check_device(profile)
         _use_fp8(causal, emulated=fp8 == "emulated")
 
 
-def own_code(causal: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the model computes without these kernels."""
-    return _giving_back(causal, (_KERNELS, _FP8))
-
-
-def in_full_precision(causal: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which no layer computes in fp8."""
-    return _giving_back(causal, (_FP8,))
-
-
-def _check_device(profile: DeviceProfile) -> None:
-    capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
-    if capability < _NEEDS:
-        raise ConfigError.at(
-            "backend.fp8",
-            f"needs a GPU of Hopper's generation or newer (compute capability {_NEEDS[0]}.{_NEEDS[1]}), and "
-            f"{profile.name} has {capability[0]}.{capability[1]}. Set fp8: false.",
-        )
+@contextmanager
+def own_code(causal: nn.Module, settings: Collection[str] = ("kernels", "fp8")) -> Iterator[None]:
+    """Let modules that these settings changed compute by their own code in the context."""
+    changed = [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] in settings]
+    given = [vars(module).get("forward") for module in changed]
+    for module in changed:
+        vars(module)["forward"] = MethodType(vars(module)[_OWN][1], module)
+    try:
+        yield
+    finally:
+        for module, forward in zip(changed, given, strict=True):
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
 
 
 def _use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
-    """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit.
-
-    `emulated` rounds alike on every device.
-    """
+    """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
 
     config = Float8LinearConfig.from_recipe_name(_RECIPE)
@@ -110,19 +104,19 @@ def _use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
     convert(causal, config=replace(config, emulate=emulated), module_filter_fn=fits)
     for name in names:
         module = causal.get_submodule(name)
-        _note_own_forward(module, nn.Linear.forward, _FP8)
+        vars(module)[_OWN] = ("fp8", nn.Linear.forward)
         module.register_forward_pre_hook(_as_under_autocast)
 
 
 def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    """Round the input as autocast does: torchao asks for the autocast of GPUs only."""
+    """Round the input as autocast does. torchao itself respects autocast only on GPUs."""
     (hidden,) = inputs
     kind = hidden.device.type
     return (hidden.to(torch.get_autocast_dtype(kind)),) if torch.is_autocast_enabled(kind) else None
 
 
 def _use_kernels(causal: PreTrainedModel) -> None:
-    """Let Liger compute this model, whose type it must know, before adapters are added. Raises ModelError."""
+    """Let Liger's functions compute the modules of this model. Raises ModelError if they do not fit."""
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
     before = {id(module): dict(vars(module)) for module in causal.modules()}
@@ -138,23 +132,26 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
-        # Stored experts keep their code, which other modules divide and replay.
-        if given is None or own.get("forward") is not None or _stores_experts(module):
-            _restore(module, own)
+        # Experts that are stored as one tensor (the only one with three dimensions) keep their own code. Expert
+        # parallelism and routing replay depend on it.
+        stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
+        if given is None or own.get("forward") is not None or stores_experts:
+            vars(module).clear()
+            vars(module).update(own)
         else:
-            _note_own_forward(module, type(module).forward, _KERNELS)
+            vars(module)[_OWN] = ("kernels", type(module).forward)
             vars(module)["forward"] = MethodType(given.__func__, module)
 
 
 def kernels_of(causal: nn.Module) -> str:
-    """Describe what fused kernels compute in this model; empty if nothing."""
-    kinds = [type(module).__name__ for module in _changed_by(causal, _KERNELS)]
+    """Describe what fused kernels compute in this model. The result is empty if they compute nothing."""
+    kinds = [type(module).__name__ for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == "kernels"]
     named = {word for kind in kinds for part, word in _NAMES.items() if kind.removeprefix("FSDP").endswith(part)}
     return ", ".join(sorted(named or set(kinds)))
 
 
 def chooses_liger(kernels: Kernels, model: ModelConfig, device: str, precision: str) -> bool:
-    """Return whether the model computes by Liger's kernels with this setting on `cpu` or `cuda`.
+    """Return whether the model uses Liger's kernels with this setting, on `cpu` or `cuda`.
 
     Raises:
         ConfigError: If they are asked for and cannot be used.
@@ -169,7 +166,7 @@ def chooses_liger(kernels: Kernels, model: ModelConfig, device: str, precision: 
 
 
 def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
-    """Return why Liger's kernels cannot be used, and what to do, as the beginning of a sentence; None if they can."""
+    """Return the beginning of a sentence that says why Liger's kernels cannot be used, or None if they can."""
     if not runs_triton(device):
         return "Liger's kernels are Triton programs, which run on a GPU. Set device: cuda"
     if precision == "fp64":
@@ -187,7 +184,7 @@ def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
 
 @contextmanager
 def _undone(causal: PreTrainedModel) -> Iterator[None]:
-    """Restore the modules (files) of transformers that define this model when the context ends."""
+    """Undo changes of the Python modules of transformers that define this model when the context ends."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]
@@ -203,42 +200,3 @@ def _undone(causal: PreTrainedModel) -> Iterator[None]:
         for owner, forward in methods.items():
             if forward is not None and vars(owner).get("forward") is not forward:
                 owner.forward = forward
-
-
-def _restore(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    own = vars(module)
-    for name in own.keys() - attributes.keys():
-        del own[name]
-    own.update(attributes)
-
-
-def _stores_experts(module: nn.Module) -> bool:
-    """Return whether a module stores the experts of a layer as one tensor: nothing else has three dimensions."""
-    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-
-
-def _note_own_forward(module: nn.Module, own: Callable[..., Any], by: str) -> None:
-    """Note the own forward function of a module that computes by another. `by` is the giver's name."""
-    vars(module)[_OWN] = (by, own)
-
-
-def _changed_by(causal: nn.Module, by: str) -> list[nn.Module]:
-    """Return the modules that were given a forward function by `by`."""
-    return [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == by]
-
-
-@contextmanager
-def _giving_back(causal: nn.Module, by: Collection[str]) -> Iterator[None]:
-    """Let modules that were given a function by one of `by` compute by their own in the context."""
-    changed = [module for one in by for module in _changed_by(causal, one)]
-    given = [vars(module).get("forward") for module in changed]
-    for module in changed:
-        vars(module)["forward"] = MethodType(vars(module)[_OWN][1], module)
-    try:
-        yield
-    finally:
-        for module, forward in zip(changed, given, strict=True):
-            if forward is None:
-                del vars(module)["forward"]
-            else:
-                vars(module)["forward"] = forward

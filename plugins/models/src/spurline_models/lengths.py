@@ -1,8 +1,8 @@
 """Compare the length of the data with the positions of the model, before any weight is loaded.
 
-If a model has a table of positions, a longer sequence ends the run with an error of torch. If it has rotary positions,
-they can be computed for any length, but the model has only been trained up to a limit, which rope scaling moves. Some
-kinds of rope scaling also change the frequencies of all samples if one is long.
+If a model has a table of positions, a longer sequence would end the run with an error of torch. Rotary positions can be
+computed for any length, but the model has only been trained up to a limit, which rope scaling extends. Some kinds of
+rope scaling also change the frequencies of all samples if one of them is long.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from spurline.protocols.dataset import KnowsLongest, Longest
 from spurline_models.architecture import load_model_config
 
 _COUNTS_FROM_ORIGINAL = ("yarn", "llama3", "longrope", "linear", "dynamic")
-"""Types of rope scaling whose `factor` multiplies the length before scaling."""
+"""Types of rope scaling whose `factor` multiplies the original length."""
 
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """The tokens of one sequence, whether longer ones can be computed at all, and the origin of the limit."""
+    """A limit on the tokens of a sequence.
+
+    `extends` says whether longer sequences can be computed at all. `origin` names the source of the limit.
+    """
 
     tokens: int
     extends: bool
@@ -32,7 +35,7 @@ class PositionLimit:
 
 
 def position_limit(config: PretrainedConfig) -> PositionLimit | None:
-    """Return the limit of a model with this config; None if its positions have no end, such as ALiBi's."""
+    """Return the limit of a model with this config, or None if its positions have no limit, as with ALiBi."""
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions <= 0 or getattr(text, "alibi", False):
@@ -44,7 +47,7 @@ def position_limit(config: PretrainedConfig) -> PositionLimit | None:
 
 
 def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
-    # Configs differ in whether `max_position_embeddings` counts the scaling already; the larger reading holds.
+    # Only in some configs does `max_position_embeddings` include the scaling. Take the larger number.
     name, factor = rope_type(settings), settings.get("factor")
     tokens = positions
     if name in _COUNTS_FROM_ORIGINAL and isinstance(factor, (int, float)):
@@ -56,7 +59,7 @@ def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The tokens per sample up to which a sample's rotary frequencies do not depend on other samples."""
+    """The most tokens of a sample for which rotary frequencies do not depend on other samples."""
 
     tokens: int
     rope_type: str
@@ -71,7 +74,7 @@ class LengthLimit:
 
 
 def length_limit(config: PretrainedConfig) -> LengthLimit | None:
-    """Return the limit of rotary settings whose frequencies transformers chooses by the largest position, if any."""
+    """Return the limit of a model whose rotary frequencies depend on the longest sample, or None."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     limits: list[LengthLimit] = []
@@ -79,7 +82,7 @@ def length_limit(config: PretrainedConfig) -> LengthLimit | None:
         name = rope_type(settings)
         if name == "longrope":
             own = getattr(text, "original_max_position_embeddings", None)
-            # Without a known limit every length may switch.
+            # If no limit is known, any length may switch.
             limits.append(
                 LengthLimit(int(settings.get("original_max_position_embeddings") or own or longest or 0), name)
             )
@@ -89,7 +92,7 @@ def length_limit(config: PretrainedConfig) -> LengthLimit | None:
 
 
 def _rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of the whole model, or of each type of layer; none for other positions."""
+    """Yield the rotary settings of the whole model or of each type of layer, or none."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
         yield from [value for value in found.values() if isinstance(value, Mapping)] or [found]
@@ -100,7 +103,7 @@ def rope_type(settings: Mapping[str, Any]) -> str:
 
 
 def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Sequence[KnowsLongest]) -> list[str]:
-    """Check the longest sequences, and return notes on those that only `model.allow_extrapolation` permits.
+    """Check the longest sequences, and return a note if only `model.allow_extrapolation` permits them.
 
     Raises:
         ConfigError: If a sequence is too long for the model or the engine.
@@ -112,7 +115,7 @@ def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Seque
     for longest in found:
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
-    # The source's engine also makes held-out attempts, whose length has the same setting as its limit.
+    # The engine of the source also makes attempts for evaluations, which have the same length setting.
     like = [one for one in found if trained is not None and one.setting == trained.setting]
     longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.facts.context_tokens
@@ -131,38 +134,39 @@ def _insists(loaded: LoadedConfig, limit: PositionLimit) -> bool:
 
 
 def _too_long(loaded: LoadedConfig, longest: Longest, limit: PositionLimit) -> str:
-    model = _positions(loaded, limit)
-    insist = (
-        " Or set model.allow_extrapolation: true to go beyond what the model has learned."
-        if limit.extends
-        else " They are a table that ends there, so model.allow_extrapolation cannot help."
-    )
     if longest.prompt_tokens is None:
-        fix = f"Set data.max_length: {limit.tokens} (data.too_long says what becomes of longer samples)"
-        return f"allows {longest.where} with {longest.tokens:,} tokens, but {model}. {fix}.{insist}"
-    left = limit.tokens - longest.prompt_tokens
-    fix = f"Set it to {left} or less" if left > 0 else "Leave such rows out"
-    return (
-        f"is {longest.tokens - longest.prompt_tokens:,}, and the prompt of {longest.where} has "
-        f"{longest.prompt_tokens:,} tokens, {longest.tokens:,} together, but {model}. {fix}.{insist}"
-    )
+        what = f"allows {longest.where} with {longest.tokens:,} tokens"
+        fix = f"Set data.max_length: {limit.tokens} (data.too_long chooses what happens to longer samples)."
+    else:
+        left = limit.tokens - longest.prompt_tokens
+        what = (
+            f"is {longest.tokens - longest.prompt_tokens:,}, and the prompt of {longest.where} has "
+            f"{longest.prompt_tokens:,} tokens, {longest.tokens:,} together"
+        )
+        fix = f"Set it to {left} or less." if left > 0 else "Leave such rows out."
+    return f"{what}, but {_positions(loaded, limit)}. {fix}{_alternative(limit)}"
 
 
 def _positions(loaded: LoadedConfig, limit: PositionLimit) -> str:
     return f"the model of {loaded.config.model.path} has {limit.tokens:,} positions ({limit.origin})"
 
 
+def _alternative(limit: PositionLimit) -> str:
+    if limit.extends:
+        return " Or set model.allow_extrapolation: true to go beyond what the model has learned."
+    return " They are a table that ends there, so model.allow_extrapolation cannot help."
+
+
 def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, limit: PositionLimit | None) -> None:
     """Raise ConfigError if the engine's own limit on prompt and response does not fit."""
-    text: str | None = None
     allows = f"allows {context:,} tokens of prompt and response, but"
     if limit is not None and context > limit.tokens and not _insists(loaded, limit):
-        insist = " Or set model.allow_extrapolation: true." if limit.extends else ""
-        text = f"{allows} {_positions(loaded, limit)}. Lower it to {limit.tokens}.{insist}"
+        text = f"{allows} {_positions(loaded, limit)}. Lower it to {limit.tokens}.{_alternative(limit)}"
     elif longest is not None and longest.prompt_tokens is not None and longest.tokens > context:
         text = (
-            f"{allows} {longest.where} asks for {longest.tokens:,}, {longest.prompt_tokens:,} of them its prompt. "
+            f"{allows} {longest.where} needs {longest.tokens:,}, including {longest.prompt_tokens:,} for its prompt. "
             f"Raise the engine's limit to {longest.tokens}, or lower {longest.setting}."
         )
-    if text is not None:
-        raise ConfigError([Problem("source.engine", text)], loaded.origin)
+    else:
+        return
+    raise ConfigError([Problem("source.engine", text)], loaded.origin)

@@ -1,7 +1,6 @@
-"""Load the causal language model that a run trains, and refuse one that cannot be trained exactly.
+"""Load the causal language model that a run trains, and refuse models that cannot be trained exactly.
 
-Each weight goes directly from its file to its device and dtype, so there are never two copies of the model. Models with
-a further loss that would be left out are refused, and so are models with frequencies that change by sample.
+Each weight goes directly from its file to its device and dtype, so there are never two copies of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Returns dtypes by the names of the parameters that do not have the profile's dtype."""
+"""Returns the dtypes of parameters, by name, that differ from the profile's dtype."""
 
 
 def load_model(
@@ -50,16 +49,16 @@ def load_model(
     on_host: bool = False,
     weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
-    """Load the model, on the device, in training mode.
+    """Load the model onto the device, in training mode.
 
     Args:
         model: The model to load.
         profile: The device and dtype of its weights.
         seed: The seed that random weights (`init: random`) depend on.
-        change: Changes the model when weights have their dtypes. Random weights are still on the host then.
-        held_dtypes: Gives dtypes that weights are rounded to, through fp32, while they are read.
-        on_host: Whether weights are read to the host, and go to the device after `change`.
-        weights: Weights on the host, by their names in files, that replace those of the files.
+        change: Changes the model after loading. Random weights are still on the host then.
+        held_dtypes: Returns dtypes to which weights are rounded, through fp32, while they are read.
+        on_host: Whether weights are read to the host, and moved to the device after `change`.
+        weights: Weights on the host, by their names in files, to use instead of the files.
 
     Raises:
         ModelError: If the weights cannot be read or do not fit.
@@ -90,11 +89,11 @@ def load_model(
 
 
 def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]) -> None:
-    """Give floating point weights and buffers this dtype, or the one in `held`, one at a time."""
+    """Convert floating point weights and buffers one at a time, to the dtype in `held` or else to `dtype`."""
     by_parameter = {id(causal.get_parameter(name)): own for name, own in held.items()}
     for parameter in causal.parameters():
         if parameter.is_floating_point():
-            # The data, not the parameter: a tied weight has two owners.
+            # Replace the data and keep the parameter, since a tied weight has two owners.
             parameter.data = parameter.data.to(by_parameter.get(id(parameter), dtype))
     for module in causal.modules():
         for name, buffer in module._buffers.items():
@@ -113,12 +112,12 @@ def _with_weights(
     if not files and weights is None:
         raise ModelError(
             f"model.path: {model.path} has no safetensors files on the hub. Weights in other files are pickles, which "
-            "can run code when they are opened: choose a revision or a model with safetensors files."
+            "can run code when they are opened. Choose a revision or a model with safetensors files."
         )
-    # Always through fp32: fp64 runs then start from the very weights of fp32 runs.
+    # Read as fp32 first, so that fp64 runs start from the same weights as fp32 runs.
     causal = build_without_memory(config, model, torch.float32)
     if held_dtypes is not None:
-        # Each parameter is read in its own dtype.
+        # Each weight is read in the dtype of its parameter.
         _cast(causal, torch.float32, held_dtypes(causal))
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
@@ -144,10 +143,10 @@ def read_into(
         device: The device that weights are read to.
 
     Returns:
-        Names of parameters that lack values or do not fit, and the way in which weights were loaded.
+        Names of parameters that lack values or do not fit, and the settings of the loading.
     """
     loading = LoadStateDictConfig(
-        # So that weights of other shapes can be named.
+        # Weights of other shapes are reported by `check_loaded`.
         ignore_mismatched_sizes=True,
         dtype=torch.float32,
         weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
@@ -155,22 +154,22 @@ def read_into(
     )
     found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # A storage that cannot be resized is mapped from a file, which may change. DTensors have no setter of `data`.
+        # A storage that cannot be resized is mapped from a file, which may change. Only plain tensors can be replaced.
         if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading
 
 
 def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Make parameters from weights that files hold in another form, such as experts one by one.
+    """Convert weights from their form in files, such as single experts, to parameters.
 
     Args:
-        causal: A model on device `meta`, where it is afterwards too.
+        causal: A model on device `meta`. It is on `meta` again afterwards.
         weights: Tensors, or slices of files, by their names in files.
         dtype: The dtype of the parameters.
 
     Returns:
-        The parameters that these weights make, by their names in the model, on CPU.
+        The parameters on CPU, by their names in the model.
     """
     mapping: Any = get_model_conversion_mapping(causal)
     loading = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping, device_map={"": "cpu"})
@@ -182,7 +181,7 @@ def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: t
 
 
 def check_weights_fit(model: ModelConfig) -> None:
-    """Raise ModelError if the headers of a folder's files show that weights are missing or have other shapes."""
+    """Raise ModelError if weights in a local folder are missing or have other shapes. Only headers are read."""
     if model.init == "random" or not Path(model.path).is_dir():
         return
     causal = build_without_memory(load_model_config(model), model, torch.float32)
@@ -193,16 +192,16 @@ def check_weights_fit(model: ModelConfig) -> None:
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # Loading the model will warn of unexpected weights.
+    # Leave the warning about unexpected weights to the loading of the model.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
 
 def check_loaded(
     model: ModelConfig, missing_keys: Collection[str], mismatched: Collection[Any], unexpected_keys: Collection[str]
 ) -> None:
-    """Raise ModelError unless the files held every weight in its shape; warn of unexpected weights.
+    """Raise ModelError unless the files had every weight in the right shape, and warn about unexpected weights.
 
-    `mismatched` has (name, shape in the files, shape in the model) of weights of another shape.
+    `mismatched` has a tuple (name, shape in the files, shape in the model) for each weight of another shape.
     """
     fix = "Are config.json and the weights of the same model?"
     if model.config_overrides:
@@ -218,10 +217,10 @@ def check_loaded(
             f"model.path: the files of {model.path} lack {len(missing_keys)} weights that its config asks for, which "
             f"would stay random: {_some(missing_keys)}. {fix}"
         )
-    # Overrides of the architecture, such as the number of layers, leave some out on purpose.
+    # Overrides of the architecture, such as fewer layers, leave weights out on purpose.
     if unexpected_keys and not model.config_overrides:
         _logger.warning(
-            "model.path: %s weights of %s have no place in the model and are left out: %s.",
+            "model.path: %s weights of %s are not in the model and are ignored: %s.",
             len(unexpected_keys),
             model.path,
             _some(unexpected_keys),
@@ -237,13 +236,13 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
     if model.init == "pretrained":
         message += "\nTo train this architecture from scratch set model.init: random."
     if model.config_overrides:
-        message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}; does it fit the weights?"
+        message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}. Does it fit the weights?"
     return message
 
 
 @contextmanager
 def quiet_loading() -> Iterator[None]:
-    """Hide the progress bars and tables of transformers, which would break the output on the terminal."""
+    """Hide the progress bars and tables of transformers in the context."""
     enabled, verbosity = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
@@ -256,7 +255,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
-    """Return the limit that batches of this model must keep, if there is one; see `check_settings`."""
+    """Do `check_settings` for a loaded model."""
     return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
 
 
@@ -269,7 +268,7 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
         max_length: Tokens of the longest sample that the run's data may have.
 
     Returns:
-        The limit that batches must keep, if there is one.
+        The limit that every batch must keep, or None.
 
     Raises:
         ModelError: If the model cannot be trained exactly.
@@ -278,9 +277,9 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
     for part in (config, config.get_text_config()):
         if getattr(part, "output_router_logits", False):
             raise ModelError(
-                f"{name} sets output_router_logits, by which transformers adds an auxiliary loss for routers over the "
-                "tokens of a batch: its gradient depends on how the batch is cut. Set model.config_overrides: "
-                "{output_router_logits: false}; model.router_aux_loss: config balances routers sequence by sequence."
+                f"{name} sets output_router_logits. transformers then adds an auxiliary loss over a batch. Its "
+                "gradient depends on the micro-batches. Set model.config_overrides: {output_router_logits: false}. To "
+                "balance routers by sequence, set model.router_aux_loss: config."
             )
     limit = length_limit(config)
     if limit is not None and max_length > limit.tokens:

@@ -19,7 +19,7 @@ _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of `spurline doctor`: a subject, what was found, and a fix, which is empty if none is needed."""
+    """A line of `spurline doctor`: a subject, what was found, and a fix if one is needed."""
 
     what: str
     value: str
@@ -27,13 +27,13 @@ class Finding:
 
 
 def num_gpus() -> int:
-    """Return how many GPUs this process may use by CUDA_VISIBLE_DEVICES; 0 without a driver."""
+    """Return the number of GPUs that this process may use. CUDA_VISIBLE_DEVICES may restrict them."""
     return len(visible_gpus())
 
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return the GPUs that `num_gpus` counts, by their names in CUDA_VISIBLE_DEVICES, in CUDA's order."""
+    """Return the names of these GPUs, as in CUDA_VISIBLE_DEVICES, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -50,7 +50,7 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine in bytes, or the limit of its container if that is less."""
+    """Return the memory of this machine in bytes, or the limit of its container if it is smaller."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
@@ -65,12 +65,12 @@ def this_machine() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return a sentence that says why the stack of a process cannot be shown."""
+    """Return the reason why a process does not show its stack, as the text in place of the stack."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":
-            return f"None: process {pid} is stopped, as by SIGSTOP or a debugger."
-    return "None: the process does not answer."
+            return f"(no stack: process {pid} is stopped, as by SIGSTOP or a debugger)"
+    return "(no stack: the process does not answer)"
 
 
 def check_ray() -> None:
@@ -83,8 +83,8 @@ def check_ray() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
-    glibc keeps freed tensors of up to 32 MiB, and cannot merge them if smaller ones lie between them. A process that
-    reads a model tensor by tensor would need more and more memory.
+    glibc keeps freed tensors of up to 32 MiB. It cannot merge their memory if smaller tensors lie in between, so a
+    process that reads a model tensor by tensor would need more and more memory.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,7 @@
 """Estimate the memory of training for `spurline plan`, without loading weights.
 
-The size of the weights is exact: it comes from the model on the meta device. Activations follow a rule of thumb: a
-decoder layer keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
+The size of the weights is exact, since it comes from the model on the meta device. For activations there is a rule of
+thumb: a decoder layer keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
 """Bytes of a computed value, by precision."""
 
 _KEPT_OF_OUTPUTS = 2.5
-"""Number of values that a layer keeps for its backward pass, for each output value of its linear layers."""
+"""Values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Number of tensors of the hidden size, among these values, that have the precision of the residual stream."""
+"""Among these values, tensors of the hidden size that have the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
-"""Layers whose activations are on the device while all others are offloaded."""
+"""Layers whose activations stay on the device while the others are offloaded."""
 
 ShapeByName = Mapping[str, tuple[int, ...]]
 
@@ -43,15 +43,15 @@ class Shapes:
 
     Attributes:
         parameters: Number of all parameters, adapters included.
-        trained: Shapes of the parameters that ask for gradients, by name.
+        trained: Shapes of the trained parameters, by name.
         frozen: Shapes of the other parameters, by name.
         narrowable: Names of weights that may be held in half precision.
         quantizable: Names of weights that may be quantized.
         blocks: Names of the decoder's layers.
         hidden: Size of the hidden states.
         vocabulary: Rows of the output layer.
-        outputs: Number of values that linear layers and used experts compute for one token, without the output layer.
-        cached: Number of key and value entries that generation keeps for one token.
+        outputs: Values that linear layers and used experts compute for one token, without the output layer.
+        cached: Values in the key-value cache for one token.
     """
 
     parameters: int
@@ -68,13 +68,13 @@ class Shapes:
     def activation_bytes(
         self, computed_bytes: int, residual_bytes: int, *, checkpointing: bool, offloading: bool
     ) -> tuple[int, int]:
-        """Return the bytes on the device and on the host that the backward pass needs of one token.
+        """Return the bytes that the backward pass needs for one token, on the device and on the host.
 
         Args:
             computed_bytes: Bytes of an output value of a linear layer.
             residual_bytes: Bytes of a value of the residual stream.
             checkpointing: Whether only the inputs of layers are kept, and one layer at a time is recomputed.
-            offloading: Whether the kept values of all but two layers are moved to the memory of the host.
+            offloading: Whether the kept values of all but two layers are moved to host memory.
         """
         layers = len(self.blocks)
         residuals = _RESIDUALS * self.hidden
@@ -131,14 +131,14 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 
 
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
-    """Return how many values a token's experts compute, if the experts of a layer are stored as one tensor."""
+    """Return the values that experts compute for a token, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
     # The factor accounts for the inputs, which are copied for each expert.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4
 
 
 def _cached_per_token(config: PretrainedConfig) -> int:
-    """Return the number of key and value entries of all layers; sliding windows are not considered."""
+    """Return the values in the key-value cache for one token. Sliding windows are ignored."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0

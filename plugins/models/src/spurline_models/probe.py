@@ -1,8 +1,9 @@
-"""Find out at start-up how this model can be trained exactly, and refuse one that cannot.
+"""Find out at start-up how this model can be trained exactly, and refuse a model that cannot.
 
-A few random sequences are computed as in training (several sequences in one stream, replaced attention, chunked logits,
-fused kernels) and by the model's own forward pass. A model that mixes tokens of a stream outside of attention reads
-rows instead. If results differ even then, it is refused. Weights, gradients, mode and generators are left unchanged.
+A few random sequences are computed twice. One pass computes as training does: several sequences in one stream, replaced
+attention, chunked logits and fused kernels. The other is the model's own forward pass. A model that mixes tokens of a
+stream outside of attention reads padded rows instead. If results differ even then, the model is refused. The probe
+changes no weights, gradients, modes or generators.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from spurline.errors import ModelError, SpurlineError
 from spurline_models.architecture import vocabulary_size
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_replay import ExpertRouting
-from spurline_models.kernels import in_full_precision, kernels_of, own_code
+from spurline_models.kernels import kernels_of, own_code
 from spurline_models.streams.segment_attention import observed_windows
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode, other_attention
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import TokenStream, plan_segments
 
 _OWN_ATTENTION = "eager"
-"""The reference attention. Every model has it, and it implements all features of the model's attention."""
+"""The reference attention. Every model has it, with all features."""
 _LENGTHS = (4, 6, 6, 11)
 CHUNK_TOKENS = 8
-"""Positions in a chunk of logits; the probe has several chunks."""
+"""Positions in a chunk of logits. The probe has several chunks."""
 TOLERANCE = 3e-4
-"""Allowed difference of logits in standard deviations of the logits; fp32 kernels differ by about 1e-6 to 1e-5."""
+"""Allowed difference of logprobs, in standard deviations of the logits. fp32 kernels differ by 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference with half precision, in the same unit; mixed-up segments give far more."""
+"""Allowed difference with half precision, in the same unit. Segments that see each other give far more."""
 _LOUD_LOGITS = 50.0
-"""Standard deviation of logits in the test of the output layer. Small logits, as of fresh weights, hide a softcap."""
+"""Standard deviation of logits in the test of the output layer. Small logits would hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row. The probe's sequences are too short to show a difference."""
+"""Config fields of models that count positions in a row. The probe is too short to see this, so they read rows."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -47,18 +48,18 @@ _ATTENTION_KINDS = {
     "sliding_attention": True,
     "chunked_attention": True,
 }
-"""Kinds of layers with attention, by name: True if a token sees only some of the earlier tokens."""
+"""Kinds of attention layers. The value is True if a token sees only some of the earlier tokens."""
 _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
 def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[Tensor]:
-    """Return sequences of random tokens of these lengths, int64; the same in every process."""
+    """Return int64 sequences of random tokens with these lengths, the same in every process."""
     generator = torch.Generator().manual_seed(20_240_229)
     return [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
-    """Return one stream of these sequences, whose lengths must not decrease, with loss on all tokens but the first."""
+    """Return one stream of sequences, from short to long, with loss on all tokens but the first of each."""
     lengths = [len(sequence) for sequence in sequences]
     tokens = torch.cat([*sequences])
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -87,7 +88,7 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
         in_half_precision: Whether the model's own forward pass computes in bf16.
 
     Raises:
-        ModelError: If results differ; names the difference and what to do.
+        ModelError: If results differ. The error names the difference and what to do.
     """
     try:
         with evaluation_mode(model.causal):
@@ -108,16 +109,16 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
 
 
 def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams. No model is refused."""
+    """Choose how the model reads streams, without refusing any model."""
     with evaluation_mode(model.causal):
         _Probe(model, profile, in_half_precision).choose_reading()
 
 
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
-    """Raise ModelError for a model of this path whose routers cannot be replayed or balanced, if that is asked for.
+    """Raise ModelError if the routers of a model cannot be replayed or balanced, and the run asks for it.
 
-    Each router is tested on a few tokens. Replaying its choice must give bitwise the same result, and any other experts
-    must get weights too.
+    Each router runs on a few tokens. Its own choice, replayed, must give bitwise the same result. Other experts must
+    get weights too.
     """
     if not (replays or balances):
         return
@@ -149,7 +150,7 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
 def _first_not_replayed(
     routing: ExpertRouting, noted: Mapping[int, Tensor], hidden: Callable[[Tensor], Tensor]
 ) -> str | None:
-    """Return why recorded experts do not reach all routers of the model, or None if they do."""
+    """Return why recorded experts do not reach all routers, or None if they do."""
     if noted.keys() != routing.routers.keys() or len({experts.shape[1] for experts in noted.values()}) > 1:
         return "has routers that choose different numbers of experts for a token"
     others = torch.from_numpy(routing.as_array(noted))
@@ -164,7 +165,7 @@ def _first_not_replayed(
 
 
 class _Probe:
-    """Comparisons on a few random sequences. Each returns a description of what is wrong with the model, or None."""
+    """Comparisons on a few random sequences. Each returns a description of the problem, or None."""
 
     def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
         self._model = model
@@ -177,14 +178,14 @@ class _Probe:
     @contextmanager
     def _computing_exactly(self) -> Iterator[None]:
         # The rounding of fp8 would make small differences large.
-        with self._profile.computing_exactly(), in_full_precision(self._model.causal):
+        with self._profile.computing_exactly(), own_code(self._model.causal, ("fp8",)):
             yield
 
     def choose_reading(self) -> None:
-        """Let the model read a stream if that agrees with each sequence alone, and rows otherwise."""
+        """Let the model read a stream if the results equal those of each sequence alone. Otherwise it reads rows."""
         config = self._model.causal.config.get_text_config()
         if not any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
-            # Some models raise an error because their kernels cannot keep segments apart.
+            # A model raises an error if its kernels cannot keep segments apart.
             with suppress(SpurlineError, *_PROBE_ERRORS), self._computing_exactly():
                 self._model.read_as("stream")
                 packed, windows = self._packed_hidden()
@@ -202,7 +203,7 @@ class _Probe:
         return found
 
     def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return full logits of each sequence by the model's own attention, and the decoder's last hidden states."""
+        """Compute each sequence with the model's own attention. Return logits and last hidden states."""
         logits, hidden = [], []
         with other_attention(self._model.causal, _OWN_ATTENTION), _decoder_output(self._model) as seen:
             for sequence in self._sequences:
@@ -218,7 +219,7 @@ class _Probe:
             return self._model.hidden(stream.input_ids, stream.position_ids, stream.plan), windows
 
     def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
-        """Return logprobs of each sequence as training computes them, less those of the full logits."""
+        """Return the logprobs of each sequence as training computes them, minus the logprobs of `reference` logits."""
         return [
             self._logprobs(rows[:-1], tokens[1:].to(self._profile.device))
             - _full_logprobs(logits[:-1], tokens[1:].to(self._profile.device))
@@ -249,9 +250,9 @@ class _Probe:
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
-        """Compare the model's own logits for the last sequence with those that its output layer makes of `states`.
+        """Compare the model's own logits for the last sequence with the logits that training computes from `states`.
 
-        The states are scaled up, so that a cap on logits shows.
+        The states are multiplied by a large number, since a cap only changes large logits.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
@@ -269,7 +270,7 @@ class _Probe:
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
-        """Check that attention gets its windows as an argument; the probe's sequences are too short to show them."""
+        """Check that attention gets its windows as an argument. The sequences are too short to show a window."""
         if self._model.reading == "rows":
             return None
         config = self._model.causal.config.get_text_config()
@@ -288,9 +289,9 @@ class _Probe:
         )
 
     def _has_window(self, config: PretrainedConfig) -> bool:
-        """Return whether the model limits attention by `sliding_window`. Some configs have the field without effect.
+        """Return whether the config's `sliding_window` limits attention. In some models the field has no effect.
 
-        The model has a window if a module has this attribute, or if a window of one token changes results.
+        It has an effect if a module has this attribute, or if a window of one token changes results.
         """
         window = getattr(config, "sliding_window", None)
         if not window or any(getattr(module, "sliding_window", None) for module in self._model.causal.modules()):
@@ -304,7 +305,7 @@ class _Probe:
         return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
     def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
-        """Compare with half precision, which uses another attention kernel. Results must agree up to rounding."""
+        """Compare with half precision, which uses another attention kernel."""
         with self._profile.computing():
             differences = self._differences(self._packed_hidden()[0], reference)
         distance = float(torch.cat(differences).abs().mean() / _spread(reference))

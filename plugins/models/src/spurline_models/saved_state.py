@@ -23,48 +23,40 @@ def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]
     return {_FACTS: file.digest}
 
 
-def read_facts(folder: Path, backend: str, layout: object, *, is_ours: bool = False) -> dict[str, Any]:
-    """Read what `write_facts` wrote.
-
-    Args:
-        folder: The backend's part of a checkpoint.
-        backend: The name of the backend that reads.
-        layout: The `format` of the backend's facts; a text begins with the name of the backend and a dash.
-        is_ours: Whether this backend is known to have written the checkpoint.
+def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
+    """Read what `write_facts` wrote for this backend, whose facts have the `format` that `layout` says.
 
     Raises:
         CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
     """
     path = folder / _FACTS
-    if not path.exists() and not is_ours:
-        raise _of_another_backend(folder, backend, f"it has no {_FACTS}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{path}: missing or damaged ({error}). Resume from another checkpoint."
-        ) from error
-    found = content.get("format") if isinstance(content, dict) else None
-    writer = found.rpartition("-")[0] if isinstance(found, str) else backend
-    if writer != backend:
-        raise _of_another_backend(folder, backend, f"'{writer}' wrote it")
-    if found != layout:
-        raise CheckpointError(
-            f"{path}: another version of Spurline wrote this state of backend '{backend}' (format {found}, and this "
-            f"version reads {layout}). Use that version."
-        )
-    return content
-
-
-def _of_another_backend(folder: Path, backend: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{folder}: this is not a checkpoint of backend '{backend}': {why}. Resume with the backend that wrote it; or "
-        "export it with `spurline export` and its config, and set model.path to the result."
+    reason = "is missing"
+    if path.exists():
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from error
+        found = content.get("format") if isinstance(content, dict) else None
+        if found == layout:
+            return content
+        reason = f"has format {found}, and {layout} is needed"
+    raise CheckpointError(
+        f"{path} {reason}: this is not a checkpoint of backend '{backend}' in this version. Resume with the backend "
+        "and version that wrote it. Or export it with `spurline export` and its config, and set model.path to the "
+        "result."
     )
 
 
+def damaged(path: Path, error: Exception) -> DamagedCheckpointError:
+    """Return the error for a file of a checkpoint that cannot be read."""
+    return DamagedCheckpointError(f"{path}: missing or damaged ({error}). Resume from another checkpoint.")
+
+
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the checkpoint has the weights that the run trains, with the same descriptions."""
+    """Raise CheckpointError unless the checkpoint has the weights that the run trains, with equal descriptions.
+
+    Both mappings have the result of `describe` by name.
+    """
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or foreign:
         raise CheckpointError(
@@ -80,10 +72,10 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
 
 
 def check_frozen(where: Path, saved: str, frozen: str) -> None:
-    """Raise CheckpointError unless frozen weights have the digest that was saved."""
+    """Raise CheckpointError unless the digest of the frozen weights is the saved one."""
     if saved != frozen:
         raise CheckpointError(
-            f"{where}: the run of this checkpoint had other frozen weights than this run's model has. Resume with the "
+            f"{where}: the run of this checkpoint had other frozen weights than this run. Resume with the "
             "model.path, model.revision, model.init, backend.lora.base_dtype, backend.weights and seed the checkpoint "
             "was made with."
         )

@@ -1,7 +1,7 @@
-"""Read a trained model's weights from a checkpoint, one after the other, without holding the model.
+"""Read a trained model's weights from a checkpoint one by one, without holding the whole model.
 
-A checkpoint holds the trained weights by their names in the model. Frozen weights are read from `model.path`, and
-checked by their digest. An adapter alone is read without the weights under it.
+Trained weights come from the checkpoint. Frozen weights come from `model.path`, and their digest is checked. An adapter
+can be read without the weights under it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class SavedTensors:
     Attributes:
         where: The folder, for errors.
         layout: The tensors by their names in the model, on device `meta`.
-        read: Gives one of them, on CPU.
+        read: Returns the tensor of a name, on CPU.
         frozen_weights: Digest of the frozen weights.
         frozen_dtype: Dtype of frozen weights in digests.
-        rounded_to: Dtype that frozen weights were rounded to; None if they were not rounded.
+        rounded_to: Dtype to which frozen weights were rounded, or None.
         is_quantized: Whether the frozen weights of linear layers were quantized.
         narrow: Names of weights that were rounded to bf16.
     """
@@ -60,11 +60,11 @@ class SavedTensors:
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
-    """Return every weight of the saved model, adapters merged, each read when it is asked for.
+    """Return every weight of the saved model, with merged adapters. Each weight is read when it is asked for.
 
     Raises:
-        CheckpointError: For a checkpoint of another model; and, with the last weight, if `model.path` has other frozen
-            weights than those that the run was trained with.
+        CheckpointError: If the checkpoint is of another model. The stream raises it at its end if `model.path` does not
+            have the frozen weights of the run.
     """
     causal = _without_values(model, saved.frozen_dtype)
     freeze_parameters(causal, model.freeze)
@@ -85,7 +85,7 @@ def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, see
     """Return the adapter of the saved model, without reading the weights under it.
 
     Raises:
-        CheckpointError: For a checkpoint of another model.
+        CheckpointError: If the checkpoint is of another model.
     """
     from spurline_models.adapters.lora import adapter_settings, add_adapters
 
@@ -144,9 +144,9 @@ def _weights(
 
 
 class _OriginalWeights:
-    """The weights of `model.path`, by their names in a model without adapters, read one layer at a time.
+    """A context that reads the weights of `model.path` one layer at a time, by their names without adapters.
 
-    It is a context that closes the files. Weights of `init: random` are loaded as a whole.
+    With `init: random`, all weights are made at once.
     """
 
     def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
@@ -171,7 +171,7 @@ class _OriginalWeights:
         self._files.close()
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
-        """Return a weight of this shape on CPU. Raises CheckpointError if there is none."""
+        """Return the weight of this name on CPU. Raises CheckpointError if it is missing or has another shape."""
         layer = _number_of(name)
         if self._slices and self._layer != layer:
             self._weights.clear()
@@ -181,13 +181,13 @@ class _OriginalWeights:
         if found is None or found.shape != shape:
             there = "none" if found is None else f"one of shape {list(found.shape)}"
             raise CheckpointError(
-                f"model.path: the checkpoint was made with a frozen weight {name} of shape {list(shape)}, and "
-                f"its files have {there}. Restore the model that the run was made with."
+                f"model.path: the checkpoint needs a frozen weight {name} of shape {list(shape)}, and the files have "
+                f"{there}. Restore the model that the run was made with."
             )
         rounded_to = torch.bfloat16 if name in self._saved.narrow else self._saved.rounded_to
         return found.to(rounded_to).to(self._saved.frozen_dtype)
 
 
 def _number_of(name: str) -> str:
-    """Return the number of a weight's layer. Files may have another prefix than the model."""
+    """Return the number of a weight's layer, since names in files may have another prefix than in the model."""
     return layer_of(name).rstrip(".").rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Refuse settings with which a model cannot be trained, before its weights are loaded."""
+"""Check that a model can be trained with the run's settings, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from spurline_models.streams.stream_model import StreamModel, put_value_head
 
 
 def check_trainable(run: RunConfig) -> None:
-    """Raise ConfigError or ModelError for a model that cannot be trained with these settings, whatever its weights."""
+    """Raise ConfigError or ModelError if the model cannot be trained with these settings."""
     config, model = load_model_config(run.model), run.model
     try:
         causal = build_without_memory(config, model)
     except ModelError:
         if model.init == "random":
-            # Random weights are built with memory, and the model's own code may read them.
+            # The model's code may read weights while they are built, which works only with memory.
             return
         raise
     name = f"{model.path} ({type(causal).__name__})"
     check_settings(config, name, run.data.max_length)
     with quiet_loading():
-        # Refuses one without a decoder or an output layer.
+        # This raises ModelError for a model without a decoder or an output layer.
         StreamModel(causal)
     if run.source.facts.replays_experts and not find_routers(causal):
         raise no_routers(name)
@@ -41,7 +41,7 @@ def check_trainable(run: RunConfig) -> None:
     adapters = adapters_of(run)
     freeze_parameters(causal, model.freeze)
     if adapters is not None:
-        # Only runs with adapters have the library for them.
+        # Only runs with adapters need peft.
         from spurline_models.adapters.lora import add_adapters
 
         add_adapters(causal, adapters, run.seed)
@@ -56,7 +56,7 @@ def _trained(causal: nn.Module) -> list[str]:
 
 
 def check_losses(run: RunConfig, registry: Registry) -> None:
-    """Raise ConfigError for a loss of this run that has a state, before any rank is started."""
+    """Raise ConfigError if a loss of this run has a state. Backends with ranks call this before they start."""
     sections = (
         {"loss": run.loss} if run.trained_critic is None else {"loss": run.loss, "critic.loss": run.trained_critic.loss}
     )
@@ -65,10 +65,10 @@ def check_losses(run: RunConfig, registry: Registry) -> None:
 
 
 def refuse_stateful(loss: Loss, key: str = "loss") -> None:
-    """Raise ConfigError for a loss with a state: each rank would have a state of its own. key: its section."""
+    """Raise ConfigError if a loss has a state, since each rank would have its own. `key` is its section."""
     if isinstance(loss, Stateful):
         raise ConfigError.at(
             key,
-            f"is made by {type(loss).__name__}, which keeps a state: each rank would have one of its own. Choose "
-            "a loss without, or backend.name: local.",
+            f"is made by {type(loss).__name__}, which keeps a state, and each rank would have its own. Choose a loss "
+            "without a state, or backend.name: local.",
         )

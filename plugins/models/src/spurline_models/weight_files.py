@@ -1,6 +1,6 @@
 """Check the weight files of a Hugging Face folder, and write new ones.
 
-The check reads headers and lists of files, and opens no pickle. Tensors are written one at a time, in any order.
+The check reads only headers and indexes, and opens no pickle. Tensors are written one at a time, in any order.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = {
 }
 """Dtypes of weights by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    # An optimizer's state may have these, and no model's weights.
+    # Only an optimizer's state may have these.
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16",
@@ -51,15 +51,15 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
 
 
 def check_weight_files(model: ModelConfig) -> None:
-    """Raise ModelError naming a file of a model's folder that is missing, broken or a pickle."""
+    """Raise ModelError if a file of a model's folder is missing, broken or a pickle."""
     folder = Path(model.path)
     if model.init == "random" or not folder.is_dir():
         return
     refuse_adapter("model.path", model.path)
     if (folder / SETTINGS_FILE).is_file():
         raise ModelError(
-            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Merge it into its model, and set "
-            "model.path to that. Or remove the file if the weights beside it are whole."
+            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Set model.path to a model in which it "
+            "is merged, or remove the file if the weights beside it are whole."
         )
     paths = _files_in(folder)
     if not paths:
@@ -71,28 +71,24 @@ def check_weight_files(model: ModelConfig) -> None:
 def _without_weights(folder: Path) -> str:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
-        convert = (
-            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
-            f"[kind.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for kind in (M, T)]"
-        )
         return (
             f"model.path: {folder / pickled[0]} is a pickle, which can run code when it is opened, and {folder} has no "
-            "safetensors files. Use a copy of the model in safetensors. If you trust its makers, make one, and set "
-            f'model.path to it: python -c "{convert}"'
+            "safetensors files. Use a copy of the model in safetensors. If you trust its makers, make one with "
+            "from_pretrained and save_pretrained of transformers."
         )
     files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
     return (
         f"model.path: no weights can be loaded from folder {folder}: it has neither {_WHOLE} nor {_INDEX}.\n"
-        f"Files there: {files}.\nCopy or download its weights into it, or set model.path to one that has them. "
-        "To train this architecture from scratch set model.init: random."
+        f"Files there: {files}.\nCopy or download the weights into it, or set model.path to a folder that has them. "
+        "To train this architecture from scratch, set model.init: random."
     )
 
 
 def safetensors_files(model: ModelConfig) -> list[Path]:
-    """Return the safetensors files of a model, downloaded if it is on the hub; none if the hub has no such files.
+    """Return the safetensors files of a model. They are downloaded if the model is on the hub, which may have none.
 
     Raises:
-        ModelError: For files that are missing or broken.
+        ModelError: If files are missing or broken.
     """
     check_weight_files(model)
     folder = Path(model.path)
@@ -123,7 +119,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights in their files; fp32 if they have several dtypes, or no safetensors files."""
+    """Return the dtype of the weights in their files, or fp32 if there are several dtypes or no safetensors files."""
     found: set[torch.dtype] = set()
     for path in [] if model.init == "random" else safetensors_files(model):
         found |= {tensor.dtype for tensor in layout_of(path).values()}
@@ -132,10 +128,10 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def layout_of(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file, on device `meta`, from its header.
+    """Read the header of a safetensors file, and return its tensors on device `meta`.
 
     Raises:
-        ModelError: For a dtype that is not in `DTYPES`.
+        ModelError: If a dtype is not in `DTYPES`.
     """
     layout: dict[str, Tensor] = {}
     with safe_open(path, "pt") as file:
@@ -180,7 +176,7 @@ def values_of_tensor(tensor: Tensor) -> Values:
     """Return a tensor's values for a safetensors file, copied from a device block by block.
 
     Raises:
-        CheckpointWriteError: For a dtype that safetensors files cannot hold.
+        CheckpointWriteError: If safetensors files cannot hold the dtype.
     """
 
     def blocks() -> Iterator[memoryview]:
@@ -199,7 +195,7 @@ class WeightStream:
 
     Attributes:
         layout: Tensors on device `meta` by name, with the shape and dtype of the weights.
-        tensors: (name, tensor) for every name of the layout once, in any order.
+        tensors: Pairs (name, tensor) in any order. Each name of the layout comes once.
     """
 
     layout: Mapping[str, Tensor]
@@ -213,7 +209,7 @@ def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, m
         folder: The folder to write into.
         stream: The weights.
         dtype: The dtype of floating point weights in the files.
-        max_file_bytes: Size of the tensors in one file; a larger tensor has a file of its own.
+        max_file_bytes: Most bytes of the tensors in one file. A larger tensor has its own file.
     """
     plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
     with ExitStack() as stack:
@@ -229,7 +225,7 @@ class FilePlan:
 
     Attributes:
         files: The layout of each file, in the dtype of the files, by file name.
-        file_of: File names by the names of weights.
+        file_of: The file name of each weight.
         total_bytes: Size of all weights.
     """
 
@@ -246,11 +242,11 @@ class FilePlan:
         return cls(files, split.tensor_to_filename, split.metadata["total_size"])
 
     def write_index(self, folder: Path) -> None:
-        """Write the index beside several files; a single one needs none."""
+        """Write the index if there are several files."""
         if len(self.files) == 1:
             return
         content = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 class WeightFile:
@@ -258,7 +254,7 @@ class WeightFile:
 
     Args:
         path: The file.
-        layout: Tensors on device `meta` by name, with the shapes and dtypes that the file has.
+        layout: Tensors on device `meta` by name, with the shapes and dtypes of the file.
     """
 
     def __init__(self, path: Path, layout: Mapping[str, Tensor]):
@@ -266,7 +262,7 @@ class WeightFile:
         self._places: dict[str, int] = {}
         self._path = path
         end = 0
-        # As safetensors does: with the widest dtypes first, every tensor begins at a multiple of its width.
+        # The widest dtypes come first, as in safetensors, so that every tensor begins at a multiple of its width.
         ordered = dict(sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])))
         for name, tensor in ordered.items():
             self._places[name], end = end, end + tensor.nbytes

@@ -1,7 +1,7 @@
-"""Give a model's weights their Hugging Face names, for export and publishing, and recognise weights by digests.
+"""Give a model's weights their Hugging Face names for export and publishing, and identify weights by digests.
 
-A checkpoint has a digest of the weights that it does not hold. The digest covers all names, shapes and dtypes, and
-blocks of values from all over each tensor. It is quick for large models, and any fine-tuning changes it.
+A checkpoint has a digest of the frozen weights, which it does not hold. The digest covers all names, shapes and dtypes,
+and blocks of values that are spread over each tensor. It is quick for large models, and any fine-tuning changes it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One weight of the model without adapters, by its name there.
+    """A weight of the model, with its adapter if it has one.
 
     Attributes:
-        sources: Names in the model's state dict of the tensors that make the weight: itself, or the weight under an
-            adapter and the adapter's matrices.
+        name: The name that the weight has in a model without adapters.
+        sources: Names in the state dict of the tensors that make the weight. An adapted weight is made of the weight
+            under the adapter and the adapter's matrices.
         layer: Name of the layer that carries the adapter, if there is one.
     """
 
@@ -40,9 +41,11 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Parts that leave the model together: one, or all parts of a layer that have other names or shapes in files.
+    """Parts that are converted together: one part, or all parts of a layer whose names or shapes differ in files.
 
-    `weights` are the weights that the parts become: tensors on device `meta` by Hugging Face name.
+    Attributes:
+        parts: The parts.
+        weights: The result of the conversion: tensors on device `meta` by Hugging Face name.
     """
 
     parts: tuple[WeightPart, ...]
@@ -54,16 +57,16 @@ class WeightGroup:
 
     @property
     def is_merged(self) -> bool:
-        """True if adapters are merged, which needs the precision of the model."""
+        """True if adapters are merged. Merging needs the full precision of the model."""
         return any(part.layer is not None for part in self.parts)
 
 
 class GroupedWeights:
-    """Weights of a model in groups that leave it together, so that a sharded model can be gathered group by group.
+    """Weights of a model in groups that are converted together. A sharded model can be gathered group by group.
 
     Attributes:
         tensors: The model's own tensors, by their names in the model.
-        groups: The groups in the order in which they leave.
+        groups: The groups in the order of export.
     """
 
     tensors: Mapping[str, Tensor]
@@ -75,17 +78,17 @@ class GroupedWeights:
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of a group, made of its whole `tensors`; memory may be shared."""
+        """Make the weights of a group from its whole `tensors`. The result may share their memory."""
         raise NotImplementedError
 
 
 class NamedWeights(GroupedWeights):
-    """The weights of a model under their Hugging Face names, tied ones once. Adapters are merged into copies.
+    """The weights of a model under their Hugging Face names. Tied weights come once, and adapters are merged.
 
     Args:
         causal: The model.
         adapted: Whether the model carries LoRA adapters.
-        read: Returns a tensor with the values of one of the model's own, whose memory may be given away.
+        read: Returns a tensor of the model, or a copy on the host if its memory is given away.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class NamedWeights(GroupedWeights):
         self.groups = self._grouped(list(self._parts()))
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, tensor), made of the model's own tensors."""
+        """Yield (Hugging Face name, tensor) of each weight."""
         for group in self.groups:
             yield from self.weights_of(group, {source: self._value(source) for source in group.sources}).items()
 
@@ -125,7 +128,7 @@ class NamedWeights(GroupedWeights):
         return merged_weight(self._layers[part.layer], part.sources[0].removeprefix(f"{part.layer}."), own)
 
     def _parts(self) -> Iterator[WeightPart]:
-        # The adapted weights by their names in the model without adapters.
+        # Layers by the names that their weights have in a model without adapters.
         merged = {
             f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}": path
             for path, layer in self._layers.items()
@@ -146,7 +149,7 @@ class NamedWeights(GroupedWeights):
         assert not merged, f"adapters without the weight they adapt: {merged}"
 
     def _layer_of_adapter(self, source: str) -> str | None:
-        """Return the layer whose adapter has this tensor, the innermost if layers lie in each other."""
+        """Return the innermost layer whose adapter has this tensor."""
         paths = [path for path in self._layers if source.startswith(f"{path}.")]
         innermost = max(paths, key=len, default=None)
         if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
@@ -154,7 +157,7 @@ class NamedWeights(GroupedWeights):
         return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
-        # transformers renames and fuses some weights when it loads them, which is undone here.
+        # transformers renames and fuses some weights when it loads them. This is undone here.
         shapes = {part.name: self._shape(part) for part in parts}
         weights = revert_weight_conversion(self._causal, dict(shapes))
         groups: dict[str, list[WeightPart]] = {}
@@ -169,7 +172,7 @@ class NamedWeights(GroupedWeights):
         ]
 
     def _shape(self, part: WeightPart) -> Tensor:
-        """Return the part on device `meta`; a merged weight has the highest precision of its sources."""
+        """Return the part on device `meta`. A merged weight has the highest precision of its sources."""
         first, *others = part.sources
         layer = self._quantized.get(first)
         plain = self.tensors[first]
@@ -180,7 +183,7 @@ class NamedWeights(GroupedWeights):
 
 
 def layer_of(name: str) -> str:
-    """Return the beginning of a name up to the layer's number, such as `model.layers.3.`; empty outside of layers."""
+    """Return a name up to its layer's number, such as `model.layers.3.`, or an empty text if it has no number."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1]) + "."
@@ -190,43 +193,34 @@ _BLOCKS = 16
 _BLOCK_VALUES = 128
 
 
-def frozen_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Return the digest of the parameters that need no gradient, as if all had the dtype `wide`."""
-    frozen = (item for item in _held(module) if not item[1].requires_grad)
-    return digest_of_samples(entry(*item, wide) for item in frozen)
-
-
-def weights_digest(module: nn.Module, wide: torch.dtype | None = None) -> str:
-    """Return the digest of all parameters, as if all had the dtype `wide`."""
-    return digest_of_samples(entry(*item, wide) for item in _held(module))
-
-
-def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters, and for quantized ones everything that gives them a value."""
+def weights_digest(module: nn.Module, wide: torch.dtype | None = None, *, only_frozen: bool = False) -> str:
+    """Return the digest of all parameters, or of the frozen ones, as if they had the dtype `wide`."""
     quantized = quantized_layers(module)
+    held: list[tuple[str, Tensor]] = []
     for name, parameter in module.named_parameters():
         if name in quantized:
-            yield from quantized[name].held().named(name)
-        else:
-            yield name, parameter
+            held += quantized[name].held().named(name)
+        elif not (only_frozen and parameter.requires_grad):
+            held.append((name, parameter))
+    return digest_of_samples(entry(*item, wide) for item in held)
 
 
 def without_adapters(name: str) -> str:
-    """Return the name of a weight in the model before adapters were put around it."""
+    """Return the name that a weight has in a model without adapters."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def check_initial_weights(found: str, expected: str, path: str) -> None:
-    """Raise CheckpointError unless a reference model, loaded again from `path`, has the run's initial digest."""
+    """Raise CheckpointError unless the reference model has the `expected` digest of the run's initial weights."""
     if found != expected:
         raise CheckpointError(
-            f"model.path: the weights of {path} are not the ones that this run started from, and its reference model "
-            "needs these. Restore them, model.revision and backend.weights, or start over with another run_dir."
+            f"model.path: the weights of {path} are not the ones that this run started from. The reference model "
+            "needs them. Restore them, model.revision and backend.weights, or start over with another run_dir."
         )
 
 
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
-    """Return a tensor as `digest_of_samples` takes it, as if it had the dtype `wide`."""
+    """Return an entry for `digest_of_samples`, as if the tensor had the dtype `wide`."""
     return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
 
 
@@ -237,7 +231,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def sampled_positions(num_values: int) -> Tensor:
-    """Return the positions of sampled values: all of a few, else blocks spread evenly from first to last."""
+    """Return the positions of the values that a digest covers: all of a small tensor, or blocks spread evenly."""
     if num_values <= _BLOCKS * _BLOCK_VALUES:
         return torch.arange(num_values)
     starts = torch.arange(_BLOCKS) * (num_values - _BLOCK_VALUES) // (_BLOCKS - 1)
@@ -245,7 +239,7 @@ def sampled_positions(num_values: int) -> Tensor:
 
 
 def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Return the hex digest of (name, tensor, its `sample`), in any order; the tensor gives shape and dtype."""
+    """Return the hex digest of entries (name, tensor with shape and dtype, its `sample`) in any order."""
     entries: dict[str, bytes] = {}
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()

@@ -122,7 +122,7 @@ def test_a_damaged_critic_is_named_and_nothing_is_loaded(tmp_path: Path, model: 
     (tmp_path / "saved" / "critic" / name).unlink()
     backend = with_critic(model)
     before = {key: value.clone() for key, value in backend.named_weights()}
-    with pytest.raises(CheckpointError, match=f"critic/{name}: missing or damaged"):
+    with pytest.raises(CheckpointError, match=f"critic/{name}:? (is )?missing"):
         backend.load(tmp_path / "saved")
     assert all(torch.equal(value, before[key]) for key, value in backend.named_weights())
 

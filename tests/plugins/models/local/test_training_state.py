@@ -23,7 +23,7 @@ from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.configs import AdamWConfig, LinearConfig
 from spurline_models.weight_files import values_of_tensor
-from spurline_models.weights import frozen_digest
+from spurline_models.weights import weights_digest
 from spurline_rl.training_configs import RolloutCriticConfig
 
 DECAYING = {"schedule": LinearConfig(warmup_steps=2)}
@@ -145,9 +145,9 @@ def test_the_digest_tells_names_shapes_and_dtypes_apart_and_ignores_trainable_we
         for module in modules:
             for parameter in module.parameters():
                 parameter.zero_()
-    trainable = frozen_digest(modules[0])
+    trainable = weights_digest(modules[0], only_frozen=True)
     modules.append(copy.deepcopy(modules[0]).to(torch.bfloat16))
-    digests = {frozen_digest(module.requires_grad_(False)) for module in modules}
+    digests = {weights_digest(module.requires_grad_(False), only_frozen=True) for module in modules}
     assert len(digests | {trainable}) == 5
 
 
@@ -155,10 +155,10 @@ def test_the_digest_of_large_weights_reads_a_small_part_from_all_over() -> None:
     weight = nn.Parameter(torch.zeros(3000, 1000), requires_grad=False)
     module = nn.Module()
     module.register_parameter("weight", weight)
-    expected = frozen_digest(module)
+    expected = weights_digest(module, only_frozen=True)
     for part in weight.data.view(-1).tensor_split(4):
         part += 1
-        assert frozen_digest(module) != expected
+        assert weights_digest(module, only_frozen=True) != expected
         part -= 1
 
 
@@ -172,7 +172,7 @@ def test_a_missing_or_truncated_file_is_named(tmp_path: Path, name: str) -> None
     with pytest.raises(CheckpointError, match=f"{name}: missing or damaged"):
         backend.load(tmp_path / "saved")
     path.unlink()
-    with pytest.raises(CheckpointError, match=f"{name}: missing or damaged|it has no {name}"):
+    with pytest.raises(CheckpointError, match=f"{name}:? (is )?missing"):
         backend.load(tmp_path / "saved")
 
 

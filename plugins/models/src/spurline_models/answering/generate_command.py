@@ -46,9 +46,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=0)] = None,
-    stop: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer.")
-    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer.")] = None,
     count: Annotated[int, typer.Option("-n", min=1, help="Answers to each prompt.")] = 1,
     seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,

@@ -1,7 +1,7 @@
 """Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-The loss of a sequence depends on its own tokens only. Packing, micro-batches and ranks do not change it, as they would
-change a loss over a batch.
+The loss of a sequence depends only on its own tokens. So packing, micro-batches and ranks do not change it. They would
+change a loss over the tokens of a batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class BalanceLoss:
-    """A term of an objective: coefficient * (sum of the sequences' values) / num_sequences.
+    """A term of an objective: coefficient * (sum of the balance of sequences) / num_sequences.
 
     `num_sequences` counts the sequences with loss in the whole mini-batch, over all micro-batches and ranks.
     """
@@ -30,7 +30,7 @@ class BalanceLoss:
 
 
 def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
-    """Return the coefficient that `model.router_aux_loss` asks for. Raises ModelError for a model without routers."""
+    """Return the coefficient of `model.router_aux_loss`. Raises ModelError if the model has no routers."""
     wanted = model.router_aux_loss
     assert wanted is not None
     if not find_routers(causal):
@@ -52,9 +52,10 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    The value of a sequence of T tokens, in a layer with E experts and k for each token, is the sum over experts of
-    f * P. f is E / (k T) * the expert's number of tokens, without gradient. P is the mean over tokens of the expert's
-    share. The value is 1 if all experts get equally much. The value of a sequence is the mean over layers.
+    In a layer with E experts, k of them for each token, the balance of a sequence of T tokens is the sum over experts
+    of f * P. f is E / (k T) times the number of tokens that the expert gets, without gradient. P is the mean share of
+    the expert over the tokens. If all experts get equally many tokens, the balance is 1. The balance of a sequence is
+    its mean over layers.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -67,16 +68,16 @@ class StreamBalance:
         self._weights = has_loss.double() / lengths.square()
         self._sum: Tensor | None = None
         self.unknown = ""
-        """Class of a router that is not summed, since its shares cannot be computed; empty if there is none."""
+        """The class of a router whose shares are not known. It is empty if there is no such router."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
         """Add the choice of a router in a pass.
 
         Args:
             choice: The choice.
-            counted: The tokens of the pass that are tokens of the stream, not padding.
+            counted: The tokens of the pass that are not padding.
             tokens: The positions of these tokens in the stream.
-            num_layers: Number of layers of the model that have a router.
+            num_layers: Number of layers with a router.
         """
         shares, experts = choice.shares()[counted], choice.experts[counted]
         segments = self._segment_of_token[tokens]
@@ -89,5 +90,5 @@ class StreamBalance:
         self._sum = value if self._sum is None else self._sum + value
 
     def total(self) -> Tensor:
-        """Return the sum over the sequences that have loss, differentiable."""
+        """Return the differentiable sum over the sequences that have loss."""
         return self._weights.new_zeros(()) if self._sum is None else self._sum

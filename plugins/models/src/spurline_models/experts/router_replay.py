@@ -1,11 +1,10 @@
 """Record the experts that the routers of a model choose in one forward pass, and use them again in another.
 
-Because of rounding, the trainer's routers choose other experts than the engine's for some tokens. The two models then
-compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). Only the choice is replayed. The
-weights of experts come from the trainer's own router logits, so gradients reach the router.
+Because of rounding, routers of the trainer choose other experts than routers of the engine for some tokens. The two
+models then compute different functions (rollout routing replay, Ma et al. 2025, arXiv:2510.11370). Only the choice is
+replayed. The weights of experts come from the trainer's own router logits, so gradients reach the router.
 
-This uses hooks in the layers of a model, which also serve the balance loss and the loads of experts. If a few experts
-get most of the tokens, ranks wait, and the other experts learn nothing.
+The same hooks also compute the balance loss and count how many tokens each expert gets.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, fin
 Watcher = TypeVar("Watcher")
 
 Loads = Mapping[int, NDArray[np.int64]]
-"""The tokens that each expert got, int64 [E], by layer of the model, from 0."""
+"""The number of tokens of each expert, int64 [E], by number of the layer."""
 
 
 class ExpertLoads:
@@ -41,8 +40,8 @@ class ExpertLoads:
 
     @torch.no_grad()
     def add(self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor) -> None:
-        """Count the experts [T, top_k] of the layer's tokens; only `counted` tokens belong to samples."""
-        # Recomputation in the backward pass has been counted before.
+        """Count the experts [T, top_k] of a layer, for the `counted` tokens only. The others are padding."""
+        # In the backward pass, layers only repeat choices that have been counted.
         if torch._C._current_graph_task_id() != -1:
             return
         chosen = experts[counted].flatten()
@@ -53,16 +52,16 @@ class ExpertLoads:
     def fetch(self) -> Loads:
         if not self._sums:
             return {}
-        # One transfer, not one per layer.
+        # Join them, so that there is one transfer for all layers.
         parts = torch.cat([*self._sums.values()]).cpu().split([len(sums) for sums in self._sums.values()])
         return {layer: part.numpy() for layer, part in zip(self._sums, parts, strict=True)}
 
 
 def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
-    """Return the metrics of all ranks' loads; none for a model without experts.
+    """Return the metrics of all ranks' loads, or none for a model without experts.
 
-    `moe/imbalance`: tokens of a layer's busiest expert over the mean of its experts, as the mean over layers;
-    `moe/imbalance/max`: the same of the worst layer. `moe/idle_experts`: share of experts that got no token.
+    The imbalance of a layer is the load of its busiest expert, divided by the mean load. `moe/imbalance` is the mean
+    over layers, and `moe/imbalance/max` the worst layer. `moe/idle_experts` is the share of experts without a token.
     """
     totals: dict[int, NDArray[np.int64]] = {}
     for part in parts:
@@ -94,9 +93,9 @@ class ExpertRouting:
         self.loads: ExpertLoads | None = None
         """If set, it counts the tokens of each expert."""
         self.balance: StreamBalance | None = None
-        """If set, it sums the balance of the next stream's sequences."""
+        """If set, it sums the balance loss of the next stream."""
         self.counted: slice | Tensor = slice(None)
-        """The tokens of the next pass that are counted."""
+        """The tokens of the next pass that are not padding."""
         self.stream_tokens: slice = slice(None)
         """The positions of these tokens in the stream."""
         self.num_layers = len(layers)
@@ -118,7 +117,7 @@ class ExpertRouting:
                 layer.register_forward_hook(partial(self._leave, number))
 
     def noting(self) -> AbstractContextManager[dict[int, Tensor]]:
-        """Record the choices of every forward pass in the context: experts [T, top_k] by layer."""
+        """Record the experts [T, top_k] of every forward pass in the context, by layer."""
         return self.watching("_noted", {})
 
     def testing(self) -> AbstractContextManager[RouterTest]:
@@ -135,7 +134,7 @@ class ExpertRouting:
             setattr(self, name, None)
 
     def as_array(self, noted: Mapping[int, Tensor]) -> NDArray[np.int16]:
-        """Return the recorded choices of a pass over T tokens as [T, layers, top_k]; -1 in layers without experts."""
+        """Return recorded choices as [T, layers, top_k], with -1 in layers without experts."""
         tokens = len(next(iter(noted.values())))
         whole = np.full((tokens, self.num_layers, self.top_k), -1, np.int16)
         layers = sorted(noted)
@@ -143,7 +142,7 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # A recomputation may have stopped before the router, and left its experts here.
+        # A recomputation may stop before the router. Its experts are still here then.
         self._given.pop(number, None)
 
     def _take(
@@ -165,7 +164,7 @@ class ExpertRouting:
             return forward(*args, **kwargs)
         with RouterWatch(router, given) as watch:
             outputs = forward(*args, **kwargs)
-        # Recomputation in the backward pass repeats choices that were seen before.
+        # In the backward pass, layers only repeat choices that have been seen.
         if torch._C._current_graph_task_id() == -1:
             self._see(number, router, watch.choice(outputs))
         return outputs
@@ -183,14 +182,14 @@ class ExpertRouting:
             self._to_balance[number] = choice
 
     def _leave(self, number: int, layer: nn.Module, args: Any, output: Any) -> None:
-        # The balance is added here, outside of the layer, since a recomputed layer must save the same tensors again.
+        # Add the balance outside of the layer, since a recomputed layer must save the same tensors both times.
         choice = self._to_balance.pop(number, None)
         if choice is not None and self.balance is not None:
             self.balance.add(choice, self.counted, self.stream_tokens, len(self.routers))
 
 
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
-    """Raise DataError for a batch with experts that this model lacks, and ModelError if the model has none.
+    """Raise DataError if a batch has experts that the model lacks, and ModelError if the model has no experts.
 
     On a GPU, an index out of range would end the process.
     """
@@ -208,23 +207,23 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]
         if len(beyond):
             raise DataError(
-                f"The rollouts note expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}; -1 stands "
-                "for all experts of a layer. The rollouts are another model's: record them again."
+                f"The rollouts have expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}. (-1 must "
+                "stand for all experts of a layer.) The rollouts are of another model. Record them again."
             )
 
 
 def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
-    """Raise DataError for experts [T, layers, top_k] of a model with other layers or another top_k."""
+    """Raise DataError if experts [T, layers, top_k] have another number of layers or another top_k."""
     if tuple(experts.shape[1:]) != (num_layers, top_k):
         raise DataError(
-            f"The rollouts note {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
-            f"model has {top_k} in {num_layers} layers. The rollouts are another model's: record them again."
+            f"The rollouts have {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
+            f"model has {top_k} in {num_layers} layers. The rollouts are of another model. Record them again."
         )
 
 
 def no_routers(model: str) -> ModelError:
-    """Return the error for a model of this path whose experts cannot be replayed."""
+    """Return the error for a model without routers, when experts are to be replayed."""
     return ModelError(
-        f"source.router_replay is true, and the model {model} has no router that it knows. Set it to false, or "
-        "choose a mixture-of-experts model."
+        f"source.router_replay is true, and no router is known in the model {model}. Set it to false, or choose a "
+        "mixture-of-experts model."
     )

@@ -1,8 +1,8 @@
-"""Watch the routers of a mixture of experts, of any class, and replace the experts that they choose.
+"""Watch the routers of a mixture of experts, and replace the experts that they choose.
 
-All classes of routers choose with one call of `topk`, on scores [T, E]. That call is watched while the router's own
-code runs, and its result may be replaced, so weights and gradients stay the router's own. `RouterTest` tests whether a
-router works so.
+Every class of routers chooses with one call of `topk`, on scores [T, E]. That call is watched while the router's own
+code runs, and its result may be replaced. The router's own code then computes the weights of the replaced experts.
+`RouterTest` tests whether this works for a router.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 
 
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return routers by decoder layer, from 0: the innermost module that has `router_sizes`.
+    """Return the routers by number of their decoder layer. A router is an innermost module with `router_sizes`.
 
-    A layer with several routers is left out, since engines do not tell them apart.
+    A layer with several routers is left out, since engines do not distinguish them.
     """
     found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
     return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
@@ -35,14 +35,14 @@ def _routers_of(layer: nn.Module) -> list[nn.Module]:
 
 
 class RouterSizes(NamedTuple):
-    """The number of experts of a token, and of experts that a router chooses from."""
+    """The number of experts that a router chooses for a token, and the number of all its experts."""
 
     top_k: int
     num_experts: int
 
 
 def router_sizes(module: nn.Module) -> RouterSizes | None:
-    """Return a router's sizes by its attributes `top_k` and `num_experts`, or its config (Gemma 4); None for others."""
+    """Read a router's sizes from its attributes or its config (Gemma 4). Returns None if it is not a router."""
     top_k, count = getattr(module, "top_k", None), getattr(module, "num_experts", None)
     config = getattr(module, "config", None)
     if top_k is None and count is None and config is not None and type(module).__name__.endswith("Router"):
@@ -62,8 +62,8 @@ class Choice:
 
     Attributes:
         experts: int64 [T, top_k].
-        scores: [T, E], differentiable, by which the router chooses.
-        kind: The function that makes scores from logits; `logits` if there is none, and empty if it is not known.
+        scores: [T, E], the differentiable scores by which the router chooses.
+        kind: The function that makes scores from logits. It is `logits` if there is none, and empty if it is not known.
     """
 
     experts: Tensor
@@ -71,10 +71,10 @@ class Choice:
     kind: Literal["softmax", "sigmoid", "logits", ""]
 
     def shares(self) -> Tensor:
-        """Return the shares of all experts in each token [T, E], at least fp32; rows sum to 1.
+        """Return the shares of all experts for each token [T, E], at least in fp32. Rows sum to 1.
 
-        A share is the softmax of the logits, or a sigmoid over the sum of sigmoids. With gradients, call it only
-        outside of recomputed layers, which must save the same tensors the second time.
+        A share is a softmax of the logits, or a sigmoid divided by the sum of sigmoids. With gradients, call it only
+        outside of recomputed layers, which must save the same tensors both times.
         """
         assert self.kind, "the kind of scores is not known"
         scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
@@ -84,9 +84,9 @@ class Choice:
 
 
 class RouterWatch(TorchFunctionMode):
-    """A context that notes the call of `topk` that chooses experts, and may replace its result by `given`.
+    """A context that records the call of `topk` that chooses experts, and may replace its result by `given`.
 
-    `given` is [T, top_k], with -1 for tokens whose experts the router chooses itself.
+    `given` is [T, top_k]. For tokens with -1, the router's own choice stays.
     """
 
     def __init__(self, router: nn.Module, given: Tensor | None = None) -> None:
@@ -109,7 +109,7 @@ class RouterWatch(TorchFunctionMode):
         return result
 
     def choice(self, outputs: Any) -> Choice | None:
-        """Return the choice of the router that gave these outputs; None unless it chose once."""
+        """Return the choice of the router, which returned these outputs. It is None unless the router chose once."""
         if len(self._experts) != 1 or self._chosen_from is None:
             return None
         if self._scores is not None:
@@ -129,7 +129,7 @@ class RouterWatch(TorchFunctionMode):
         experts = own[1]
         self._chosen_from = scores
         if self._given is not None:
-            # The engine did not compute some tokens, such as the last one that it wrote.
+            # The engine did not compute some tokens, such as its last one.
             experts = torch.where(self._given[:, :1] >= 0, self._given, experts)
             own = torch.return_types.topk((scores.gather(1, experts), experts))
         self._experts.append(experts.detach())
@@ -142,23 +142,24 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """A test of each router when it runs. Its own choice must give the same results, other experts must get weights.
+    """A test of every router that runs. Its own choice, replayed, must give the same results, and other experts must
+    get weights.
 
-    `failed` has the reason of a failure by a router's class. `tried` counts routers that have run.
+    `failed` has a reason for each class of routers that fails. `tried` counts the routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
     tried: int = 0
 
     def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the router a few times on the input that it is about to get."""
+        """Run the router a few times on its next input."""
         self.tried += 1
         reason = self._what_fails(router, forward, args, kwargs)
         if reason is not None:
             self.failed.setdefault(type(router).__name__, reason)
 
     def problem(self, num_routers: int) -> str | None:
-        """Return why a model with so many routers cannot be replayed, or None."""
+        """Return why a model with `num_routers` routers cannot be replayed, or None."""
         if self.tried < num_routers:
             return f"has {num_routers} routers, and uses {self.tried} of them"
         return next((f"has a {name}, which {reason}" for name, reason in sorted(self.failed.items())), None)
@@ -170,7 +171,7 @@ class RouterTest:
         again, _ = _run(router, forward, args, kwargs, choice.experts)
         if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
             return "gives other results for the experts that it chose itself"
-        # The neighbours of the chosen experts are different from each other, too.
+        # The experts after the chosen ones are different from each other, too.
         others = (choice.experts + 1) % sizes_of(router).num_experts
         replaced, _ = _run(router, forward, args, kwargs, others)
         weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]

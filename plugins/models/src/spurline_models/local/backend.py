@@ -47,11 +47,11 @@ from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
 
 _CRITIC_FOLDER = "critic"
-"""The critic's folder in the backend's part of a checkpoint; the policy lies at its top."""
+"""The critic's folder in the backend's part of a checkpoint. The policy's files are beside that folder."""
 
 
 class LocalBackend:
-    """A `Backend` in this process; see the protocol for the promises of each method."""
+    """A `Backend` in this process. The protocol describes its methods."""
 
     def __init__(self, config: LocalBackendConfig, run: RunConfig, registry: Registry, total_updates: int):
         if config.num_threads is not None:
@@ -92,7 +92,7 @@ class LocalBackend:
         try:
             sums = self._accumulate(trained, batch, objective, role)
             norm = trained.gradient_norm()
-            # A step waits for the device once: loss, norm and all metrics come together.
+            # A step waits for the device only once, since loss, norm and all metrics are fetched together.
             part, (grad_norm,) = sums.fetch(norm)
             loss = part.loss / objective.normalizer
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -121,7 +121,7 @@ class LocalBackend:
         trained = self._model_to_train(role)
         self._memory.check_here("asked for gradients")
         try:
-            # The next update draws the same dropout.
+            # Restore the generators, so that the next update draws the same dropout.
             with self._profile.keeping_generators():
                 self._accumulate(trained, batch, objective, role)
             result = trained.gradients()
@@ -160,7 +160,7 @@ class LocalBackend:
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap parameters; the former values take their memory once more."""
+        """Swap parameters. The former values are kept as copies."""
         self._memory.check_here("given other parameters")
         with self._model_to_train(role).swapped(values):
             self._open_swaps += 1
@@ -210,7 +210,7 @@ class LocalBackend:
         self._memory.check_here("loaded from a checkpoint")
         puts = [read_training_state(path, self._policy)]
         if self._critic is not None:
-            puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic, is_ours=True))
+            puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic))
         # Nothing is changed unless both fit.
         for put in puts:
             put()
@@ -218,7 +218,7 @@ class LocalBackend:
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")
         for trained in self._trained_models():
-            # A checkpoint that is written meanwhile needs this digest, which is computed on the device.
+            # Compute this digest while the weights are on the device. A checkpoint may need it later.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
@@ -260,7 +260,7 @@ class LocalBackend:
         return stop_tokens(self._model.causal, self._run.model)
 
     def _states(self) -> dict[str, TrainingState]:
-        """Return the state that a checkpoint holds, by folder in the backend's part."""
+        """Return the state that a checkpoint holds, by folder."""
         models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
         return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
 
@@ -315,7 +315,7 @@ def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDig
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
-    """Return the row numbers of each micro-batch, in row order. Rows of one unit stay together."""
+    """Return the row numbers of each micro-batch, in increasing order. Rows of one unit stay together."""
     tokens = tokens_per_row(batch)
     rows = np.flatnonzero(tokens)
     if config.rows_per_microbatch is not None:
@@ -336,5 +336,5 @@ def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
             used = 0
         groups[-1].extend(members)
         used += size
-    # The rows of units may alternate. Within a micro-batch rows keep the order of the batch.
+    # The rows of a unit may lie apart. Within a micro-batch, rows have the order of the batch.
     return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]

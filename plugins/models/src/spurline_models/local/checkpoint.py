@@ -3,8 +3,8 @@
 - model.safetensors: the trained weights or their fp32 masters, and the model's persistent buffers.
 - optimizer.safetensors: the optimizer's state of each parameter.
 - rng.safetensors: the random generators.
-- state.json: the update count, digests of the frozen weights and of the weights that the run started from, and the
-  optimizer's name and numbers. Frozen weights are not saved.
+- state.json: the update count, the optimizer's name and numbers, a digest of the frozen weights, and a digest of the
+  weights that the run started from. Frozen weights are not saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
+from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
 from spurline.tensor_files import write_tensor_file
 from spurline_models import device_profile
 from spurline_models.adapters.adapter_weights import AdapterStream
@@ -29,7 +29,7 @@ from spurline_models.device_profile import DeviceProfile
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
-from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
+from spurline_models.saved_state import check_frozen, check_weights, damaged, read_facts, write_facts
 from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
 from spurline_models.weight_files import WeightStream, layout_of, values_of_tensor
 
@@ -52,7 +52,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors under the same names; the next call for this group reuses their memory.
+        """Return copies of the tensors under the same names. The next call for this group reuses their memory.
 
         Raises:
             RunFailedError: If the host's memory is too small.
@@ -78,18 +78,18 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The content of a folder: tensors by file and name, and the facts beside them."""
+    """The content of a folder: tensors by file and name, and the facts in `state.json`."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
 
     @classmethod
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
-        """Return the current state. Its tensors are not copies, so training goes on to change them.
+        """Return the current state. Its tensors are not copies, so later training changes them.
 
         Args:
             trained: The model and its optimizer.
-            read: Returns a tensor with the values of a tensor of the model or optimizer, which may be offloaded.
+            read: Returns a tensor of the model or optimizer, or a copy on the host if its memory is given away.
 
         Raises:
             CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
@@ -110,12 +110,12 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Copy the values to memory that training does not change; `owner` names the model among the copies."""
+        """Copy the values to memory that training does not change. `owner` names the model."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
     def write(self, path: Path) -> Digests:
-        """Write into this folder, to the disk, and return the digests of the files by name.
+        """Write the state into this folder, and return the digests of the files by name.
 
         Raises:
             CheckpointWriteError: If the files cannot be written.
@@ -132,13 +132,13 @@ class TrainingState:
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:
-    """Read the policy's weights from a checkpoint, one by one; see `BackendFacts.checkpoint_reader`."""
+    """Read the policy's weights from a checkpoint, one by one. See `BackendFacts.checkpoint_reader`."""
     config = cast(LocalBackendConfig, run.backend)
     return saved_weights(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
 
 
 def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> AdapterStream:
-    """Read the policy's adapter from a checkpoint; see `BackendFacts.adapter_reader`."""
+    """Read the policy's adapter from a checkpoint. See `BackendFacts.adapter_reader`."""
     config = cast(LocalBackendConfig, run.backend)
     assert config.lora is not None
     return saved_adapter(_saved_tensors(config, run.model, folder), run.model, config.lora, run.seed)
@@ -150,7 +150,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
     try:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
+        raise damaged(path, error) from error
     narrow = frozenset(facts["narrow_weights"])
 
     def read(name: str) -> Tensor:
@@ -170,13 +170,13 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
     )
 
 
-def read_training_state(path: Path, trained: TrainedModel, *, is_ours: bool = False) -> Callable[[], None]:
+def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]:
     """Read a saved state, and return a function that puts it into the model, its optimizer and the random generators.
 
     Raises:
         CheckpointError: If the state does not fit this model and optimizer. They are unchanged then.
     """
-    content = read_facts(path, "local", _FORMAT, is_ours=is_ours)
+    content = read_facts(path, "local", _FORMAT)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
     check_frozen(path, content["frozen_weights"], trained.frozen_weights)
@@ -216,8 +216,4 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, error: Exception) -> DamagedCheckpointError:
-    return DamagedCheckpointError(f"{path}: missing or damaged ({error}). Resume from another checkpoint.")
+        raise damaged(path, error) from error

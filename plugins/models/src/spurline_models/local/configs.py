@@ -20,35 +20,34 @@ class LocalBackendConfig(TransformersBackendConfig):
     """One process, on CPU or one GPU."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "ranks": "It is one process. Several train with `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
+        "ranks": "It is one process. To use several: `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' divides layers so: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "The backend 'megatron' has it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     beyond: ClassVar[str] = (
-        "Train adapters (backend.lora), a smaller model, or on many GPUs with the backend fsdp of the plugin "
-        "fsdp_backend."
+        "Train adapters (backend.lora) or a smaller model, or use several GPUs (backend fsdp of plugin fsdp_backend)."
     )
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """`auto` takes the GPU when there is one."""
     precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
-    """`bf16` computes under autocast, and keeps weights as `weights` says; `fp64` is for numerical tests."""
+    """`bf16` computes under autocast. `fp64` is for numerical tests."""
     weights: Annotated[Literal["fp32", "bf16_masters"], OnResume.BY_NAME] = "fp32"
-    """How trained weights are held with `precision: bf16`. `bf16_masters`: matrices in bf16, with fp32 copies that the
-    optimizer steps on."""
+    """The dtype of trained weights with `precision: bf16`. `bf16_masters` holds matrices in bf16. The optimizer then
+    steps on fp32 copies of them."""
     offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Keep the optimizer's state, and fp32 copies of weights, in the memory of the host, and step there."""
+    """Keep the optimizer's state and fp32 copies of weights in host memory, and step there."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Accumulate gradients over micro-batches of this many rows; null takes all rows at once."""
+    """Rows of a micro-batch. Gradients are accumulated over micro-batches. null takes all rows at once."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Fill each micro-batch with whole rows up to this many tokens instead; padding is not counted."""
+    """Most tokens of a micro-batch, without padding. Rows stay whole. Set this or `rows_per_microbatch`."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Positions whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """CPU threads; null leaves torch's choice."""
+    """CPU threads. null lets torch choose."""
     probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
 
@@ -57,24 +56,16 @@ class LocalBackendConfig(TransformersBackendConfig):
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
         # On a machine without a GPU, `auto` may be meant for another machine.
         yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.precision)
-        if self.weights != "fp32" and self.precision != "bf16":
-            yield Problem(
-                "weights",
-                f"is {self.weights}, and precision is {self.precision}. Set backend.precision: bf16, or "
-                "backend.weights: fp32.",
-            )
-        if self.weights != "fp32" and self.fp8:
+        if self.narrow_weights and self.precision != "bf16":
+            yield Problem("weights", f"is {self.weights}, which needs precision: bf16. Set it, or weights: fp32.")
+        if self.narrow_weights and self.fp8:
             yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
-        if self.weights != "fp32" and self.lora is not None:
-            yield Problem(
-                "weights",
-                f"is {self.weights}, and backend.lora trains adapters, which stay fp32. Remove it, and set "
-                "backend.lora.base_dtype for the weights under adapters.",
-            )
+        if self.narrow_weights and self.lora is not None:
+            yield Problem("weights", f"is {self.weights}, which is not for adapters. Set lora.base_dtype instead.")
 
     @property
     def narrow_weights(self) -> bool:
-        """True if matrices are held in half precision while they are trained, beside fp32 masters."""
+        """True if trained matrices are held in half precision, beside fp32 masters."""
         return self.weights != "fp32"
 
     @property
@@ -92,7 +83,7 @@ class LocalBackendConfig(TransformersBackendConfig):
             checkpoint_reader="spurline_models.local.checkpoint:read_weights",
             adapter_reader="spurline_models.local.checkpoint:read_adapter",
             stays_on_cpu=self.device == "cpu",
-            # Both need hooks of routers, for which a compiled decoder would be recompiled.
+            # Both need hooks in routers, and hooks would make torch compile the decoder again.
             replays_experts=not self.compile,
             balances_experts=not self.compile,
             computes_in=self.precision,
@@ -104,7 +95,7 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device that these settings train on."""
+        """The device that `auto` stands for here."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -123,7 +114,7 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def offloads_activations(self) -> bool:
-        """True if activations leave the device. A CPU has no memory besides that of the host."""
+        """True if activations leave the device. On a CPU there is only host memory."""
         return self.offload_activations and self.planned_device == "cuda"
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
@@ -152,7 +143,7 @@ class LocalBackendConfig(TransformersBackendConfig):
                 yield {"max_tokens_per_microbatch": bound}
 
     def microbatch_tokens(self, row_length: int, tokens: int) -> int:
-        """Return the tokens of a micro-batch, for a step of `tokens` tokens in rows of this length."""
+        """Return the tokens of a micro-batch in a step of `tokens` tokens."""
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)

@@ -14,13 +14,13 @@ from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.placement.quantized_weights import quantized_bytes
 
 _WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 4}
-"""Bytes of a weight that is held wide, by precision; bf16 computes under autocast."""
+"""Bytes of a weight in full precision. With bf16, only the computation is in half precision."""
 
 _HALF_BYTES = 2
 
 
 def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of an update of `tokens` tokens, all with loss. See `ModelBackendConfig`."""
+    """Estimate the memory of an update of `tokens` tokens that all have loss."""
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
@@ -32,7 +32,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     optimizers = [run.optimizer, *([] if critic is None else [critic])]
 
     weights, rounded = _held_weights(config, run, shapes)
-    # An optimizer on the host steps on copies of wide weights too.
+    # An optimizer on the host steps on copies of all weights.
     masters = (trained if config.offload_optimizer else narrow) * wide
     kept = {"weights": weights}
     host = 0
@@ -45,7 +45,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         kept["reference"] = weights
     if critic is not None:
-        # The critic is as large as the policy; its gradients are dropped before the policy has any.
+        # The critic is as large as the policy. Its gradients are freed before the policy has any.
         kept["critic"] = weights + masters + (critic.state_bytes(shapes.trained, wide) if optimizers else 0)
     if run.checkpoint.is_async:
         models = [run.optimizer, *([] if critic is None else [critic])]
@@ -56,7 +56,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
             host += copy
 
     several = microbatch < tokens
-    # The sums of several micro-batches are wide.
+    # Sums over several micro-batches are in full precision.
     gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
     on_device, on_host = shapes.activation_bytes(
         computed, wide, checkpointing=config.activation_checkpointing, offloading=config.offloads_activations
@@ -75,7 +75,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
 
 
 def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[int, int]:
-    """Return the bytes of all weights as they are held, and the bytes of copies that computation rounds or widens."""
+    """Return the bytes of all weights, and of their copies in the dtype of computation."""
     wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
     narrow_bytes = _HALF_BYTES if config.narrow_weights else wide
     if config.lora is not None:
@@ -94,8 +94,8 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps rounded weights for the backward pass; recomputed layers under adapters drop them one by one.
+    # Autocast keeps rounded weights for the backward pass. Recomputed layers under adapters free them one by one.
     if config.activation_checkpointing and config.lora is not None:
         rounded //= len(shapes.blocks)
-    # Matrices in a dtype narrower than that of computation are widened one at a time.
+    # Matrices in a narrower dtype than the computation are converted one at a time.
     return held, (rounded + largest) * computed

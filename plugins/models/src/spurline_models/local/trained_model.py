@@ -1,7 +1,7 @@
-"""Load the models of a run, place their weights as the local backend is asked to, and join them with optimizers.
+"""Load the models of a run in the dtypes and on the devices of the config, and join them with optimizers.
 
 Matrices may be in half precision, with fp32 masters. Weights under adapters may be rounded or quantized. The optimizer
-may step in host memory. The reference is placed as the policy was before training.
+may step in host memory. The reference model has the dtypes that the policy had before training.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from spurline_models.placement.narrow_weights import (
 )
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
-from spurline_models.weights import check_initial_weights, frozen_digest, weights_digest
+from spurline_models.weights import check_initial_weights, weights_digest
 
 Masters = dict[str, Tensor]
 """The fp32 values of trained weights that a model holds in bf16, by name."""
 
 
 class TrainedModel:
-    """A model whose parameters that ask for gradients are trained.
+    """A model with its optimizer.
 
     Args:
         model: The model.
         parameters: Its trained parameters by name.
-        masters: The tensors that the optimizer steps on in their place.
+        masters: The tensors that the optimizer steps on instead of the parameters.
         optimization: The optimizer of `masters`.
-        weight_dtype: The dtype of computation and of digests, however weights are held.
+        weight_dtype: The dtype of sums of gradients and of digests. Weights may be held in a narrower dtype.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TrainedModel:
         self.parameters = parameters
         self.optimization = optimization
         self.initial_weights = weights_digest(model.causal, weight_dtype)
-        """Digest of the weights that the whole run started from, also after a resume."""
+        """Digest of the weights that the run started from. A resume sets it to the saved one."""
         self.updates = 0
         self._weight_dtype = weight_dtype
         self._masters = masters
@@ -73,7 +73,7 @@ class TrainedModel:
                 value.register_post_accumulate_grad_hook(partial(self._sum_wide, name))
 
     def _sum_wide(self, name: str, parameter: Tensor) -> None:
-        """Take the gradient of a narrow parameter away after each micro-batch, so that sums of gradients are wide."""
+        """Move the gradient of a narrow parameter to `_sums` after each micro-batch, since sums must be wide."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         sums = self._sums.get(name)
@@ -81,12 +81,12 @@ class TrainedModel:
         self._sums[name] = gradient if sums is None else sums.to(self._weight_dtype).add_(gradient)
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients that exist by name, in the dtype of the parameter or wide."""
+        """Return the existing gradients by name, in the parameter's dtype or in `weight_dtype`."""
         found = {name: self._sums.get(name, value.grad) for name, value in self.parameters.items()}
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradients(self) -> list[tuple[str, Tensor]]:
-        """Return (name, gradient) for each parameter, on CPU, in `weight_dtype`."""
+        """Return (name, gradient in `weight_dtype` on CPU) of each parameter."""
         found = self._gradients()
         return [
             (name, torch.zeros(value.shape, dtype=self._weight_dtype))
@@ -105,11 +105,11 @@ class TrainedModel:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
-        """Clip, update the weights, and return the learning rates as metrics.
+        """Clip gradients, update the weights, and return the learning rates as metrics.
 
         Args:
             norm: The gradient norm, on the device.
-            grad_norm: The same on the host.
+            grad_norm: The gradient norm, on the host.
         """
         limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm <= limit:
@@ -120,9 +120,9 @@ class TrainedModel:
             rates = self.optimization.step(self.updates + 1)
         else:
             gradients = self._gradients()
-            # `gradients` holds the only references now, and each goes when it has been used.
+            # Now only `gradients` refers to them, so each can be freed when it has been used.
             self.drop_gradients()
-            # The factor by which torch clips.
+            # torch clips by the same factor.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._masters.step(self.optimization.optimizer.step, gradients, factor)
@@ -131,12 +131,12 @@ class TrainedModel:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters by name, or their masters; not copies."""
+        """The trained parameters by name, or their masters. They are not copies."""
         return self._masters.values
 
     @property
     def narrow_names(self) -> list[str]:
-        """Names of all weights in half precision, if trained weights are among them; empty otherwise."""
+        """Names of all weights in half precision. It is empty if no trained weight is among them."""
         names = [name for name, value in self.model.causal.named_parameters() if self._is_narrow(value)]
         return names if any(map(self._is_narrow, self.parameters.values())) else []
 
@@ -144,7 +144,7 @@ class TrainedModel:
         return value.dtype.itemsize < self._weight_dtype.itemsize
 
     def publish(self) -> None:
-        """Let the model compute with the changed content of `values`."""
+        """Give the model the content of `values`, after it has changed."""
         self._masters.publish(self.parameters)
 
     def tensors(self) -> DeviceTensors:
@@ -160,7 +160,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap values as `LendsParameters` says. Engines and compiled code hold the tensors, so these stay the same."""
+        """Swap values as in `LendsParameters`. The tensors stay the same, since engines and compiled code hold them."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(
@@ -187,8 +187,8 @@ class TrainedModel:
 
     @cached_property
     def frozen_weights(self) -> str:
-        """Digest of the weights that a checkpoint does not hold. They never change."""
-        return frozen_digest(self.model.causal, self._weight_dtype)
+        """Digest of the frozen weights, which a checkpoint does not hold."""
+        return weights_digest(self.model.causal, self._weight_dtype, only_frozen=True)
 
 
 class WeightPlacement:
@@ -200,7 +200,7 @@ class WeightPlacement:
         self._profile = profile
 
     def load_trainable(self) -> tuple[PreTrainedModel, Masters]:
-        """Load the model of the config, with adapters or frozen parts if it asks for them, and the masters."""
+        """Load the model of the config, with adapters and frozen parts, and the masters."""
         masters: Masters = {}
         lora = self._config.lora
         causal = load_model(
@@ -215,7 +215,7 @@ class WeightPlacement:
         return causal, masters
 
     def load_reference(self, initial_weights: str) -> StreamModel:
-        """Load a frozen model with the weights that the run started from. Runs with adapters need none.
+        """Load a frozen model with the weights that the run started from. Runs with adapters do not need it.
 
         Raises:
             CheckpointError: If their digest is not `initial_weights`.
@@ -266,10 +266,10 @@ class WeightPlacement:
 
         dtype = self._base_dtype()
         if dtype is not None:
-            # Before adapters are added, which are not rounded.
+            # This comes before adapters are added, since they are not rounded.
             round_weights(causal, dtype)
         if lora.is_quantized:
-            # Before adapters wrap the layers.
+            # This comes before adapters wrap the layers.
             quantize_weights(causal, wide)
         add_adapters(causal, lora, self._run.seed)
         if dtype is not None:

@@ -29,13 +29,13 @@ class AdamWConfig(OptimizerConfig):
 
     name: str = "adamw"
     betas: Annotated[tuple[Share, Share], OnResume.BY_NAME] = (0.9, 0.95)
-    """Decay of the first and second moment estimates."""
+    """Decay rates of the first and second moment."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
 
 
 class SgdConfig(OptimizerConfig):
-    """Stochastic gradient descent, with weight decay in the gradient. It needs learning rates far above the default."""
+    """Stochastic gradient descent, with weight decay in the gradient. It needs far larger learning rates than AdamW."""
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
@@ -50,9 +50,9 @@ class SgdConfig(OptimizerConfig):
 
 
 class MuonConfig(AdamWConfig):
-    """Muon for matrices of hidden layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for all else.
+    """Muon for matrices of hidden layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
 
-    AdamW trains embeddings, the output layer, vectors, and tensors of three and more dimensions, with `betas` and
+    AdamW trains embeddings, the output layer, vectors, and tensors of three or more dimensions. It uses `betas` and
     `eps`.
     """
 
@@ -62,11 +62,12 @@ class MuonConfig(AdamWConfig):
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
     """Share of the last step's direction that is kept."""
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
-    """Factor of a matrix's learning rate by its shape. `match_rms_adamw` is 0.2 sqrt(max(rows, columns)), so that the
-    learning rate and weight decay of AdamW suit all parameters (Liu et al. 2025, arXiv:2502.16982). `original` is
-    sqrt(max(1, rows / columns)). It needs a learning rate such as 0.02, so give other parameters a group."""
+    """The factor of a matrix's learning rate, which depends on its shape. `match_rms_adamw` is 0.2 sqrt(max(rows,
+    columns)), so that the learning rate and weight decay of AdamW suit all parameters (Liu et al. 2025,
+    arXiv:2502.16982). `original` is sqrt(max(1, rows / columns)), which needs a learning rate such as 0.02. Then put
+    other parameters into a group with a smaller rate."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
-    """Globs of the names of matrices that AdamW trains: embeddings and the output layer."""
+    """Glob patterns of the matrices that AdamW trains: embeddings and the output layer."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         installed = version("torch")
@@ -85,9 +86,9 @@ class MuonConfig(AdamWConfig):
 
 
 class AdamW8BitConfig(AdamWConfig):
-    """AdamW whose moments have 8 bits, with a scale for each block (Dettmers et al. 2022, arXiv:2110.02861).
+    """AdamW with moments in 8 bits and a scale for each block (Dettmers et al. 2022, arXiv:2110.02861).
 
-    Needs `pip install spurline-models[optim-8bit]`. Parameters of less than `smallest` values have moments of 32 bits.
+    It needs `pip install spurline-models[optim-8bit]`. Small parameters have moments in 32 bits.
     """
 
     needs_whole_parameters: ClassVar[str | None] = "the kernels of bitsandbytes take no DTensors"
@@ -97,7 +98,7 @@ class AdamW8BitConfig(AdamWConfig):
 
     name: str = "adamw_8bit"
     smallest: int = Field(default=4096, ge=1)
-    """Smallest number of values of a parameter whose moments have 8 bits."""
+    """Parameters with fewer values have moments in 32 bits."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if find_spec("bitsandbytes") is None:
@@ -110,7 +111,7 @@ class AdamW8BitConfig(AdamWConfig):
             )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        # Each of two moments has a 4-byte scale for every 256 values. All parameters share a table for each moment.
+        # Each of the two moments has a 4-byte scale for every 256 values, and one table for all parameters.
         sizes = [math.prod(shape) for shape in shapes.values()]
         large = [size for size in sizes if size >= self.smallest]
         tables = 2 * 4 * 256 if large else 0
@@ -118,13 +119,13 @@ class AdamW8BitConfig(AdamWConfig):
 
 
 class ConstantConfig(ScheduleConfig):
-    """The peak learning rate in every step after warm-up."""
+    """The peak learning rate in all steps after warm-up."""
 
     name: str = "constant"
 
 
 class DecayingConfig(ScheduleConfig):
-    """Settings of a schedule that ends below the peak."""
+    """Settings of schedules that end below the peak."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Learning rate at the end of the decay, one step after the last step, as a share of the peak."""
@@ -145,7 +146,7 @@ class CosineConfig(DecayingConfig):
 class WsdConfig(DecayingConfig):
     """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak, then a straight line in the last steps.
 
-    A run that is extended before its decay began goes on at the peak.
+    If a run is extended before its decay begins, it continues at the peak.
     """
 
     name: str = "wsd"
@@ -155,6 +156,6 @@ class WsdConfig(DecayingConfig):
     """Length of the decay at the end of the run, in optimizer steps."""
 
     def decay(self, total: int) -> int:
-        """Return how many of the `total` optimizer steps belong to the decay, at most all steps after warm-up."""
+        """Return the number of decay steps among the `total` optimizer steps. Warm-up steps are never among them."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))

@@ -1,4 +1,4 @@
-"""Freeze parameters (`model.freeze`), and sort the others into torch's parameter groups, by patterns of names."""
+"""Freeze parameters (`model.freeze`), and divide the others into torch's parameter groups, by patterns of names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from spurline.protocols.optimizer import REGEX, OptimizerConfig, ParameterGroup
 
 
 def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Parameter]) -> list[dict[str, Any]]:
-    """Return parameter groups for the constructor of a torch optimizer: dicts with `params`, `lr` and `weight_decay`.
+    """Return parameter groups for a torch optimizer: dicts with `params`, `lr` and `weight_decay`.
 
-    `lr` is the peak learning rate. Unless a group sets it, `weight_decay` is that of the config for matrices and
-    embeddings, and 0 for biases, norms and other vectors.
+    `lr` is the peak learning rate. Unless a group sets it, vectors such as biases and norms have a `weight_decay` of 0.
     """
     found: dict[tuple[float, float], list[Parameter]] = {}
     for name, parameter in named_parameters.items():
@@ -27,7 +26,7 @@ def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Par
 
 
 def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
-    """Return the peak learning rate and weight decay of a parameter, by the first group whose pattern fits."""
+    """Return the peak learning rate and weight decay of a parameter."""
     group = group_of(config, name)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     if group is None:
@@ -47,7 +46,7 @@ def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
 
 
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tests names: a glob over the whole name, or `re:` and an expression."""
+    """Return a function that tests names with a glob for the whole name, or with a regular expression after `re:`."""
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
@@ -55,7 +54,7 @@ def name_matcher(pattern: str) -> Callable[[str], bool]:
 
 
 def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "optimizer") -> None:
-    """Raise ConfigError for a pattern of a group that fits no trained parameter that earlier groups have left.
+    """Raise ConfigError if the pattern of a group fits no trained parameter, or only parameters of earlier groups.
 
     `key` is the key path of the optimizer's settings in the config file.
     """
@@ -66,17 +65,17 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
         if not any(map(fits, left)):
             why = f"no trained parameter has such a name.{names_near(group.match, names)}"
             if any(map(fits, names)):
-                why = "earlier groups have all parameters that it fits. Move it up, since the first group counts."
+                why = "all parameters that it fits are in earlier groups. Move it up."
             raise ConfigError.at(f"{key}.groups.{number}.match", f"is {group.match!r}, and {why}")
         left = [name for name in left if not fits(name)]
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Suggest names like the pattern, and show some names."""
+    """Return a sentence with names that are like the pattern."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     hint = suggestion(word, {part for name in names for part in (name, *name.split("."))})
     if any(word in name for name in names):
-        hint = f" Globs are compared with the whole name: did you mean '*{word}*'?"
+        hint = f" Globs must fit the whole name. Did you mean '*{word}*'?"
     shown = sorted(names, key=lambda name: (word.split(".")[0] not in name, len(name)))[:4]
     return f"{hint} There are {len(names)}, such as {', '.join(shown)}."
 
@@ -92,7 +91,7 @@ def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
     """Return the names that fit a pattern.
 
     Raises:
-        ConfigError: For a pattern that fits none, and if nothing is left to train.
+        ConfigError: If a pattern fits no name, or nothing is left to train.
     """
     frozen: set[str] = set()
     for number, pattern in enumerate(patterns):

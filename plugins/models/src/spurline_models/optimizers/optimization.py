@@ -1,4 +1,4 @@
-"""Join the optimizer of a model, the learning rates of its steps, and its saved state."""
+"""Combine the optimizer of a model with a schedule of learning rates, and save its state."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spurline_models.optimizers.state import PEAK, OptimizerState, check_state, 
 
 
 class Optimization:
-    """An optimizer of some parameters, with the learning rates of its config and a schedule.
+    """An optimizer with its config and a schedule.
 
     Args:
         config: Settings of the optimizer.
         optimizer: A new optimizer.
         parameters: Its parameters by name.
-        factor: Returns the factor of the peak learning rate in an optimizer step, counted from 1.
+        factor: Takes the number of an optimizer step, from 1, and returns the factor of the peak learning rate.
         key: Key path of the optimizer's settings in the config file.
 
     Raises:
@@ -51,7 +51,7 @@ class Optimization:
             group[PEAK] = group["lr"]
 
     def step(self, number: int) -> dict[str, float]:
-        """Make optimizer step `number`, counted from 1, with the gradients as they are.
+        """Make optimizer step `number`, counted from 1, with the gradients of the parameters.
 
         Returns:
             The learning rates: `lr`, and `lr/groups.N` of each group in the config.
@@ -61,7 +61,7 @@ class Optimization:
         return rates
 
     def set_rates(self, number: int) -> dict[str, float]:
-        """Set and return the learning rates of step `number`; the caller then steps the optimizer."""
+        """Set and return the learning rates of step `number`, before the caller steps the optimizer."""
         return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
@@ -79,7 +79,7 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """A recipe that makes the `Optimization` for a model's parameters by name. Backends may also use its parts."""
+    """Makes the `Optimization` for a model's parameters by name."""
 
     config: OptimizerConfig
     registry: Registry
@@ -94,19 +94,19 @@ class OptimizationRecipe:
 
 
 def policy_optimization(run: RunConfig, registry: Registry, total: int) -> OptimizationRecipe:
-    """Return the policy's optimization in a run of `total` optimizer steps."""
+    """Return the recipe for the policy in a run of `total` optimizer steps."""
     schedule: Schedule = registry.create("schedule", run.schedule)
     return OptimizationRecipe(run.optimizer, registry, lambda step: schedule.factor(step, total))
 
 
 def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
-    """Return the critic's optimization, by its own optimizer steps: constant after warm-up."""
+    """Return the recipe for the critic. Its learning rate is constant after a warm-up in its own optimizer steps."""
     warmup = max(1, critic.warmup_steps)
     return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
 
 def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> dict[str, float]:
-    """Set every parameter group's learning rate to `factor` of its peak, and return the rates by name."""
+    """Set the learning rate of every parameter group to `factor` times its peak, and return the rates by name."""
     for group in optimizer.param_groups:
         group["lr"] = group[PEAK] * factor
     rates = {"lr": config.learning_rate * factor}

@@ -1,7 +1,7 @@
-"""The schedules: pure functions of the optimizer step, so there is nothing to save.
+"""The schedules. They are pure functions of the optimizer step, so there is nothing to save.
 
-There are W warm-up steps, in which step s gets s / W of the peak. Then a shape runs over the remaining steps. The first
-of them gets the peak, and step total + 1, which never runs, would get the minimum.
+In W warm-up steps, step s gets s / W of the peak. The step after them gets the peak. From there the schedule falls, and
+step total + 1, which never runs, would get the minimum.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spurline_models.optimizers.configs import WsdConfig
 
 
 class WarmedUp:
-    """A `Schedule` that begins with the linear warm-up of its config, and stays at the peak."""
+    """A `Schedule` with linear warm-up. Subclasses define what follows."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class WarmedUp:
         return self._min_ratio + (1.0 - self._min_ratio) * share
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
-        """Return the share of the way from `min_ratio` to the peak after `done` of the `steps` that follow warm-up."""
+        """Return the height, from 0 for `min_ratio` to 1 for the peak, after `done` of the `steps` after warm-up."""
         return 1.0
 
 

@@ -1,8 +1,8 @@
 """Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
 
-Tensors are named `PARAMETER/KEY`, as in `model.norm.weight/exp_avg`. Numbers become JSON values, and so do values of
-parameter groups that changed since the optimizer was made. `lr` is not saved, since the schedule sets it. If a
-parameter is sharded, state tensors of its shape are DTensors with the same sharding, and all others are single numbers.
+Tensors are named `PARAMETER/KEY`, such as `model.norm.weight/exp_avg`. Numbers are saved as JSON. If a value of a
+parameter group has changed since the optimizer was made, it is saved as JSON too, except `lr`, which the schedule sets.
+The state tensors of a sharded parameter are DTensors with the same shape and sharding, or single numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class OptimizerState:
     on_host: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
-        """Return all but the tensors, as JSON."""
+        """Return everything except the tensors, as JSON."""
         return {
             "optimizer": self.optimizer,
             "values": dict(self.values),
@@ -68,7 +68,7 @@ def describe(tensor: Tensor) -> str:
 
 
 def group_values(optimizer: Optimizer) -> Groups:
-    """Return the settings of each parameter group of a new optimizer, to be compared in `take_state`."""
+    """Return the settings of each parameter group of a new optimizer, for `take_state`."""
     return [{key: value for key, value in group.items() if key not in _NOT_KEPT} for group in optimizer.param_groups]
 
 
@@ -109,7 +109,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
 
 
 def check_state(saved: OptimizerState, name: str, parameters: Container[str], made: Groups) -> None:
-    """Raise CheckpointError, which names no file, unless the state is complete and fits parameters of these names."""
+    """Raise CheckpointError unless the state is complete and fits parameters of these names."""
     if saved.optimizer != name:
         raise CheckpointError(
             f"the checkpoint has the state of optimizer {saved.optimizer}, and this run has {name}. Resume with the "
@@ -144,10 +144,10 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
         optimizer.state.setdefault(parameters[name], {})[part] = value
 
     on_host = set(saved.on_host)
-    # One tensor at a time, since tensors may be read from their file here.
+    # Copy one tensor at a time, since each may be read from its file here.
     for key, tensor in saved.tensors.items():
         if not isinstance(tensor, DTensor):
-            # Fused kernels need step counters on the device of the weights too.
+            # Fused kernels need step counters on the device of the weights.
             device = "cpu" if key in on_host else parameters[key.rpartition("/")[0]].device
             tensor = tensor.to(device, copy=True)
         put(key, tensor)
@@ -164,7 +164,7 @@ def _fits(value: Tensor, parameter: Tensor) -> bool:
         return type(value) in (Tensor, Parameter)
     if isinstance(value, DTensor):
         return value.shape == parameter.shape and value.placements == parameter.placements
-    # The checkpoint saves the tensor of one rank. Several values might belong to the shard of that rank.
+    # Only one rank saves this tensor. If it had several values, they might differ between ranks.
     return value.numel() == 1
 
 
@@ -195,9 +195,9 @@ def is_plain(value: object) -> bool:
 
 
 def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
-    """Return the error for state that a checkpoint cannot hold."""
+    """Return the error for a state that a checkpoint cannot hold."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
-        "tensors, numbers, texts and None by parameter, and the same without tensors in parameter groups. Tensors of a "
-        "sharded parameter must have its shape and sharding, or one value. Choose another optimizer."
+        "tensors, numbers, texts and None, but no tensors in parameter groups. Tensors of a sharded parameter must "
+        "have its shape and sharding, or one value. Choose another optimizer."
     )

@@ -1,4 +1,4 @@
-"""The optimizers `adamw`, with moments of full precision or of 8 bits, `sgd` and `muon`."""
+"""The optimizers `adamw`, `adamw_8bit`, `sgd` and `muon`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spurline_models.optimizers.groups import parameter_groups
 
 def make_adamw(config: AdamWConfig, named_parameters: Mapping[str, Parameter]) -> torch.optim.AdamW:
     groups = parameter_groups(config, named_parameters)
-    # One fused kernel per group is several times faster than a kernel per operation and tensor.
+    # A fused kernel for each group is several times faster than a kernel for each operation and tensor.
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
 
 
@@ -42,7 +42,7 @@ def make_sgd(config: SgdConfig, named_parameters: Mapping[str, Parameter]) -> to
 
 
 class Muon(torch.optim.Optimizer):
-    """torch's Muon for matrices of hidden layers and torch's AdamW for the rest, over one state and its groups."""
+    """torch's Muon for matrices of hidden layers and torch's AdamW for the rest. They share one state."""
 
     def __init__(self, config: MuonConfig, named_parameters: Mapping[str, Parameter]) -> None:
         everything = named_parameters.items()
@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None, "a closure is not supported"
         for name, inner in self._inner.items():
-            # These are set in each step, since torch's `load_state_dict` replaces both objects.
+            # Set both in each step, since torch's `load_state_dict` replaces the objects.
             inner.state = self.state
             inner.param_groups = [group for group in self.param_groups if group["algorithm"] == name]
             _step_sharded(inner) if name == "muon" and _is_sharded(inner) else inner.step()
@@ -76,7 +76,7 @@ def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step of torch's Muon on sharded matrices. Only the direction is gathered, one matrix at a time."""
+    """Make a step of torch's Muon on sharded matrices. Directions are gathered one matrix at a time."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -95,7 +95,7 @@ def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _orthogonal_change(direction: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Return the change that torch's Muon makes to a matrix for this direction, without weight decay."""
+    """Return the change of a matrix that torch's Muon makes for this direction, without weight decay."""
     change = Parameter(torch.zeros_like(direction))
     change.grad = direction
     kept = ("lr", "eps", "ns_coefficients", "ns_steps", "adjust_lr_fn")

@@ -1,7 +1,7 @@
-"""Keep a decoder's activations for the backward pass in the memory of the host, instead of on the device.
+"""Keep the activations that a decoder saves for its backward pass in host memory instead of on the device.
 
-Hooks copy each tensor that autograd saves to pinned memory, and back when the backward pass needs it. All copies are
-ordered like the computation, on its own stream, so that memory of the device is free as soon as it has been copied.
+Hooks copy each tensor that autograd saves to pinned memory, and back when the backward pass needs it. The copies run on
+the CUDA stream of the computation, so the device memory of a tensor is free as soon as it has been copied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
 _FETCHED_AT_ONCE = 4
-"""Copies that stay on the device in the backward pass, since several operations of a layer save the same tensor."""
+"""Number of copies that stay on the device in the backward pass. Several operations may save the same tensor."""
 
 
 class ActivationOffloading:
@@ -52,13 +52,13 @@ class ActivationOffloading:
         shapes = {tuple(tensor.shape) for tensor in parameters}
 
         def is_worth_it(tensor: Tensor) -> bool:
-            # Parameters and sharded tensors have other types.
+            # The exact type excludes parameters and sharded tensors.
             if type(tensor) is not Tensor or tensor.device.type != self._device.type:
                 return False
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST_BYTES or storage_key(storage) in own:
                 return False
-            # Parameters gathered from shards are not in the model's own list, and linear layers save views of them.
+            # Linear layers save views of parameters. If these are gathered from shards, they are not in `own`.
             if isinstance(tensor._base, nn.Parameter):
                 return False
             # Linear layers also save transposed copies of weights that autocast rounds.
@@ -69,7 +69,7 @@ class ActivationOffloading:
 
 
 class _Moved:
-    """Memory that saved tensors share, as uint8 [size] on the host, and for a while also on the device."""
+    """The bytes of saved tensors that share memory, on the host, and for a while also on the device."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host
@@ -93,7 +93,7 @@ class _Pass:
     def __init__(self, device: torch.device, is_worth_it: Callable[[Tensor], bool]) -> None:
         self._device, self._is_worth_it = device, is_worth_it
         self._known: dict[int, tuple[StorageWeakRef, int, ref[_Moved]]] = {}
-        """Moved storages by id: a reference to the storage, the version of its values, and where they were moved."""
+        """Moved storages by key: a reference to the storage, the version of its values, and the moved bytes."""
         self._fetched: deque[_Moved] = deque()
 
     def pack(self, tensor: Tensor) -> _Saved | Tensor:

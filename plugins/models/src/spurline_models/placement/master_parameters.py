@@ -1,8 +1,8 @@
-"""The tensors that an optimizer steps on: a model's trained parameters, or masters of full precision for them.
+"""The tensors that an optimizer steps on: a model's trained parameters, or copies in full precision ("masters").
 
-A parameter of full precision on the optimizer's device is its own master. For a narrow parameter, and for every
-parameter if the optimizer steps on the host, a master is kept beside it. Parameters are stepped a bucket at a time, so
-that few gradients are wide, or on the host, at once.
+A parameter in full precision on the optimizer's device needs no master. A parameter in half precision needs one. If the
+optimizer steps on the host, all parameters need one. Parameters are stepped in buckets, so that only a few gradients
+are converted, or on the host, at a time.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.nn import Parameter
 from spurline_models.device_profile import DeviceProfile
 
 VALUES_AT_ONCE = 1 << 25
-"""Values of the parameters in a bucket; a parameter that has more is alone in one."""
+"""Most values of the parameters in a bucket. A larger parameter has its own bucket."""
 
 
 class MasterParameters:
-    """The tensors that an optimizer steps on in the place of a model's trained parameters.
+    """The tensors that an optimizer steps on instead of a model's trained parameters.
 
     Args:
         parameters: The model's trained parameters by name.
         profile: The device and dtype of the model.
-        masters: The fp32 values of narrow parameters, which are taken out of it.
-        on_host: Whether the optimizer steps in the memory of the host.
-        apart: Whether the optimizer may step on some parameters at a time.
+        masters: The fp32 values of parameters in half precision. They are removed from the mapping.
+        on_host: Whether the optimizer steps in host memory.
+        apart: Whether the optimizer may step on only some parameters at a time.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class MasterParameters:
         self._profile = profile
         self._device = torch.device("cpu") if on_host else profile.device
         self.parameters: dict[str, Parameter] = {}
-        """The tensors that the optimizer is given, by the names of the parameters."""
+        """The tensors of the optimizer, by the names of the parameters."""
         for name, parameter in parameters.items():
-            # A critic's head takes the place, and the name, of a narrow weight.
+            # The head of a critic is wide, and replaces a narrow weight of the same name.
             is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             values = masters.pop(name, parameter) if is_narrow else parameter
             needs_master = on_host or is_narrow
@@ -54,28 +54,28 @@ class MasterParameters:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The most precise values by name, which a checkpoint holds."""
+        """The values of parameters or masters by name, as a checkpoint holds them."""
         return {name: value.detach() for name, value in self.parameters.items()}
 
     def publish(self, names: Iterable[str]) -> None:
-        """Give the model's parameters of these names the values of `values`, rounded to their dtype."""
+        """Copy `values` of these names into the model's parameters, rounded to their dtype."""
         with torch.no_grad():
             for name in names:
                 if self.parameters[name] is not self._model[name]:
                     self._model[name].copy_(self.parameters[name].to(self._model[name].dtype))
 
     def kept(self) -> list[Tensor]:
-        """Return the masters that take memory beside the model's parameters."""
+        """Return the masters, without parameters that need none."""
         return [value for name, value in self.parameters.items() if value is not self._model[name]]
 
     def step(
         self, step: Callable[[], object], gradients: MutableMapping[str, Tensor], factor: Tensor | None = None
     ) -> None:
-        """Step on all parameters that have a gradient, and give the model the new values.
+        """Step on all parameters that have a gradient, and copy the new values into the model.
 
         Args:
             step: The optimizer's step.
-            gradients: Gradients by name, on the device; each is taken out when it has been used.
+            gradients: Gradients by name, on the device. Each is removed when it has been used.
             factor: A scalar that all gradients are multiplied by.
         """
         with torch.no_grad():
@@ -94,13 +94,13 @@ class MasterParameters:
         values, dtype = values.detach(), self._profile.weight_dtype
         if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
-        # A master in the right place is taken over; the model's own weight never is.
+        # Values in the right place are used without a copy, unless they are the model's own.
         is_own = values.data_ptr() == parameter.data_ptr()
         return Parameter(values.to(self._device, dtype, copy=is_own))
 
 
 def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
-    """Return the names of parameters that are stepped on together: one bucket, unless some can be stepped `apart`."""
+    """Return buckets of names. There is one bucket unless parameters can be stepped `apart`."""
     if not apart:
         return [list(sizes)]
     buckets: list[list[str]] = []

@@ -1,8 +1,8 @@
-"""Hold weights in half precision, and compute with them as if they had the wide dtype.
+"""Hold weights in half precision ("narrow"), and compute as if the same values had the wide dtype.
 
-The matrices of linear layers and plain embeddings are held in the narrow dtype. All other weights have the wide dtype
-and rounded values. Results are bitwise the same as if all rounded values were held in the wide dtype. Under autocast, a
-narrow matrix is used without conversion. The gradient of a narrow weight is rounded as autocast would round it.
+Matrices of linear layers and plain embeddings are held in the narrow dtype. All other weights keep the wide dtype, with
+rounded values. Results are bitwise the same as if all rounded values were held in the wide dtype. Autocast uses narrow
+matrices without conversion. The gradient of a narrow weight is rounded as autocast would round it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spurline_models.weight_files import stored_dtype
 
 
 def base_dtype(lora: LoraConfig, model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights that these adapters belong to, except quantized weights."""
+    """Return the dtype of the weights under adapters, except quantized weights."""
     if lora.base_dtype in _DTYPES:
         return _DTYPES[lora.base_dtype]
     if model.init == "random" or any(Path(model.path).glob("*.safetensors")):
@@ -39,7 +39,7 @@ _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
 def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the parameters of a frozen model, by name, that `narrow_weights` holds in this dtype."""
+    """Return this dtype by name for the parameters that may be held in it."""
     return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
 
 
@@ -52,7 +52,7 @@ def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
 def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
     """Convert the frozen weights of a model with adapters to this dtype where possible, one at a time.
 
-    `wide` is the dtype of hidden states, which do not become narrow.
+    `wide` is the dtype of hidden states, which stay wide.
     """
     modules = [module for _, module in narrowable_modules(causal)]
     _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
@@ -83,7 +83,7 @@ def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wid
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Yield (name, module) if only torch's own forward functions read the weight, so that it may be held narrow."""
+    """Yield (name, module) of modules whose weight may be narrow, since only torch's own forward functions read it."""
     read_otherwise = {
         id(parameter)
         for module in causal.modules()
@@ -91,7 +91,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
         for parameter in module.parameters(recurse=False)
     }
     for name, module in causal.named_modules():
-        # Subclasses compute otherwise. Some embeddings scale their output by a number rounded to the weight's dtype.
+        # Subclasses may compute with the dtype of the weight, such as embeddings that scale their output.
         if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
             continue
         if id(module.weight) not in read_otherwise:
@@ -110,7 +110,7 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
     """Quantize the weights of linear layers, one at a time. They are used as values of dtype `wide`.
 
     Raises:
-        ModelError: For a model without such layers.
+        ModelError: If the model has no such layers.
     """
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:
@@ -130,9 +130,9 @@ class _NarrowLinear(nn.Linear):
         if torch.is_autocast_enabled(input.device.type):
             return F.linear(input, self.weight, self.bias)
         if input.dtype == self.weight.dtype:
-            # The model rounds hidden states to the dtype of this weight, as Mamba does.
+            # The model itself rounds hidden states to the dtype of this weight, as Mamba does.
             raise ModelError(
-                f"This model rounds what it computes to the dtype of its weights, so weights in {self.weight.dtype} "
+                f"This model rounds hidden states to the dtype of its weights, so weights in {self.weight.dtype} "
                 "would change it. Set backend.lora.base_dtype: fp32 or backend.weights: fp32."
             )
         if self.weight.requires_grad and torch.is_grad_enabled():
@@ -144,16 +144,15 @@ class _NarrowEmbedding(nn.Embedding):
     wide_dtype: torch.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        # Hidden states have the precision that they have with wide weights.
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Each row is looked up once, so that the gradients of a token's places are summed in the wide dtype.
+        # Look each token up once, so that the gradients of all its positions are summed in the wide dtype.
         tokens, places = input.unique(return_inverse=True)
         return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
 
 
 class _WidenedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is widened again in the backward pass, and not kept for it."""
+    """A linear layer that widens its matrix in both passes, so that the wide matrix is not kept in between."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,6 @@
-"""Free the memory of a device for others between two updates, and bring its content back.
+"""Free device memory for engines between two updates, and restore its content.
 
-The storages of tensors are moved, and the tensors stay the same objects, so optimizers and wrappers keep working with
-parameters, shards and views of flat buffers. On CPU, device and host have the same memory.
+The storages of tensors are moved. The tensors stay the same objects, so optimizers and wrappers keep working with them.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from spurline_models.device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class DeviceTensors:
-    """The tensors on a device between two updates. If tensors share memory, all of them are listed.
+    """The tensors on a device between two updates. All tensors that share memory are listed.
 
     Attributes:
         weights: Weights of all models.
         state: State of optimizers.
-        scratch: Tensors that are overwritten before they are read again, such as flat buffers of gradients.
+        scratch: Tensors that are overwritten before the next use, such as flat buffers of gradients.
     """
 
     weights: Sequence[Tensor]
@@ -35,7 +34,7 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A freed storage. `host` is uint8 [size] with its content, or None if it is scratch."""
+    """A freed storage. `host` is uint8 [size] with its content. It may be None for scratch."""
 
     storage: UntypedStorage
     size: int
@@ -44,13 +43,13 @@ class _Absent:
 
 
 class DeviceMemory:
-    """The memory of tensors on the device of a profile. It can be given to others and taken back."""
+    """The memory of tensors on the device of a profile. It can be given to engines and taken back."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self._profile = profile
         self._absent: dict[int, _Absent] = {}
         self.is_given = False
-        """True if `give` was called and no `take` has succeeded since."""
+        """True between `give` and the next `take` that succeeds."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
         """Free the memory of these tensors, after copying all but scratch to the host. It may be called again.
@@ -72,10 +71,10 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Bring everything back. All values are the same bit for bit, except for scratch, whose values are undefined.
+        """Restore everything. All values are the same bit for bit, but the values of scratch are undefined.
 
         Raises:
-            RunFailedError: If the device's memory is too small. A part is then back, and `take` may be called again.
+            RunFailedError: If the device has too little free memory. Then `take` may be called again for the rest.
         """
         for key, absent in list(self._absent.items()):
             try:
@@ -95,7 +94,7 @@ class DeviceMemory:
     def read(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, or an equal one on the host while its memory is given away.
 
-        The copy of a DTensor is a DTensor. A copy of scratch has zeros, and `take` drops it.
+        The result for a DTensor is a DTensor. The result for scratch has zeros.
         """
         if isinstance(tensor, DTensor):
             local = _local(tensor)
@@ -110,7 +109,7 @@ class DeviceMemory:
         return copy.set_(absent.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def check_here(self, what: str) -> None:
-        """Raise RunFailedError if the memory is given away, so that the model cannot be `what`, such as `trained`."""
+        """Raise RunFailedError if the memory is given away. `what` says what was asked, such as `trained`."""
         if self.is_given:
             refuse(what)
 
@@ -139,7 +138,7 @@ class DeviceMemory:
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise RunFailedError, since the memory of the device is given away; see `DeviceMemory.check_here`."""
+    """Raise the error of `DeviceMemory.check_here`."""
     raise RunFailedError(
         f"The model cannot be {what} while engines have the memory of its device (yield_device). Let them sleep and "
         "call take_device first."
@@ -159,7 +158,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return the local tensor itself; `to_local` would make a new one with the same memory."""
+    """Return the local tensor itself. `to_local` would return a new tensor with the same memory."""
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,8 +1,8 @@
 """Hold frozen weights of linear layers in 4 bits, and compute with them as if they were wide.
 
 Each block of 64 values has a scale, and each value is one of 16 multiples of the scale (NF4). The scales are quantized
-to 8 bits, in blocks of 256 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Each matrix is dequantized where it is
-used, forward and backward, so results are those of the same quantized values held wide, bit for bit.
+to 8 bits, in blocks of 256 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Each matrix is dequantized when it is used,
+in the forward and the backward pass. Results are bit for bit the same as with a matrix of the dequantized values.
 
 Weights are quantized on the host by bitsandbytes, so that all devices get the same codes.
 """
@@ -27,7 +27,7 @@ _PARTS = ("weight", "weight_scales", "weight_outer_scales", "weight_table", "wei
 
 
 def quantized_bytes(num_values: int) -> int:
-    """Return the bytes of a quantized weight of so many values."""
+    """Return the bytes of a quantized weight of `num_values` values."""
     blocks = math.ceil(num_values / BLOCK)
     table_and_offset = 4 * (256 + 1)
     return math.ceil(num_values / 2) + blocks + 4 * math.ceil(blocks / OUTER_BLOCK) + table_and_offset
@@ -37,8 +37,8 @@ def quantized_bytes(num_values: int) -> int:
 class QuantizedWeight:
     """A weight in 4 bits.
 
-    `codes` is uint8 [ceil(n / 2), 1] with two values in each; `scales` is uint8 [blocks] with places in `table`, fp32
-    [256]. A scale is `table[place] * outer_scales[block // 256] + offset`, in fp32.
+    `codes` is uint8 [ceil(n / 2), 1], with two values in each byte. `scales` is uint8 [blocks], with indexes into
+    `table`, fp32 [256]. The scale of a block is `table[scales[block]] * outer_scales[block // 256] + offset`, in fp32.
     """
 
     shape: torch.Size
@@ -50,14 +50,14 @@ class QuantizedWeight:
 
     @classmethod
     def of(cls, values: Tensor) -> QuantizedWeight:
-        """Quantize values on the host, and return the codes on the device of the values."""
+        """Quantize values on the host. The result is on the device of the values."""
         import bitsandbytes.functional as quantization  # pyright: ignore[reportMissingImports]
 
         codes, state = quantization.quantize_4bit(
             values.detach().to("cpu", torch.float32).contiguous(), blocksize=BLOCK, quant_type=_KIND
         )
         scales: Tensor = state.absmax
-        # A mean of torch depends on the number of threads, and resumed runs need the same codes.
+        # `fsum` gives the same codes on every machine. The last digits of torch's mean depend on the number of threads.
         offset = torch.tensor(math.fsum(scales.tolist()) / scales.numel(), dtype=torch.float32)
         outer: Any
         inner, outer = quantization.quantize_blockwise(scales - offset, blocksize=OUTER_BLOCK)
@@ -75,12 +75,12 @@ class QuantizedWeight:
         outer = quantization.QuantState(
             absmax=self.outer_scales, code=self.table, blocksize=OUTER_BLOCK, dtype=torch.float32
         )
-        # For rows of an odd length the library would need a compiler.
+        # The library needs a compiler for rows of odd length.
         is_even = self.shape[-1] % 2 == 0
         state = quantization.QuantState(
             absmax=self.scales,
             shape=self.shape if is_even else torch.Size((1, 2 * self.codes.numel())),
-            # The library rounds to half precision as torch does, and has nothing wider than fp32.
+            # The library has nothing wider than fp32. It rounds to half precision as torch does.
             dtype=dtype if dtype.itemsize <= 4 else torch.float32,
             blocksize=BLOCK,
             quant_type=_KIND,
@@ -91,13 +91,13 @@ class QuantizedWeight:
         return (values if is_even else values.view(-1)[: self.shape.numel()].view(self.shape)).to(dtype)
 
     def named(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parts by name; the codes have the name of the weight."""
+        """Yield (name, part) for the weight of this name. The codes have the name itself."""
         prefix = name.removesuffix("weight")
         yield from zip((prefix + part for part in _PARTS), self.parts, strict=True)
 
 
 def quantized_layers(causal: nn.Module) -> dict[str, QuantizedLinear]:
-    """Return layers that hold quantized weights, by the names of these weights."""
+    """Return the layers with quantized weights, by the names of these weights."""
     modules = causal.named_modules()
     return {f"{name}.weight": module for name, module in modules if isinstance(module, QuantizedLinear)}
 
@@ -110,7 +110,7 @@ def num_parameters(causal: nn.Module) -> int:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose parameter `weight` holds codes; the attribute `weight` gives their values."""
+    """A linear layer whose parameter `weight` has codes. The attribute `weight` returns their values."""
 
     wide_dtype: torch.dtype
 
@@ -126,7 +126,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(name, part, persistent=False)
 
     def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
-        """Return the quantized weight. `read` gives a tensor with the values of one of the model's own."""
+        """Return the quantized weight. `read` returns a tensor, or a copy on the host if its memory is given away."""
         codes = self._parameters["weight"]
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
@@ -146,7 +146,7 @@ class QuantizedLinear(nn.Linear):
 
 
 class _DequantizedLinear(torch.autograd.Function):
-    """A linear layer whose matrix is dequantized again in the backward pass, and not kept for it."""
+    """A linear layer that dequantizes its matrix in both passes, so that the matrix is not kept in between."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Compute causal attention within each segment of a padding-free stream, for any Hugging Face model.
 
-`segment_attention` is registered in transformers as "spurline_segments", without a mask function, so that transformers
-builds no mask and does not guess packing from positions. The backend passes the `SegmentPlan` through the model as the
-keyword `segment_plan`. Attention with anything else, such as softcaps, is refused. The model then reads rows with
-attention of its own.
+`segment_attention` is registered in transformers as "spurline_segments". It has no mask function, so no mask is
+built, and transformers does not guess packing from positions. The backend passes the `SegmentPlan` through the model as
+the keyword `segment_plan`. Attention with other features, such as softcaps, is refused. The model then reads padded
+rows with its own attention.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.sign
 ATTENTION_NAME = "spurline_segments"
 
 _IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
-"""Keywords of attention whose tensors repeat the plan, or are meant for routers. Any other tensor, such as a bias by
-position, is refused."""
+"""Keywords whose tensors repeat the plan, or are meant for routers. Any other tensor, such as a position bias, is
+refused."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -45,7 +45,7 @@ _observers: list[list[int | None]] = []
 
 @contextmanager
 def observed_windows() -> Iterator[list[int | None]]:
-    """Collect the sliding window of every attention call in the context, None for full attention."""
+    """Collect the sliding window of every attention call in the context. It is None for full attention."""
     windows: list[int | None] = []
     _observers.append(windows)
     try:
@@ -69,9 +69,9 @@ def segment_attention(
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers calls it: query [B, H, T, D], key and value [B, K, T, D] -> [B, T, H, D].
+    """Attend with the signature that transformers expects: query [B, H, T, D], key and value [B, K, T, D].
 
-    B is 1 for a stream; a batch of rows is the stream of all its rows.
+    B is 1 for a stream. A batch of rows is one stream of all its rows. Returns [B, T, H, D].
     """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
@@ -79,11 +79,11 @@ def segment_attention(
     for windows in _observers:
         windows.append(sliding_window)
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings promote query and key to fp32; convert before anything is copied, as SDPA itself would.
+        # Rotary embeddings promote query and key to fp32. Round them now, as SDPA would, before they are copied.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     rows = (query.shape[0], query.shape[2])
-    # [tokens, heads, D]: a view of how the projections lie in memory.
+    # [tokens, heads, D] is the layout of the projections in memory, so these are views.
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     output = attend_segments(query, key, value, segment_plan, scores, dropout)
     return output.unflatten(0, rows), None
@@ -91,12 +91,12 @@ def segment_attention(
 
 @dataclass(frozen=True)
 class Scores:
-    """Weights of keys in attention: softmax over the visible keys of `query @ key * scaling`.
+    """Settings of attention scores. The weights of keys are a softmax over `query @ key * scaling`.
 
     Attributes:
-        scaling: None for 1 / sqrt(D).
-        sinks: [H], a score per head that takes part in the softmax and has no value (gpt-oss).
-        window: The number of tokens that a query sees, itself counted; None for all before it.
+        scaling: The factor of scores. If None, it is 1 / sqrt(D).
+        sinks: [H], a further score of each head in the softmax, without a value (gpt-oss).
+        window: The number of tokens that a query sees, including itself. If None, it sees all earlier tokens.
     """
 
     scaling: float | None = None
@@ -104,7 +104,7 @@ class Scores:
     window: int | None = None
 
     def for_lengths_up_to(self, length: int) -> Scores:
-        """Return the same without a window that segments of this length do not reach."""
+        """Return the settings without the window if segments of this length all fit into it."""
         return replace(self, window=None) if self.window is not None and self.window >= length else self
 
 
@@ -113,8 +113,8 @@ def attend_segments(
 ) -> Tensor:
     """Attend causally within each segment: query [T, H, D], key and value [T, K, D] -> [T, H, D].
 
-    T are the tokens of the stream. If the plan has an exchange, T are this process's part of them, and the call is a
-    collective. K divides H.
+    T is the number of tokens, and K divides H. If the plan has an exchange, each process has T tokens of the stream,
+    and the call is a collective.
     """
     exchange = plan.exchange
     if exchange is not None:
@@ -125,7 +125,7 @@ def attend_segments(
     if _varlen_kernel_fits(query, key, value, scores, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
-        # The backward pass of a slice would allocate zeros for the whole stream; that of `split` does not.
+        # The backward pass of slices would allocate zeros for the whole stream. `split` does not.
         parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
@@ -146,7 +146,7 @@ def _refuse_what_would_be_ignored(
     owner = type(module).__name__
     if segment_plan is None:
         raise ModelError(
-            f"{owner} does not hand the model's keyword arguments to its attention, so sequences cannot be kept apart. "
+            f"{owner} does not pass the model's keyword arguments to its attention, so sequences cannot be kept apart. "
             "Use a model whose forward passes **kwargs to the attention function (all recent transformers decoders do)."
         )
     asked = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _IGNORED]
@@ -159,7 +159,7 @@ def _refuse_what_would_be_ignored(
     if asked:
         raise ModelError(
             f"{owner} uses {', '.join(asked)}, which packed attention does not compute. "
-            "Where the model's config has a field for it, turn it off under model.config_overrides; otherwise choose "
+            "If the model's config has a field for it, turn it off under model.config_overrides. Otherwise choose "
             "another model."
         )
 
@@ -202,7 +202,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """Attend within one bucket, [tokens, heads, D] each. Padding lies in the future of every real query."""
+    """Attend within one bucket of [tokens, heads, D]. Padding comes after every real query, so no query sees it."""
     if bucket.slots is not None:
         query, key, value = (
             Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
@@ -217,14 +217,14 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
 def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Attend causally within rows: query [B, H, T, D], key and value [B, K, T, D] -> [B, H, T, D].
 
-    Longer rows are cut into blocks of the window's size, so that neither time nor memory grow with their square.
+    Rows longer than the window are cut into blocks of its size, so that time and memory grow linearly.
     """
     if scores.window is None:
         return _attend_visible(query, key, value, None, scores, dropout)
     length, size = query.shape[2], scores.window
-    # Filled with zeros up to a multiple of the window.
+    # Fill with zeros up to a multiple of the window.
     query, key, value = (F.pad(part, (0, 0, 0, -length % size)) for part in (query, key, value))
-    # The first block sees itself alone; the queries of each later block see keys of their block and the one before.
+    # The first block sees only itself. Each later block sees keys of itself and of the block before.
     first = _attend_visible(query[:, :, :size], key[:, :, :size], value[:, :, :size], None, scores, dropout)
     query = _blocks(query[:, :, size:], size)
     key, value = (
@@ -244,7 +244,7 @@ def _blocks(rows: Tensor, size: int) -> Tensor:
 def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
-    """Attend from queries [B, H, Q, D] to the keys [B, K, T, D] that are visible [Q, T]; if None, causally."""
+    """Attend from queries [B, H, Q, D] to keys [B, K, T, D]. `visible` is [Q, T]; if None, attention is causal."""
     if scores.sinks is not None:
         return _attend_with_sinks(query, key, value, visible, scores, scores.sinks, dropout)
     return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
@@ -255,7 +255,7 @@ def _dot_product_attention(
 ) -> Tensor:
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
-        # With grouped heads CUDA has no memory-efficient kernel for these cases and would materialize all scores.
+        # CUDA has no memory-efficient kernel with grouped heads for these cases, and would keep all scores.
         heads = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(heads, dim=1) for part in (key, value))
         grouped = False
@@ -265,7 +265,7 @@ def _dot_product_attention(
 
 
 _SINK_WIDTH = 8
-"""Columns that heads get for the sink, since kernels of half precision want multiples of this."""
+"""Number of columns that heads get for the sink. Kernels of half precision need multiples of it."""
 
 
 def _attend_with_sinks(
@@ -273,8 +273,8 @@ def _attend_with_sinks(
 ) -> Tensor:
     """Attend with one more key in front, which all queries see. Its score is the head's sink, and its value is 0.
 
-    Any kernel can compute this. Queries get a column with the sink. Keys get a column that is 1 in the new key and 0 in
-    all others. One query in front keeps the causal order.
+    Any kernel can compute this. Queries get a column with the sink. The new key has a 1 in this column, and all other
+    keys have a 0. A further query in front keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
     value_width = value.shape[-1]
@@ -291,7 +291,7 @@ def _attend_with_sinks(
 
 
 class Pad(torch.autograd.Function):
-    """Spread rows over zeroed slots. The gradient of padding is zero, so the backward pass is a plain gather."""
+    """Spread rows over zeroed slots. Padding has no gradient, so the backward pass only gathers."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Let a causal language model read token streams: decoder, then logprobs where there is loss.
+"""Let a causal language model read token streams.
 
-The output layer runs only where there is loss, a chunk of positions at a time, so logits of all tokens never exist
-together. The trained model and a frozen reference are two of these; a critic is a `ValueModel`.
+The decoder runs on all tokens. The output layer runs only at positions with loss, on a chunk of them at a time, so the
+logits of all tokens never exist together. The policy and the reference are `StreamModel`s, and a critic is a
+`ValueModel`.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
 
 Reading = Literal["stream", "rows"]
-"""How a decoder reads a stream: as it is; or as padded rows of one segment each, with attention of its own, if it mixes
-tokens outside of attention (linear attention, state spaces, convolutions) or its attention cannot be replaced."""
+"""How a decoder reads a stream. `stream` gives it all tokens in one row. `rows` gives it a padded row for each segment,
+with the model's own attention. Models need `rows` if they mix tokens outside of attention (linear attention, state
+spaces, convolutions), or if their attention cannot be replaced."""
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
-"""Names of config fields by which models ask for randomness in training, except those of other heads."""
+"""Names of config fields with rates of random choices in training. Fields of classification heads are left out."""
 
 
 class StreamModel:
-    """A causal model with attention that keeps segments apart. Logits of `chunk_tokens` positions exist together."""
+    """A causal model with segment attention. The logits of `chunk_tokens` positions exist at the same time."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
@@ -59,23 +61,23 @@ class StreamModel:
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def checkpoint_activations(self, options: dict[str, Any]) -> None:
-        """Recompute all but the inputs of layers in the backward pass, with `options` of torch's `checkpoint`."""
-        # transformers renamed the method in the course of version 5.
+        """Keep only the inputs of layers, and recompute the rest. `options` are keywords of torch's `checkpoint`."""
+        # Version 5 of transformers renamed the method.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
 
     def offload_activations(self, profile: DeviceProfile) -> None:
-        """Keep the activations of layers on the host; with `checkpoint_activations`, only the inputs of layers."""
+        """Keep the activations of layers on the host until the backward pass."""
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
-        """Run each layer of the decoder through torch.compile from now on; attention stays outside its graphs."""
+        """Run each layer of the decoder through torch.compile from now on. Attention stays outside of its graphs."""
         for layer in decoder_layers(self.causal) or [self.decoder]:
             layer.compile(dynamic=True)
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
-        """Run layers uncompiled in the context, for generation, which would recompile them for single tokens."""
+        """Run layers uncompiled in the context. Generation would recompile them for single tokens."""
         compiled = self._compiled()
         calls = [layer._compiled_call_impl for layer in compiled]
         for layer in compiled:
@@ -87,7 +89,7 @@ class StreamModel:
                 layer._compiled_call_impl = call
 
     def _compiled(self) -> list[nn.Module]:
-        # A backend may have compiled layers without `compile`.
+        # Backends may compile layers by themselves.
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     def read_as(self, reading: Reading) -> None:
@@ -96,7 +98,7 @@ class StreamModel:
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Describe the slow way to read, fused `kernels`, and what is drawn at random."""
+        """Describe slow reading, fused kernels and rates of dropout, for the start of a run."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         fused = kernels_of(self.causal)
         if fused:
@@ -109,7 +111,7 @@ class StreamModel:
         return facts
 
     def counting_experts(self) -> AbstractContextManager[ExpertLoads]:
-        """Count the tokens that each expert gets in the context; compiled layers are not counted."""
+        """Count the tokens that each expert gets in the context. Compiled layers are not counted."""
         if not self._has_routers or self._compiled():
             return nullcontext(ExpertLoads())
         return self.routing.watching("loads", ExpertLoads())
@@ -124,7 +126,7 @@ class StreamModel:
 
     @cached_property
     def routing(self) -> ExpertRouting:
-        """The model's routers. Raises ModelError for a model without known ones."""
+        """The model's routers. Raises ModelError if none are found."""
         return ExpertRouting(self.causal)
 
     def hidden(
@@ -135,7 +137,7 @@ class StreamModel:
         routed_experts: Tensor | None = None,
         num_fill: int = 0,
     ) -> Tensor:
-        """Return the last hidden states [T, H] of a stream [1, T]; arguments as in `TokenStream`."""
+        """Return the last hidden states [T, H] of a stream [1, T]. `TokenStream` describes the arguments."""
         if routed_experts is not None:
             check_experts(routed_experts, self.routing.num_layers, self.routing.top_k)
         if self.reading == "rows":
@@ -147,7 +149,7 @@ class StreamModel:
             slice(num_fill, None),
             slice(num_fill, None),
             segment_plan=plan,
-            # Layers other than attention ask for these names.
+            # Other layers than attention use these names.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
@@ -165,7 +167,7 @@ class StreamModel:
         device = input_ids.device
         parts: list[Tensor] = []
         for row_pass in self._row_passes(plan, device):
-            # Fill at the beginning of the stream is not counted.
+            # Routers do not count the fill at the beginning of the stream.
             fill = max(0, num_fill - row_pass.tokens.start)
             real = row_pass.is_real
             experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
@@ -191,7 +193,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """Return [B, T, H]. Routers count `counted` of the B * T tokens, which are `stream_tokens` of the stream."""
+        """Return [B, T, H]. `counted` selects the tokens that are not padding: `stream_tokens` of the stream."""
         if "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -202,7 +204,7 @@ class StreamModel:
             return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
-        """Return what a loss with these `needs` sees of the stream."""
+        """Return the inputs of a loss with these `needs` for the stream."""
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, stream.routed_experts, stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
         logprobs, entropy = self.score(hidden, stream.targets, ENTROPY in needs, temperature)
@@ -210,9 +212,9 @@ class StreamModel:
 
 
 class ValueModel(StreamModel):
-    """The run's decoder with a value head.
+    """A decoder with a value head.
 
-    The `logprobs` of its loss inputs are values: from the position before a token, the return expected from it on.
+    The `logprobs` of its loss inputs are values. The value of a token is the expected return before it is chosen.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -223,7 +225,7 @@ class ValueModel(StreamModel):
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """Return the inputs of a critic's loss, without temperature and entropy.
 
-        The critic's routers choose for themselves: no engine has computed its weights.
+        The critic's routers always choose by themselves, since no engine has run the critic.
         """
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
@@ -232,7 +234,7 @@ class ValueModel(StreamModel):
 
 
 class ValueHead(nn.Linear):
-    """A layer from hidden states [N, H] to values [N], which are 0 at first: first advantages are sums of rewards."""
+    """A layer from hidden states [N, H] to values [N], which are 0 at first."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
@@ -241,12 +243,12 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # Autocast would round a matrix product to half precision, and values are subtracted from each other.
+        # Autocast would round a matrix product to half precision. Differences of values need more digits.
         return (hidden.to(self.weight.dtype) * self.weight).sum(-1)
 
 
 def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Replace the output layer by a value head, on the device of the model, and in its dtype if none is given."""
+    """Replace the output layer by a value head. By default it has the model's dtype."""
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))
@@ -254,7 +256,7 @@ def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) ->
 
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use the attention of transformers of this name in the context."""
+    """Use the attention that transformers knows by this name in the context."""
     before: Any = causal.config._attn_implementation
     causal.set_attn_implementation(name)
     try:
@@ -264,7 +266,7 @@ def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def library_attention(causal: PreTrainedModel) -> str:
-    """Return the name of the fastest attention of transformers that the model supports everywhere."""
+    """Return the name of the fastest attention of transformers that the model supports."""
     supports: Any = causal
     return "sdpa" if supports._supports_sdpa else "eager"
 
@@ -288,8 +290,8 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
 class RowPass:
     """Segments of a stream that the decoder reads in one pass, as rows that are padded on the right.
 
-    Causal layers do not see later positions, so each segment gets the results that it would get alone. `tokens` is
-    where the segments lie in the stream.
+    Causal layers do not see later positions, so each segment gets the same results as alone. `tokens` is the range of
+    the segments in the stream.
     """
 
     tokens: slice
@@ -297,11 +299,11 @@ class RowPass:
 
     @property
     def is_real(self) -> Tensor | slice:
-        """Return which slots of the flattened rows hold tokens, not padding."""
+        """The slots of the flattened rows that hold tokens, not padding."""
         return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Lay [T, ...] of the stream out as [rows, length, ...], without gradient."""
+        """Bring values [T, ...] of the stream to [rows, length, ...], without gradient."""
         part = values[self.tokens]
         bucket = self.bucket
         if bucket.slots is not None:
@@ -310,7 +312,7 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Lay positions [T] out as [rows, length]. They count on in the padding, since a jump would begin a segment."""
+        """Bring positions [T] to [rows, length]. They go on in the padding, since a jump would begin a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
@@ -322,7 +324,7 @@ class RowPass:
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
     """Return the passes over a stream, in order. A large pass has at most as much padding as tokens.
 
-    `slots_per_pass` is how many padding slots cost as much as a pass.
+    `slots_per_pass` is the number of padding slots that cost as much time as a pass.
     """
     passes: list[RowPass] = []
     start = 0
@@ -333,5 +335,5 @@ def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPa
 
 
 def idle_pass(after: int, send: Send) -> RowPass:
-    """Return a pass over one row of two padding tokens, for a stream of `after` tokens."""
+    """Return a further pass over one row of two padding tokens, after a stream of `after` tokens."""
     return RowPass(slice(after, after), Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64))))

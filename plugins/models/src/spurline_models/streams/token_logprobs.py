@@ -1,4 +1,4 @@
-"""Compute logprobs of tokens from hidden states by the model's own output layer, a chunk at a time."""
+"""Compute logprobs of tokens from hidden states with the model's own output layer, in chunks."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from spurline_models.architecture import find_decoder
 class OutputLogits(nn.Module):
     """A module that makes logits [N, vocabulary] from hidden states [N, H], as the model itself does.
 
-    It runs the model's own forward function around given hidden states, so scales and softcaps of logits are included.
-    It shares all modules with the model.
+    It runs the model's own forward function with a stand-in for the decoder, so scales and softcaps of logits are
+    included. It shares all modules with the model.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
         super().__init__()
         self._given: list[Tensor] = []
-        # A shallow copy. `copy` itself works otherwise for sharded modules.
+        # This is a shallow copy. `copy.copy` does something else for sharded modules.
         self._around = object.__new__(type(causal))
         self._around.__dict__.update(vars(causal))
         self._around._modules = causal._modules | _given_states(causal, find_decoder(causal), self._given)
 
     def forward(self, hidden: Tensor) -> Tensor:
         around: Any = self._around
-        # Not every model hands the argument on.
+        # Not every model passes `inputs_embeds` on to the decoder.
         self._given.append(hidden.unsqueeze(0))
         try:
-            # A call would run hooks of the whole model.
+            # Calling the module would run the hooks of the whole model.
             output = type(around).forward(around, inputs_embeds=self._given[-1], use_cache=False)
         finally:
             self._given.pop()
@@ -45,15 +45,15 @@ class OutputLogits(nn.Module):
 
 
 def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
-    """Return a replacement for the child that is the decoder or holds it, by the child's name."""
+    """Return a replacement for the child that is, or contains, the decoder, by the child's name."""
     holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
     return {name: _GivenStates(child, decoder, given) for name, child in holders}
 
 
 class _GivenStates(nn.Module):
-    """A stand-in for a decoder, or for a module that holds it. Its output is the last of the given states.
+    """A stand-in for a decoder, or for a module that contains it. Its output is the last of the `given` states.
 
-    It has the attributes of the module.
+    All other attributes are those of the module.
     """
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
@@ -69,7 +69,7 @@ class _GivenStates(nn.Module):
 
 
 class _States(BaseModelOutputWithPast):
-    """An output with hidden states alone; any other part, such as logits of routers, is None."""
+    """An output that has only hidden states. Any other part, such as logits of routers, is None."""
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -84,15 +84,15 @@ class TokenLogprobs:
     def __init__(self, head: nn.Module, chunk_tokens: int):
         self._head = head
         self._chunk_tokens = chunk_tokens
-        # Recomputing draws the same dropout only if the generator is rewound, which waits for the device.
+        # If the head draws dropout, its generator must be rewound for recomputation. That waits for the device.
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
 
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprob of each target [N] after each hidden state [N, H], and the entropy [N] if asked for.
+        """Return the logprobs of targets [N] after hidden states [N, H], and entropies [N] if asked for.
 
-        Both are of softmax(logits / temperature).
+        The distribution is softmax(logits / temperature).
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
@@ -123,8 +123,8 @@ def scored_in_chunks(
 ) -> tuple[Tensor, Tensor | None]:
     """Apply `score` to hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
 
-    Several chunks are scored again in the backward pass, in one order on all ranks. `draws` says that `score` draws
-    random numbers, which must be the same then.
+    If there are several chunks, they are scored again in the backward pass. `draws` says whether `score` draws random
+    numbers, which must be the same both times.
     """
     num_chunks = math.ceil(len(targets) / chunk_tokens)
     if num_chunks <= 1:

@@ -1,7 +1,7 @@
-"""Lay rows of a batch out as one padding-free stream of tokens, and say how attention computes its segments.
+"""Turn rows of a batch into one stream of tokens without padding, and plan attention within its segments.
 
-All padding is dropped, so padded and packed batches run the same computation. Segments are sorted from short to long,
-so segments of one length are neighbours. The layout is computed on the host, once per micro-batch.
+Padded and packed batches run the same computation, since all padding is dropped. Segments are sorted from short to
+long. The layout is computed on the host, once per micro-batch.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ Send = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring segments that one attention call computes, as `count` rows of `length`. They have `tokens` tokens.
+    """Neighbouring segments that one attention call computes, as `count` padded rows of `length`.
 
-    `slots` is int64 [tokens], the position of each token in the padded [count * length] layout; None without padding.
+    `tokens` is their number of tokens. `slots` is int64 [tokens], the position of each token among the count * length
+    slots; None without padding.
     """
 
     count: int
@@ -40,21 +41,22 @@ class Bucket:
 
 
 class AttentionExchange(Protocol):
-    """Exchanges inputs of attention between processes that each run the model on a part of one stream.
+    """An exchange between processes that share one stream, around attention.
 
-    Each process computes some heads over all tokens. `to_heads` and `to_tokens` are differentiable collectives.
+    Outside of attention, each process has a part of the tokens. Within attention, it has all tokens and some heads.
+    `to_heads` and `to_tokens` are differentiable collectives.
     """
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange [part, heads, D], all heads of this process's tokens, for [T, some heads, D], some heads of all."""
+        """Exchange [tokens of this process, all heads, D] for [T, some heads, D]."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Exchange [T, some heads, D] for [part, heads, D]."""
+        """Exchange [T, some heads, D] for [tokens of this process, all heads, D]."""
         ...
 
     def own_heads(self, values: Tensor) -> Tensor:
-        """Return this process's part of values [heads]. It is not a collective."""
+        """Return the values [heads] of this process's heads. This is not a collective."""
         ...
 
 
@@ -64,11 +66,11 @@ class SegmentPlan:
 
     Attributes:
         lengths: int64 [S] on the host, not decreasing.
-        cu_seqlens: int32 [S + 1], where each segment starts, and T.
+        cu_seqlens: int32 [S + 1], the start of each segment, and T at the end.
         max_length: Tokens of the longest segment.
         buckets: Buckets that cover the stream in order.
         tokens_of_buckets: Number of tokens of each bucket, for `Tensor.split`.
-        exchange: None if the model runs on the whole stream in one process.
+        exchange: The exchange with other processes. None if one process has the whole stream.
     """
 
     lengths: NDArray[np.int64]
@@ -85,22 +87,22 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """T tokens of S segments, N of them with loss. On the device, except `batch_index`.
+    """A stream of T tokens in S segments. N tokens have loss. All tensors but `batch_index` are on the device.
 
     Attributes:
         input_ids: [1, T].
         position_ids: [1, T].
         plan: The segments.
-        source: [N], the stream position whose hidden state predicts the token: the position before the token.
+        source: [N], the stream position before the token, whose hidden state predicts it.
         targets: [N], token ids.
         weights: [N], loss weights.
         segment_index: [N], number of the token's segment, from 0.
         columns: Further token columns at the N positions.
-        batch_index: [N] on CPU, the place of the token in the flattened [rows, length] of the batch.
+        batch_index: [N] on CPU, the index of the token in the flattened [rows, length] of the batch.
         routed_experts: int16 [T, layers, top_k], the experts that the engine chose; -1 for tokens that it did not
             compute. If None, routers choose.
         num_fill: Number of tokens at the beginning of the stream that belong to no sample.
-        is_idle: Whether the stream has no rows. A rank without rows runs it, so that collectives of all ranks match.
+        is_idle: Whether the stream is a dummy, which a rank without rows runs so that collectives match.
     """
 
     input_ids: Tensor
@@ -118,7 +120,7 @@ class TokenStream:
 
     @classmethod
     def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:
-        """Make the smallest stream with a logprob: two tokens, the second predicted with weight 0. Columns are 0."""
+        """Make the smallest stream: two tokens, of which the second is predicted with weight 0. Columns are 0."""
         zero = profile.send(torch.zeros(1, dtype=torch.int64))
         weights = profile.send(torch.zeros(1, dtype=profile.weight_dtype))
         return cls(
@@ -149,8 +151,8 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
     if missing:
         raise DataError(
             f"The loss needs {listing(missing)}, which this run's batches do not have. "
-            "Choose another `loss`, or a `source` that provides it: one of rollouts takes numbers of the data's rows "
-            "along with source.carry."
+            "Choose another `loss`, or a `source` that provides it. A source of rollouts can carry numbers of the "
+            "data's rows with source.carry."
         )
 
 
@@ -164,7 +166,7 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
     if largest >= vocabulary:
         raise DataError(
             f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Set model.tokenizer to the "
-            "model's own, or leave tokens without embeddings out of data and chat template."
+            "model's own, or remove tokens without embeddings from the data and the chat template."
         )
 
 
@@ -178,9 +180,9 @@ def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
 def token_stream(
     batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
 ) -> TokenStream | None:
-    """Lay the chosen rows out as one stream, or return None if none of their tokens has loss.
+    """Make one stream of the chosen rows, or return None if none of their tokens has loss.
 
-    `columns` are gathered at positions with loss, and `routed_experts`, if the batch has them, for all tokens.
+    `columns` are gathered at positions with loss.
     """
     index, lengths = _stream_order(batch, rows)
     weights = batch.tokens["loss_weights"].flatten()[index]
@@ -210,7 +212,7 @@ def token_stream(
 def share_streams(
     share: RankShare, columns: Collection[str], profile: DeviceProfile
 ) -> Iterator[tuple[Rows, TokenStream]]:
-    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank; the stream is idle if nothing has loss."""
+    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank. A stream without loss is idle."""
     for rows in share.microbatches:
         stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
         yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
@@ -238,7 +240,8 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
 def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
     """Return the plan for segments of these lengths, which must not decrease.
 
-    `slots_per_call` is how many padding slots cost as much as one attention call; with 0, nothing is padded.
+    `slots_per_call` is the number of padding slots that cost as much time as an attention call. With 0, nothing is
+    padded.
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -257,13 +260,13 @@ def cut_buckets(
 ) -> tuple[Bucket, ...]:
     """Return buckets that cover segments of these lengths, which must not decrease.
 
-    `most_padding` is the largest number of padding slots per token, in buckets of more than `slots_per_call` slots.
+    Buckets of more than `slots_per_call` slots have at most `most_padding` padding slots per token.
     """
     return tuple(_bucket(lengths[start:stop], send) for start, stop in _cut(lengths, slots_per_call, most_padding))
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
-    """Cut segments into ranges of one length. Neighbouring ranges are joined if padding costs less than a call."""
+    """Cut segments into ranges of one length, and join neighbouring ranges if padding costs less than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]
@@ -271,7 +274,7 @@ def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -
     cuts = [0]
     padded_slots = 0
     for start, stop in pairwise(runs[1:]):
-        # Joining pads every segment of the bucket to the new length. Padding that the bucket has already is paid for.
+        # Joining pads every segment of the bucket to the new length. Only the added slots count.
         slots = (stop - cuts[-1]) * int(lengths[start])
         tokens = int(ends[stop - 1] - ends[cuts[-1]] + lengths[cuts[-1]])
         is_mostly_tokens = slots <= max(slots_per_call, (1 + most_padding) * tokens)
