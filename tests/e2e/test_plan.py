@@ -124,7 +124,7 @@ def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
     assert "memory (estimate)" in out
     assert out == expected.partition("No problems found.")[0]
     assert err.count("no weights can be loaded from folder") == 1
-    assert "Copy or download its weights into it" in err
+    assert "Copy or download the weights into it" in err
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ def test_what_is_refused_before_weights_are_loaded(
     ("changes", "says"),
     [
         ({"source.engine": "child_process"}, "but the source 'rollouts' publishes none"),
-        ({"source.router_replay": True}, "has no router that it knows"),
-        ({"source.router_replay": True, "backend": {"name": "fsdp", "device": "cpu", "ranks": 2}}, "has no router"),
-        ({"source.router_replay": True, "backend": {"name": "megatron", "device": "cpu", "ranks": 2}}, "has no router"),
+        ({"source.router_replay": True}, "no router is known"),
+        ({"source.router_replay": True, "backend": {"name": "fsdp", "device": "cpu", "ranks": 2}}, "no router"),
+        ({"source.router_replay": True, "backend": {"name": "megatron", "device": "cpu", "ranks": 2}}, "no router"),
         ({"source.carry": ["weight"]}, "chat.jsonl:1: the column 'weight' of source.carry is missing"),
         (
             {

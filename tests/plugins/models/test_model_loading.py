@@ -178,7 +178,7 @@ def test_a_model_that_also_sees_says_how_its_text_part_is_trained_and_that_way_w
     whole = AutoModelForImageTextToText.from_config(config)
     whole.save_pretrained(seeing)
     tiny_tokenizer().save_pretrained(seeing)
-    with pytest.raises(ModelError, match=r"also sees or hears.*text part .mistral. has one.*docs/models\.md"):
+    with pytest.raises(ModelError, match=r"also sees or hears.*text part.*docs/models\.md"):
         load(seeing)
     page = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"## Models that also see or hear\n.*?```python\n(.*?)```", page, re.DOTALL)

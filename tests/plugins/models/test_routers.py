@@ -33,7 +33,7 @@ REFUSED = {
         LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
         "DeepseekV2TopkRouter, which gives no weight to experts that it would not have chosen",
     ),
-    "jetmoe": (EXPERTS, "has no router that it knows"),
+    "jetmoe": (EXPERTS, "no router is known"),
 }
 
 

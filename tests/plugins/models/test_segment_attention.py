@@ -150,5 +150,5 @@ def test_attention_that_is_not_computed_is_refused(kwargs: dict[str, Any], messa
 
 
 def test_a_model_that_drops_keyword_arguments_is_refused() -> None:
-    with pytest.raises(ModelError, match="does not hand the model's keyword arguments"):
+    with pytest.raises(ModelError, match="does not pass the model's keyword arguments"):
         segment_attention(nn.Module(), *projections(4, 4), None)

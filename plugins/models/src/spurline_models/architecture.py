@@ -1,4 +1,4 @@
-"""Read the architecture of a model, with the run's overrides, and build the model without memory."""
+"""Read the config of a model, with the run's overrides, and build the model without memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing, suggestion
@@ -42,12 +41,12 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Return the number of experts in a layer of a text model; None if there are none, or layers differ."""
+    """Return the number of experts in a layer, or None if there are none or layers differ."""
     return _count(config, _EXPERT_COUNTS)
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
-    """Return the number of experts that a layer uses for a token; None if there are no experts, or layers differ."""
+    """Return the number of experts that a layer uses for a token, or None if there are none or layers differ."""
     return _count(config, _EXPERTS_PER_TOKEN)
 
 
@@ -67,7 +66,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # With a name such as `org/name` here, transformers would load a program from the hub.
+        # If a config names a repository here, transformers would load code from the hub.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
@@ -112,10 +111,10 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Return how many tokens the model knows, which may be more than its tokenizer knows."""
+    """Return the number of tokens that the model knows. Its tokenizer may know fewer."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    # Some embeddings have further rows that belong to prompts, not to tokens (CPM-Ant).
+    # Some embeddings have further rows, which are not for tokens (CPM-Ant).
     named = getattr(causal.config.get_text_config(), "vocab_size", None)
     return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
@@ -126,13 +125,10 @@ def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception
         text = config.get_text_config()
         if text is config:
             return f"model.path: {model.path} ({kind}) is not a causal language model. Choose a text model."
-        fix = "Choose a text model."
-        if text.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-            fix = (
-                f"Its text part ({text.model_type}) has one: save it by itself, as docs/models.md shows (Models that "
-                "also see or hear), and train that folder."
-            )
-        return f"model.path: {model.path} ({kind}) also sees or hears, and has no causal language model. {fix}"
+        return (
+            f"model.path: {model.path} ({kind}) also sees or hears, and is not a causal language model. Choose a text "
+            "model, or save its text part as docs/models.md shows (Models that also see or hear)."
+        )
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if model.config_overrides:
         return f"model.config_overrides: no model can be built with {model.config_overrides} ({reason})."
@@ -148,7 +144,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
         )
     before = getattr(config, name, None)
     try:
-        # transformers changes some values in place, and must not change the run's config.
+        # transformers changes some values in place. This must not change the run's config.
         setattr(config, name, deepcopy(value))
     except (StrictDataclassError, TypeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[-1].strip()

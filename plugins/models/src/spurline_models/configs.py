@@ -15,24 +15,23 @@ Fp8 = bool | Literal["emulated"]
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) through peft; needs `pip install spurline-models[lora]`."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) by peft. They need `pip install spurline-models[lora]`."""
 
     retired: ClassVar[tuple[str, ...]] = ("dora",)
     rank: int = Field(default=16, gt=0)
     """Rank of the update matrices."""
     alpha: float = Field(default=32.0, gt=0)
-    """Scale of the update is alpha / rank."""
+    """The update is multiplied by alpha / rank."""
     dropout: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=1)
-    """Dropout before the adapters."""
+    """Dropout rate of the adapters' inputs."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Module names to adapt."""
+    """Names of the modules that get adapters."""
     rslora: bool = False
-    """Scale the update by alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732), for high ranks."""
+    """Multiply the update by alpha / sqrt(rank) instead, for high ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
-    """Dtype of the frozen weights. `auto` takes the dtype of their files, which changes no value. `bf16` rounds the
-    weights of fp32 files, and takes half the memory. `fp32` avoids widening them in fp32 runs. `nf4` quantizes linear
-    layers to 4 bits with scales that are quantized too (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and needs `pip
-    install spurline-models[qlora]`."""
+    """Dtype of the frozen weights. `auto` takes the dtype of their files, which changes no value. `bf16` takes half the
+    memory of `fp32`, and rounds weights of fp32 files. `fp32` saves conversions in fp32 runs. `nf4` quantizes linear
+    layers to 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and needs `pip install spurline-models[qlora]`."""
 
     @property
     def is_quantized(self) -> bool:

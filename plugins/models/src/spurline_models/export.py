@@ -52,7 +52,7 @@ def export_model(
         adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:
-        UserError: If `out` has content, or the run has no adapter that can be used elsewhere.
+        UserError: If `out` has content, or the run has no adapter for other programs.
     """
     if not replace:
         check_free(out)
@@ -69,7 +69,7 @@ def export_model(
 
 
 def check_adapter(config: RunConfig) -> None:
-    """Raise UserError unless the run trains an adapter of a model that can be loaded elsewhere."""
+    """Raise UserError unless the run trains an adapter of a model that other programs can load."""
     whole = "Export the whole model: `spurline export RUN_DIR OUT`, without --adapter."
     if adapters_of(config) is None:
         raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
@@ -100,7 +100,7 @@ def _write_model(
         try:
             generation_config(model, tokenizer).save_pretrained(folder)
         except ValueError:
-            # transformers loads some settings that it refuses to save. Then save the tokens that end a turn only.
+            # transformers refuses to save some settings that it has loaded. Then save only the special tokens.
             plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
             plain.save_pretrained(folder)
 
@@ -116,14 +116,14 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     """Fill a folder beside `out` and rename it, so that `from_pretrained` never finds an incomplete folder."""
-    # If `out` is a link to a folder with content, the link is replaced and the folder stays. Other links are followed.
+    # If `out` is a link to a folder with content, replace the link and keep the folder. Follow other links.
     is_full = out.is_dir() and any(out.iterdir())
     out = out.parent.resolve() / out.name if is_full else out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         fill(temporary)
-        # Some libraries create files that only their owner can read.
+        # Some libraries create files with fewer permissions.
         permissions = temporary.stat().st_mode & 0o666
         for file in temporary.iterdir():
             file.chmod(permissions)
@@ -143,7 +143,7 @@ def check_free(out: Path) -> None:
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return the model's own settings, with the trained end-of-turn token added as a stop token."""
+    """Return the model's own settings. The end-of-turn token of the tokenizer becomes a stop token too."""
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -155,7 +155,7 @@ def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
-    """Return a checkpoint's weights on the host, as `export_run` writes them: merged, in the dtype of the files."""
+    """Return the weights that `export_run` would write, on the host."""
     _, dtype = _config_and_dtype(loaded.config.model)
     with ExitStack() as stack:
         reader = loaded.config.backend.facts.checkpoint_reader
@@ -164,14 +164,14 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
         else:
             tensors = _read(reader, loaded.config, found).tensors
         return {
-            # Tensors are copied, since a backend frees its own tensors at its end, and tensors of files are mapped.
+            # Copy tensors, since a backend frees its own at its end, and tensors of files are mapped.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors
         }
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run. The backend is not started if it has a `checkpoint_reader` (or `adapter_reader`).
+    """Export a checkpoint of a run. A backend with a `checkpoint_reader` or `adapter_reader` is not started.
 
     Args:
         loaded: The config of the run.

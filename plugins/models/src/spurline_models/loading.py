@@ -27,6 +27,7 @@ from spurline.errors import ModelError, listing
 from spurline_models.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.lengths import LengthLimit, length_limit
+from spurline_models.placement.narrow_weights import narrowable_modules
 from spurline_models.weight_files import layout_of, safetensors_files
 from spurline_text.hub import finding
 from spurline_text.tokenizer import describe_missing
@@ -35,17 +36,13 @@ _BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
 
 
-HeldDtypes = Callable[[PreTrainedModel], Mapping[str, torch.dtype]]
-"""Returns the dtypes of parameters, by name, that differ from the profile's dtype."""
-
-
 def load_model(
     model: ModelConfig,
     profile: DeviceProfile,
     seed: int,
     change: Callable[[PreTrainedModel], None] | None = None,
     *,
-    held_dtypes: HeldDtypes | None = None,
+    narrow: torch.dtype | None = None,
     on_host: bool = False,
     weights: Mapping[str, Tensor] | None = None,
 ) -> PreTrainedModel:
@@ -56,7 +53,7 @@ def load_model(
         profile: The device and dtype of its weights.
         seed: The seed that random weights (`init: random`) depend on.
         change: Changes the model after loading. Random weights are still on the host then.
-        held_dtypes: Returns dtypes to which weights are rounded, through fp32, while they are read.
+        narrow: The dtype to which matrices are rounded, through fp32, while they are read.
         on_host: Whether weights are read to the host, and moved to the device after `change`.
         weights: Weights on the host, by their names in files, to use instead of the files.
 
@@ -73,7 +70,7 @@ def load_model(
                 )
             else:
                 device = torch.device("cpu") if on_host else profile.device
-                causal = _with_weights(model, config, device, held_dtypes, weights)
+                causal = _with_weights(model, config, device, narrow, weights)
     except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
         # This raises a better error if the architecture cannot be built at all.
         build_without_memory(config, model)
@@ -81,20 +78,20 @@ def load_model(
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
         # The grouped matrix product of experts has no float64 kernel.
         causal.set_experts_implementation("eager")
-    _cast(causal, profile.weight_dtype, {} if held_dtypes is None else held_dtypes(causal))
+    _cast(causal, profile.weight_dtype, narrow)
     if change is not None:
         change(causal)
     nn.Module.to(causal, device=profile.device)
     return causal.train()
 
 
-def _cast(causal: nn.Module, dtype: torch.dtype, held: Mapping[str, torch.dtype]) -> None:
-    """Convert floating point weights and buffers one at a time, to the dtype in `held` or else to `dtype`."""
-    by_parameter = {id(causal.get_parameter(name)): own for name, own in held.items()}
+def _cast(causal: nn.Module, dtype: torch.dtype, narrow: torch.dtype | None) -> None:
+    """Convert floating point weights and buffers to `dtype`, and matrices to `narrow` if given, one at a time."""
+    matrices = {} if narrow is None else {id(module.weight): narrow for _, module in narrowable_modules(causal)}
     for parameter in causal.parameters():
         if parameter.is_floating_point():
             # Replace the data and keep the parameter, since a tied weight has two owners.
-            parameter.data = parameter.data.to(by_parameter.get(id(parameter), dtype))
+            parameter.data = parameter.data.to(matrices.get(id(parameter), dtype))
     for module in causal.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
@@ -105,7 +102,7 @@ def _with_weights(
     model: ModelConfig,
     config: PretrainedConfig,
     device: torch.device,
-    held_dtypes: HeldDtypes | None,
+    narrow: torch.dtype | None,
     weights: Mapping[str, Tensor] | None,
 ) -> PreTrainedModel:
     files = safetensors_files(model) if weights is None else []
@@ -116,9 +113,9 @@ def _with_weights(
         )
     # Read as fp32 first, so that fp64 runs start from the same weights as fp32 runs.
     causal = build_without_memory(config, model, torch.float32)
-    if held_dtypes is not None:
+    if narrow is not None:
         # Each weight is read in the dtype of its parameter.
-        _cast(causal, torch.float32, held_dtypes(causal))
+        _cast(causal, torch.float32, narrow)
     with ExitStack() as stack:
         opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
         slices = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""Send weights out of a backend in buckets, which are made where the weights are."""
+"""Send weights of a backend to engines in buckets. The processes that hold the weights make the buckets."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """A tensor within what a transport carries.
+    """The place of a tensor in a bucket.
 
     Attributes:
         name: Hugging Face name of the weight.
         dtype: Dtype such as `float32`.
         shape: Shape of the tensor.
-        offset: Bytes from the beginning of the bucket's memory or file, if the transport has either.
+        offset: Bytes from the beginning of the bucket's memory or file, if it has one.
     """
 
     name: str
@@ -33,15 +33,15 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some of a model's weights on their way to an engine; a tensor is never divided between buckets.
+    """Some of a model's weights on their way to an engine. A tensor is never divided between buckets.
 
     Attributes:
-        transport: The kind of transport, such as `shared_memory`, which decides the content of `where`.
+        transport: The kind of transport, such as `shared_memory`.
         places: The tensors in the bucket.
-        where: JSON values that name the memory or file.
-        tensors: The tensors, in the order of `places`, if the transport stays in this process.
-        machine: `this_machine` of the only machine that can read the bucket; empty if others can too.
-        receiver: Which of an engine's `receivers` reads this copy; set when the bucket is sent.
+        where: JSON values that name the memory or file. Their content depends on the transport.
+        tensors: The tensors, in the order of `places`, if the bucket stays in this process.
+        machine: The `this_machine` of the only machine that can read the bucket, or an empty text.
+        receiver: The one of an engine's `receivers` that reads this copy. It is set when the bucket is sent.
     """
 
     transport: str
@@ -52,7 +52,7 @@ class WeightBucket:
     receiver: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the bucket as JSON can hold it, without `tensors`."""
+        """Return the bucket as JSON values, without `tensors`."""
         places = [[place.name, place.dtype, list(place.shape), place.offset] for place in self.places]
         return {
             "transport": self.transport,
@@ -64,7 +64,7 @@ class WeightBucket:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> WeightBucket:
-        """Read the bucket that `to_plain` wrote."""
+        """Make a bucket from the result of `to_plain`."""
         places = tuple(TensorPlace(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in plain["places"])
         return cls(plain["transport"], places, plain["where"], machine=plain["machine"], receiver=plain["receiver"])
 
@@ -75,17 +75,18 @@ PublishedPart = Literal["model", "adapter"]
 
 @dataclass(frozen=True)
 class MakerChoice:
-    """A `BucketMaker` and its settings, as plain data for the processes that hold the weights.
+    """The choice of a `BucketMaker`, as plain data for the processes that hold the weights.
 
     Attributes:
         maker: The maker as "module:Class".
-        settings: Its arguments by name, as JSON can hold them.
-        max_bytes: Size of the weights in a bucket; a larger tensor travels alone.
-        dtype: Dtype that floating point weights are cast to, such as `bfloat16`; None for the backend's own.
-        part: The whole model with adapters merged into it, or the adapters alone.
-        made_by: The processes that make a bucket. `first`: the first process makes all buckets. `owners`: the process
-            that holds most of a bucket makes it. `all`: each makes a copy, and the `where` of all copies are joined.
-            Unless this is `first`, a maker also gets the arguments `sender`, its number, and `senders`, their count.
+        settings: Its arguments by name, as JSON values.
+        max_bytes: Most bytes of the weights in a bucket. A larger tensor has its own bucket.
+        dtype: The dtype of floating point weights, such as `bfloat16`. None keeps the backend's dtype.
+        part: The whole model with merged adapters, or only the adapters.
+        made_by: The processes that make a bucket. With `first`, the first process makes all buckets. With `owners`, the
+            process that holds most of a bucket makes it. With `all`, every process makes a copy, and their `where` are
+            joined. Unless this is `first`, a maker also gets the number of its process, `sender`, and their count,
+            `senders`.
     """
 
     maker: str
@@ -97,22 +98,22 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """Makes the buckets of a transport in a process that holds weights; the transport's `WeightSync` tells engines.
+    """Makes the buckets of a transport in a process that holds weights. The transport's `WeightSync` tells engines.
 
     Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
-    last one, or earlier if the `WeightSync` makes buckets ahead.
+    previous one, or earlier if the `WeightSync` makes buckets ahead.
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Free the last bucket, and make the bucket of this number, from 1, without `tensors`.
+        """Free the previous bucket, and make the bucket of this number, counted from 1, without `tensors`.
 
-        All weights (hf_name, tensor) must be taken once and in order, even after an error. The same number is asked for
-        again if engines did not get the bucket.
+        The maker must take all `weights`, pairs (hf_name, tensor), once and in order, even after an error. If engines
+        did not get the bucket, the same number is asked for again.
         """
         ...
 
     def taken(self) -> None:
-        """Free the last bucket, which every engine has taken. May be called again."""
+        """Free the last bucket, since every engine has taken it. This may be called several times."""
         ...
 
     def close(self) -> None:
@@ -127,13 +128,12 @@ class MakesBuckets(Protocol):
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
         """Yield all weights of `named_weights` in buckets.
 
-        The caller asks for the next bucket when every engine has taken the last one, or earlier if the maker can work
-        ahead. The maker is kept until another choice is made or the backend is closed; its memory and files end with
-        its process.
+        The caller asks for the next bucket when every engine has taken the previous one, or earlier if the maker can
+        work ahead. The maker is kept until another choice is made or the backend is closed.
 
         Args:
             version: Version of the weights.
             choice: The maker to use.
-            first: Number of the first bucket, from 1; engines have the ones before.
+            first: Number of the first bucket, counted from 1. Engines have the earlier ones.
         """
         ...

@@ -22,8 +22,7 @@ from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.protocols.backend import Role
 from spurline_models.optimizers.state import OptimizerState
-from spurline_models.saved_state import check_frozen, check_weights, read_facts, write_facts
-from spurline_models.saved_weights import SavedTensors
+from spurline_models.saved_weights import SavedTensors, check_frozen, check_weights, read_facts, write_facts
 from spurline_models.weights import digest_of_samples, sampled_positions
 from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
 

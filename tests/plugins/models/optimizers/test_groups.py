@@ -72,7 +72,7 @@ def test_a_step_reports_and_uses_the_rate_of_each_group(model: Any) -> None:
             [{"match": "*lm_haed*", "learning_rate": 1.0}],
             r"optimizer\.groups\.0\.match is '\*lm_haed\*', and no trained .*Did you mean 'lm_head.*such as ",
         ),
-        ([{"match": "lm_head", "learning_rate": 1.0}], r"compared with the whole name: did you mean '\*lm_head\*'"),
+        ([{"match": "lm_head", "learning_rate": 1.0}], r"fit the whole name. Did you mean '\*lm_head\*'"),
         ([{"match": "*", "weight_decay": 1}, {"match": "*norm*", "weight_decay": 0}], r"groups\.1\.match .*earlier"),
     ],
 )

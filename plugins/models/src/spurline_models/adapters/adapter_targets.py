@@ -1,4 +1,4 @@
-"""Say which modules of a model cannot carry an adapter, and why. Needs neither weights nor PEFT."""
+"""Find the modules of a model that cannot carry an adapter, without weights and without PEFT."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _READ_PAST: Mapping[str, frozenset[str]] = {
     ),
     "jamba": frozenset({"dt_proj"}),
 }
-"""Linear layers of state spaces by model type. The mixer or its fast kernel reads their weights itself, so an adapter
-would silently not train."""
+"""Names of linear layers in state space models, by model type. The code around these layers reads their weights
+directly, so an adapter on them would silently not train."""
 
 
 def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
-    """Return the linear modules that cannot carry an adapter by name, each with the reason as a clause."""
+    """Return the names of the linear modules that cannot carry an adapter, each with a reason."""
     found: dict[str, str] = {}
     read_past = _READ_PAST.get(causal.config.get_text_config().model_type, frozenset())
     for name, module in causal.named_modules():
@@ -31,11 +31,11 @@ def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
         if type(module).forward is not nn.Linear.forward and not isinstance(module, QuantizedLinear):
             found[name] = f"{type(module).__name__} does not return what a linear layer returns"
         elif name.rpartition(".")[2] in read_past:
-            found[name] = "the state space around it reads its weight past the adapter"
+            found[name] = "the state space layer around it reads its weight without the adapter"
     return found
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Return whether the settings ask for an adapter on a module of this name, which is not the output layer."""
+    """Return whether the settings ask for an adapter on the module of this name. Do not ask for the output layer."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

@@ -1,6 +1,6 @@
-"""Read a model's adapter: its settings, and its tensors under the names that PEFT gives them in files.
+"""Read a model's adapter: its settings, and its tensors under their names in PEFT's files.
 
-Nothing is merged. Engines that take adapters get the tensors, or a folder that `PeftModel.from_pretrained` loads.
+Engines that take adapters get the tensors, or a folder that `PeftModel.from_pretrained` loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SETTINGS_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
 _WRAPPED = "base_model.model."
-"""The beginning of names in PEFT's files."""
+"""The prefix of all names in PEFT's files."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class AdapterStream:
     """An adapter, one tensor at a time.
 
     Attributes:
-        settings: JSON values, as PEFT writes them to `adapter_config.json`.
-        tensors: (name, tensor) as in `adapter_model.safetensors`, each name once.
+        settings: The content of `adapter_config.json`.
+        tensors: Pairs (name, tensor), the content of `adapter_model.safetensors`.
     """
 
     settings: Mapping[str, Any]
@@ -40,10 +40,7 @@ class AdapterStream:
 
 
 class AdapterWeights(GroupedWeights):
-    """The tensors of an adapter under their names in PEFT's files: `GroupedWeights` of one tensor each.
-
-    The model may be on device `meta`.
-    """
+    """The tensors of an adapter under their names in PEFT's files. Each group has one tensor."""
 
     def __init__(self, causal: PreTrainedModel) -> None:
         from spurline_models.adapters.lora import ADAPTER, adapter_parameters
@@ -51,7 +48,7 @@ class AdapterWeights(GroupedWeights):
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Names in files lack the name of the adapter, which it gets when the files are loaded.
+            # Names in files lack the name of the adapter. PEFT adds it when it loads the files.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter
@@ -75,6 +72,6 @@ def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
     except SafetensorError as error:
         # The library raises this for a full disk too.
         raise OSError(str(error)) from error
-    # The settings come last, since a folder with settings must have its tensors.
+    # Write the settings last, so that a folder with settings always has its tensors.
     text = json.dumps(dict(adapter.settings), indent=2, sort_keys=True)
     (folder / SETTINGS_FILE).write_text(text + "\n", encoding="utf-8")

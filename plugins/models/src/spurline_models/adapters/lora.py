@@ -1,6 +1,6 @@
 """Add low-rank adapters to a model, and read merged weights or the adapters from it.
 
-peft replaces linear layers in place. The causal model stays the same object. peft is an optional dependency, so only
+peft replaces linear layers in place, so the causal model stays the same object. peft is an optional dependency. Only
 runs with adapters import this module.
 """
 
@@ -40,13 +40,13 @@ ADAPTER = "default"
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the weights and add trainable adapters, in fp32 or the weights' precision if that is higher.
+    """Freeze the weights and add trainable adapters, in fp32 or in the weights' dtype if it is wider.
 
-    The adapters get the values of `initial_adapters`, except on a model without memory (device `meta`).
+    The adapters get the values of `initial_adapters`, unless the model is on device `meta`.
 
     Raises:
         ConfigError: If an entry of `target_modules` names no module.
-        ModelError: If a module is named that cannot carry an adapter.
+        ModelError: If `target_modules` names a module that cannot carry an adapter.
     """
     targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
     left_out = unadaptable(causal)
@@ -72,10 +72,10 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # Some warnings of PEFT are about its own calls and settings, which users cannot change.
+            # These warnings are about calls that users cannot change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            # Without `low_cpu_mem_usage`, PEFT draws values on the host first, which may be gigabytes.
+            # Without `low_cpu_mem_usage`, PEFT would draw values on the host first.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         _refuse_unmatched(settings, lora, names, linear)
@@ -84,7 +84,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     _refuse_adapted_tied_weights(causal)
     for parameter in causal.parameters():
         if parameter.requires_grad:
-            # peft makes adapters in fp32 also for a float64 model.
+            # peft makes adapters in fp32 even for a float64 model.
             parameter.data = parameter.data.to(dtype)
     if causal.device.type != "meta":
         with torch.no_grad():
@@ -93,10 +93,10 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 
 
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield (parameter name, whole initial value in fp32 on CPU) of every adapter's matrices, one at a time.
+    """Yield (parameter name, initial value in fp32 on CPU) of every adapter matrix, one at a time.
 
-    A value depends on the seed and the parameter's name only, so ranks that hold parts of a parameter agree. The
-    distributions are those of peft, so an adapter changes nothing at first.
+    A value depends only on the seed and the name, so that all ranks draw the same. As in peft, an adapter changes
+    nothing at first.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
@@ -113,16 +113,16 @@ def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor
 
 
 def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield (layer name, the parameter's name in its layer, parameter) of every adapter."""
+    """Yield (layer name, name in the layer, parameter) for every parameter of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # Layers may lie in each other. Each yields its own parameters.
+            # The weight under an adapter may have an adapter itself. It is yielded for its own layer.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 
 
 def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, Any]:
-    """Return the adapter's settings as PEFT writes them to `adapter_config.json`, for an adapter of this model."""
+    """Return the content of `adapter_config.json` for an adapter of this model."""
     found: Any = causal.peft_config
     settings = found[ADAPTER].to_dict()
     alpha = settings["lora_alpha"]
@@ -130,7 +130,7 @@ def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, A
         "base_model_name_or_path": model.path,
         "revision": model.revision,
         "inference_mode": True,
-        # Some programs that read this file expect a whole number.
+        # Some programs that read this file expect an integer.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
     }
     return json.loads(json.dumps(settings | own, default=sorted))
@@ -144,12 +144,12 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of a base weight and its adapter as a new tensor, in the higher precision of both.
+    """Return the sum of a base weight and its adapter as a new tensor, in the wider dtype of both.
 
     Args:
         layer: The layer that carries the adapter.
         base: The name of the adapted weight in the layer.
-        tensors: The layer's own tensors by their names in the layer, not sharded.
+        tensors: The layer's tensors by their names in the layer. They must not be sharded.
     """
     dtype = torch.float32
     for tensor in tensors.values():
@@ -159,7 +159,7 @@ def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor
 
 
 class _Delta(nn.Module):
-    """A module for `functional_call` that gives peft's product of an adapter's matrices."""
+    """A module for `functional_call` that returns peft's product of an adapter's matrices."""
 
     def __init__(self, layer: BaseTunerLayer):
         super().__init__()
@@ -171,7 +171,7 @@ class _Delta(nn.Module):
 
 @contextmanager
 def adapters_off(causal: nn.Module) -> Iterator[None]:
-    """Turn the adapters off in the context, so that the model computes as before training."""
+    """Turn the adapters off in the context."""
     layers = [layer for _, layer in adapted_layers(causal)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -191,7 +191,7 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
         reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
     add_adapters(causal, lora, 0)
     adapted = Counter(
-        # An adapter on experts that are stored as one tensor has the name of that tensor.
+        # If experts are stored as one tensor, the adapter has the name of this tensor.
         str(getattr(layer, "parameter_name", name.rpartition(".")[2]))
         for name, layer in adapted_layers(causal)
     )
@@ -206,9 +206,9 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
 
 
 def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[str], linear: set[str]) -> None:
-    """Raise ConfigError if an entry of `target_modules` names no module. PEFT raises only if no entry matches.
+    """Raise ConfigError if an entry of `target_modules` names no module.
 
-    PEFT moves entries that name parameters from `target_modules` of its `settings` to `target_parameters`.
+    PEFT itself raises an error only if no entry matches. It moves entries that name parameters to `target_parameters`.
     """
     for number, target in enumerate(() if lora.target_modules == "all-linear" else lora.target_modules):
         is_parameter = settings.target_parameters and target not in (settings.target_modules or ())
@@ -226,6 +226,6 @@ def _refuse_adapted_tied_weights(causal: PreTrainedModel) -> None:
     plain = [end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends]
     if adapted and None not in plain and plain[0].weight is plain[1].weight:
         raise ModelError(
-            "backend.lora.target_modules names the embedding or the output layer, which share one weight in this "
-            "model: an adapter on one of them cannot be merged. Leave them out, or use target_modules: all-linear."
+            "backend.lora.target_modules names the embedding or the output layer. They share one weight here, so "
+            "an adapter on one of them cannot be merged. Leave them out, or use target_modules: all-linear."
         )

@@ -1,7 +1,7 @@
-"""Do the work of `spurline generate`: open a model, read the prompts, answer them, and print the answers.
+"""The functions of `spurline generate`: open a model, read prompts, answer them, and print the answers.
 
-The weights of a checkpoint are read as `spurline export` would write them: adapters merged, in the dtype of the files.
-Each prompt is computed alone, so that no padding can change an answer.
+The weights of a checkpoint are those that `spurline export` would write. Each prompt is computed alone, so that no
+padding can change an answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RESET = "/reset"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings by which answers are drawn. Temperature 0 takes the likeliest token, `stop` texts end an answer."""
+    """Settings of sampling. Temperature 0 always takes the likeliest token. The texts in `stop` end an answer."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -56,7 +56,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
     def words(self) -> str:
-        """Describe the sampling for people."""
+        """Describe the sampling."""
         how = ["greedy"]
         if self.temperature:
             how = [f"temperature {self.temperature:g}"]
@@ -78,12 +78,12 @@ class Target:
     """A model that answers.
 
     Attributes:
-        words: A description of the model for people.
+        words: A description of the model.
         causal: The model.
         tokenizer: Its tokenizer.
         sampling: The sampling that the run or the model's files recommend.
         stops: Tokens that end an answer.
-        context: Tokens that the model can see; None without a limit.
+        context: Most tokens of prompt and answer, or None without a limit.
     """
 
     words: str
@@ -95,7 +95,7 @@ class Target:
 
 
 def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: str, progress: Progress) -> Target:
-    """Open a run, with `load_run` to read its config, or a model. Raises UserError if the target is neither."""
+    """Open a run or a model. `load_run` reads the config of a run. Raises UserError if the target is neither."""
     path = Path(target)
     try:
         config: Any = json.loads((path / "config.json").read_bytes())
@@ -124,12 +124,12 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
 
 
 def open_model(path: str, progress: Progress) -> Target:
-    """Open a folder of a model, or its name on the hub. Raises ModelError."""
+    """Open a model in a folder or on the hub. Raises ModelError."""
     return _open(ModelConfig(path=path), progress)
 
 
 def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
-    """Open a model, with these weights instead of its own if they are given."""
+    """Open a model. `weights` replace its own."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")
@@ -152,7 +152,7 @@ def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | N
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
     """Open rows of prompts as `data.train` does, with these `columns`. Raises DataError if there are none."""
     train = {"path": path, "columns": dict(columns)}
-    # A config requires the other settings. Only the data is used.
+    # Only the data is used. The other settings are required in a config.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
     [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(rows.dataset):
@@ -178,27 +178,27 @@ class Prompts:
 
     def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
         if raw and system is not None:
-            raise UserError("--system belongs to a conversation, and --raw continues plain text. Leave one out.")
+            raise UserError("--system is for conversations, and --raw continues plain text. Remove one of them.")
         self._target, self._raw = target, raw
         self.begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def of_text(self, text: str) -> list[int]:
-        """Return the tokens of a person's prompt. Raises UserError as `of_plain_text` does."""
+        """Return the tokens of a prompt. Raises UserError if it cannot be answered."""
         if self._raw:
             return self.of_plain_text(text)
         return self.of_messages([*self.begin, {"role": "user", "content": text}])
 
     def of_plain_text(self, text: str) -> list[int]:
-        """Return the tokens of plain text for the model to continue. Raises UserError if it cannot be answered."""
+        """Return the tokens of a plain text that the model continues. Raises UserError if it cannot."""
         encoding = self._encoded(text, is_chat=False)
         ids = list(encoding.ids)
-        # Some tokenizers append an end token to every text, after which the model must not continue.
+        # Some tokenizers append an end token to every text. The model could not continue after it.
         if ids and ids[-1] == self._target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Return the tokens of a conversation, ready for the model's turn. Raises UserError as `of_plain_text` does."""
+        """Return the tokens of a conversation before the model's turn. Raises UserError if it cannot be answered."""
         if self._target.tokenizer.chat_template is None:
             raise UserError(f"{self._target.words} has no chat template. Give --raw to continue plain text.")
         require_chat_template(self._target.tokenizer, self._target.words)
@@ -209,16 +209,12 @@ class Prompts:
         return list(self._encoded(text, is_chat=True).ids)
 
     def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """Yield (question, prompt) for each row, in any format that has text. Answers in the rows are not read.
-
-        Raises:
-            UserError: If a row has no prompt that can be answered. The error names the row.
-        """
+        """Yield (question, prompt tokens) of each row. Raises UserError, which names the row, if there is no prompt."""
         for number in range(len(rows.dataset)):
             try:
                 yield self._of_row(rows.dataset[number], rows.config)
             except (DataError, UserError) as error:
-                names = " Here `columns` are given as --column prompt=NAME." if "`columns" in str(error) else ""
+                names = " The option for `columns` is --column prompt=NAME." if "`columns" in str(error) else ""
                 raise UserError(f"{rows.dataset.location(number)}: {error}{names}") from error
 
     def _of_row(self, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
@@ -227,7 +223,7 @@ class Prompts:
             return question.text, self.of_plain_text(question.text)
         asked = question.messages[: question.answer_at]
         if not asked:
-            raise UserError("has an assistant's turn and nothing before it. Add a user's turn.")
+            raise UserError("begins with an assistant's turn. Add a user's turn before it.")
         begin = [] if asked[0]["role"] == "system" else self.begin
         return str(asked[-1].get("content", "")), self.of_messages([*begin, *asked], question.tools)
 
@@ -239,7 +235,7 @@ class Prompts:
         [encoding] = encode_batch(self._target.tokenizer, [text], is_chat=is_chat)
         length, context = len(encoding.ids), self._target.context
         if context is not None and length >= context:
-            raise UserError(f"the prompt has {length:,} tokens, and the model sees {context:,} in all. Shorten it.")
+            raise UserError(f"the prompt has {length:,} tokens, and the model can see {context:,}. Shorten it.")
         return encoding
 
 
@@ -250,13 +246,13 @@ def answer(
 
     Args:
         target: The model.
-        prompt: Tokens of the prompt, fewer than the model can see.
-        sampling: How answers are drawn.
+        prompt: Tokens of the prompt, fewer than `target.context`.
+        sampling: The settings of sampling.
         count: The number of answers.
-        seen: A function that gets the text of a single answer, piece by piece.
+        seen: A function that is called with each piece of the text of a single answer.
 
     Raises:
-        UserError: For a prompt without tokens, and for several answers without sampling.
+        UserError: If the prompt has no tokens, or several answers are asked for without sampling.
     """
     if not prompt:
         raise UserError("the prompt has no tokens. Write something.")
@@ -293,14 +289,14 @@ def answer(
 
 
 def _read(target: Target, tokens: list[int], most: int | None) -> Answer:
-    """Read an answer up to its end; padding up to the length of the other answers may follow."""
+    """Read an answer up to its end. Padding may follow, up to the length of the longest answer."""
     end = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
     text = str(target.tokenizer.decode(tokens[:end], skip_special_tokens=True))
     return Answer(text, len(tokens[:end]), "length" if end is None and len(tokens) == most else "stop")
 
 
 class _Watched(TextStreamer):
-    """Passes the text on in pieces of whole words."""
+    """Passes each finished piece of text to a function."""
 
     def __init__(self, target: Target, seen: Callable[[str], None]) -> None:
         super().__init__(target.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
@@ -319,13 +315,13 @@ def answer_all(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Print the answers to (question, prompt) pairs: with `as_json` a JSON object on a line for each answer.
+    """Print the answers to pairs (question, prompt tokens). With `as_json`, each line is a JSON object.
 
-    A terminal shows the text of a single answer as it is generated.
+    A terminal shows the text of a single answer while it is generated.
     """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):
-        # The seed is set for each prompt, so that an answer does not depend on earlier prompts.
+        # Set the seed for each prompt, so that an answer does not depend on earlier prompts.
         torch.manual_seed(seed)
         if not as_json and len(prompts) > 1:
             typer.echo(f"{chr(10) if number else ''}> {printable(asked)}")
@@ -341,7 +337,7 @@ def answer_all(
 
 
 def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> None:
-    """Hold a conversation in the terminal, until its end of input."""
+    """Hold a conversation in the terminal until the end of input."""
     typer.echo(f"Write to {target.words}; {_RESET} starts over, Ctrl-D ends.", err=True)
     messages = list(prompts.begin)
     torch.manual_seed(seed)
@@ -366,7 +362,7 @@ def talk(target: Target, prompts: Prompts, sampling: Sampling, seed: int) -> Non
 
 
 def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
-    """Print the text of an answer as it is generated, and end its line, even after Ctrl-C."""
+    """Print the text of an answer while it is generated, and end the line even after Ctrl-C."""
     try:
         [found] = answer(target, prompt, sampling, seen=lambda text: typer.echo(printable(text), nl=False))
     finally:
@@ -376,4 +372,4 @@ def _shown(target: Target, prompt: Sequence[int], sampling: Sampling) -> Answer:
 
 def _say_cut_off(found: Answer) -> None:
     if found.finish_reason == "length":
-        typer.echo(f"(cut off after {found.tokens:,} tokens; --max-new-tokens sets how many)", err=True)
+        typer.echo(f"(cut off after {found.tokens:,} tokens; --max-new-tokens sets the limit)", err=True)

@@ -29,8 +29,16 @@ from spurline_models.device_profile import DeviceProfile
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.placement.narrow_weights import base_dtype
-from spurline_models.saved_state import check_frozen, check_weights, damaged, read_facts, write_facts
-from spurline_models.saved_weights import SavedTensors, saved_adapter, saved_weights
+from spurline_models.saved_weights import (
+    SavedTensors,
+    check_frozen,
+    check_weights,
+    damaged,
+    read_facts,
+    saved_adapter,
+    saved_weights,
+    write_facts,
+)
 from spurline_models.weight_files import WeightStream, layout_of, values_of_tensor
 
 if TYPE_CHECKING:

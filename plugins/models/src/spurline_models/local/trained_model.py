@@ -19,19 +19,12 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import ModelError, suggestion
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.kernels import change_computing
-from spurline_models.loading import HeldDtypes, load_model
+from spurline_models.loading import load_model
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.optimizers.optimization import Optimization, OptimizationRecipe
 from spurline_models.placement.master_parameters import MasterParameters
-from spurline_models.placement.narrow_weights import (
-    base_dtype,
-    narrow_dtypes,
-    narrow_trained_weights,
-    narrow_weights,
-    quantize_weights,
-    round_weights,
-)
+from spurline_models.placement.narrow_weights import base_dtype, narrow_weights, quantize_weights, round_weights
 from spurline_models.placement.offloading import DeviceTensors, tensors_in
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.weights import check_initial_weights, weights_digest
@@ -208,7 +201,7 @@ class WeightPlacement:
             self._profile,
             self._run.seed,
             partial(self._make_trainable, masters=masters),
-            held_dtypes=None if self._config.narrow_weights else self._held_dtypes(),
+            narrow=self._base_dtype(),
             # Weights are quantized on the host, and masters may stay there.
             on_host=self._config.narrow_weights or (lora is not None and lora.is_quantized),
         )
@@ -221,10 +214,9 @@ class WeightPlacement:
             CheckpointError: If their digest is not `initial_weights`.
         """
         model, dtype = self._run.model, self._profile.weight_dtype
+        narrow = torch.bfloat16 if self._config.narrow_weights else None
         with self._profile.keeping_generators():
-            causal = load_model(
-                model, self._profile, self._run.seed, self._make_reference, held_dtypes=self._held_dtypes()
-            )
+            causal = load_model(model, self._profile, self._run.seed, self._make_reference, narrow=narrow)
         check_initial_weights(weights_digest(causal, dtype), initial_weights, model.path)
         return StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
 
@@ -243,10 +235,6 @@ class WeightPlacement:
         )
         return TrainedModel(model, parameters, stepped, optimization(stepped.parameters), self._profile.weight_dtype)
 
-    def _held_dtypes(self) -> HeldDtypes | None:
-        dtype = torch.bfloat16 if self._config.narrow_weights else self._base_dtype()
-        return None if dtype is None else partial(narrow_dtypes, dtype=dtype)
-
     def _base_dtype(self) -> torch.dtype | None:
         """Return the dtype of the weights under adapters if it is narrower than the dtype of computation."""
         if self._config.lora is None:
@@ -259,7 +247,7 @@ class WeightPlacement:
         freeze_parameters(causal, self._run.model.freeze)
         wide, lora = self._profile.weight_dtype, self._config.lora
         if self._config.narrow_weights:
-            masters.update(narrow_trained_weights(causal, torch.bfloat16, wide))
+            masters.update(narrow_weights(causal, torch.bfloat16, wide, also_trained=True))
         if lora is None:
             return
         from spurline_models.adapters.lora import add_adapters
@@ -278,7 +266,7 @@ class WeightPlacement:
     def _make_reference(self, causal: PreTrainedModel) -> None:
         self._change_computing(causal)
         if self._config.narrow_weights:
-            narrow_trained_weights(causal, torch.bfloat16, self._profile.weight_dtype)
+            narrow_weights(causal, torch.bfloat16, self._profile.weight_dtype, also_trained=True)
 
     def _change_computing(self, causal: PreTrainedModel) -> None:
         change_computing(causal, self._run.model, self._config.kernels, self._config.fp8, self._profile)

@@ -1,4 +1,4 @@
-"""Settings of the losses on tokens, and of the evaluation by them. Imports no torch."""
+"""Settings of token losses and of the evaluation `loss`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class DynamicFineTuningConfig(LossConfig):
 class LossEvaluationConfig(EvaluationConfig):
     """Mean negative log-likelihood of held-out samples, in nats per token, with the metrics of the training loss.
 
-    A run that trains on pairs reports the mean of its loss.
+    If a run trains on preference pairs, this is the mean of its training loss.
     """
 
     needs_token_loss = True
 
     name: str = "loss"
     batch_size: int | None = Field(default=None, gt=0)
-    """Samples per evaluation batch; default is the training `batch_size`."""
+    """Samples of an evaluation batch. null takes the training `batch_size`."""

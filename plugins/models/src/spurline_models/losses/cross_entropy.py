@@ -31,8 +31,8 @@ class CrossEntropy:
 class DynamicFineTuning:
     """DFT: -sg(p(token)) * log p(token), where sg stops the gradient (Wu et al. 2025, arXiv:2508.05629).
 
-    Plain cross-entropy is a policy gradient with importance weight 1/p. The factor p takes that weight away, so that
-    unlikely tokens no longer dominate.
+    Plain cross-entropy is a policy gradient with importance weight 1/p. The factor p cancels this weight, so that
+    unlikely tokens do not dominate.
     """
 
     needs: frozenset[str] = frozenset()
@@ -48,4 +48,4 @@ class DynamicFineTuning:
         return {"dft/cross_entropy": -inputs.logprobs, "dft/probability": inputs.logprobs.exp()}
 
     def describe(self) -> str:
-        return "Dynamic fine-tuning: cross-entropy of each trained token times its own probability, held constant."
+        return "Dynamic fine-tuning: cross-entropy of each trained token times its probability, which gets no gradient."

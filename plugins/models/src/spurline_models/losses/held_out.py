@@ -1,6 +1,6 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, by which runs with different losses can be compared.
+"""Evaluate the mean negative log-likelihood of held-out tokens, which can be compared between losses.
 
-The value and the metrics of the training loss are reported too.
+The training loss and its metrics are reported too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NLL = CrossEntropy(CrossEntropyConfig())
 
 
 class LossEvaluation(MeasuresSamples):
-    """The evaluation `loss`. It reads samples as the source does. Preference pairs are measured by the run's loss."""
+    """The evaluation `loss`. Samples are read as in training. For preference pairs, it is the run's loss."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
@@ -51,15 +51,16 @@ class LossEvaluation(MeasuresSamples):
     def metrics(self) -> Collection[str] | None:
         loss = self._context.loss
         if loss.needs:
-            # The loss needs columns that only the source makes.
+            # The loss needs columns of the source, so its metrics are not known yet.
             return None
         nothing = TokenLossInputs(torch.zeros(1), torch.zeros(1, dtype=torch.int64), 1, {}, None)
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return means weighted by the loss weights of tokens, and no rows.
+        """Return means over tokens, weighted by their loss weights, and no rows.
 
-        The means are `loss`, `objective` if the training loss is a different one, and the metrics of that loss.
+        The means are `loss` and the metrics of the training loss. If the training loss is not this one, its mean is
+        `objective`.
         """
         count, loss = sum(self.samples.sizes()), self._context.loss
         num_batches = math.ceil(count / self._size)

@@ -7,7 +7,7 @@ matrices without conversion. The gradient of a narrow weight is rounded as autoc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,39 +38,26 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FORWARDS = (nn.Linear.forward, nn.Embedding.forward)
 
 
-def narrow_dtypes(causal: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return this dtype by name for the parameters that may be held in it."""
-    return {f"{name}.weight": dtype for name, _ in narrowable_modules(causal)}
-
-
 def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
     """Round the values of every parameter to this dtype, one at a time. Parameters keep their own dtype."""
     for parameter in causal.parameters():
         parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
-def narrow_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> None:
-    """Convert the frozen weights of a model with adapters to this dtype where possible, one at a time.
+def narrow_weights(
+    causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype, *, also_trained: bool = False
+) -> dict[str, Tensor]:
+    """Convert frozen weights, and trained ones if asked for, to this dtype where possible, one at a time.
 
-    `wide` is the dtype of hidden states, which stay wide.
+    `wide` is the dtype of hidden states, which stay wide. Returns the former values of trained weights by name.
     """
-    modules = [module for _, module in narrowable_modules(causal)]
-    _narrow([module for module in modules if not any(own.requires_grad for own in module.parameters())], dtype, wide)
-
-
-def narrow_trained_weights(causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype) -> dict[str, Tensor]:
-    """Convert all weights, frozen or trained, to this dtype where possible, one at a time.
-
-    `wide` is the dtype of hidden states. Returns the wide values of trained weights by name.
-    """
-    modules = [module for _, module in narrowable_modules(causal)]
+    modules = [
+        module
+        for _, module in narrowable_modules(causal)
+        if also_trained or not any(own.requires_grad for own in module.parameters())
+    ]
     trained = {id(module.weight) for module in modules if module.weight.requires_grad}
     masters = {name: value.data for name, value in causal.named_parameters() if id(value) in trained}
-    _narrow(modules, dtype, wide)
-    return masters
-
-
-def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wide: torch.dtype) -> None:
     for module in modules:
         # Change the class instead of replacing modules, so that adapters, hooks and names stay.
         if isinstance(module, nn.Linear):
@@ -80,6 +67,7 @@ def _narrow(modules: Sequence[nn.Linear | nn.Embedding], dtype: torch.dtype, wid
             module.wide_dtype = wide  # type: ignore[assignment]
         # The parameter stays the same, since a tied weight has two owners.
         module.weight.data = module.weight.data.to(dtype)
+    return masters
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:

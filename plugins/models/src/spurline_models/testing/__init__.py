@@ -1,4 +1,4 @@
-"""The contract kit for sources, optimizers and schedules. The kit for backends is in `spurline_rl.testing`."""
+"""Contract tests for sources, optimizers and schedules. Those for backends are in `spurline_rl.testing`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny model and tokenizer for contract tests, made from a config without any download."""
+"""Tiny models and a tokenizer for contract tests, which need no download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny Qwen3-MoE with 8 experts in each layer, 2 for a token; `overrides` are fields of Qwen3MoeConfig."""
+    """Write a tiny Qwen3-MoE with 8 experts per layer, 2 of them for a token. `overrides` are its config fields."""
     from transformers import Qwen3MoeConfig
 
     experts: dict[str, Any] = {
@@ -34,7 +34,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
 
 
 def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
-    """Write a tiny model of any transformers config class. Fields that are None in `overrides` keep their default."""
+    """Write a tiny model of any config class of transformers. Fields that are None keep their default."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, s
         model = AutoModelForCausalLM.from_config(config(**fields), dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Fresh norms are all ones and fresh biases all zeros, which hides mistakes in their handling.
+                # New norms are all ones and new biases are all zeros. That would hide mistakes.
                 is_constant = "norm" in name or name.endswith("bias")
                 parameter.add_(0.1 * torch.randn_like(parameter)) if is_constant else parameter.mul_(4)
     model.save_pretrained(folder)

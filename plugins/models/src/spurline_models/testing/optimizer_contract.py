@@ -38,7 +38,7 @@ class OptimizerContract:
     """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
 
     Attributes:
-        learning_rate: A rate that brings float32 weights nearer to a target at a distance of about 1 in thirty steps.
+        learning_rate: A rate for thirty steps of float32 weights towards a target at a distance of about 1.
     """
 
     learning_rate = 1e-2
@@ -236,7 +236,7 @@ class ScheduleContract:
 
 @contextmanager
 def _one_rank() -> Iterator[DeviceMesh]:
-    """Open a group of this process alone, on which torch treats parameters as sharded."""
+    """Open a process group of one rank, so that torch treats parameters as sharded."""
     with TemporaryDirectory() as folder:
         distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
@@ -251,7 +251,7 @@ def _parameters(seed: int = 0) -> dict[str, Parameter]:
 
 
 def _set_gradients(parameters: Mapping[str, Parameter]) -> float:
-    """Set gradients of half the squared distance to a target, and return that distance."""
+    """Set the gradients of half the squared distance to a target, and return this loss."""
     total = 0.0
     for (name, parameter), target in zip(parameters.items(), _parameters(seed=1).values(), strict=True):
         difference = parameter.detach() - target.detach()
@@ -268,7 +268,7 @@ def _train(optimization: Optimization, parameters: Mapping[str, Parameter], step
 
 
 def _through_bytes(state: OptimizerState) -> OptimizerState:
-    """Return the state as it comes back from a checkpoint."""
+    """Return the state as if it was read from a checkpoint."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
     return OptimizerState.read(load(save(tensors)), json.loads(json.dumps(state.facts())))
 

@@ -1,4 +1,4 @@
-"""Fixtures for tests of plugins that train, loaded wherever this package is installed. Imports nothing heavy."""
+"""Fixtures for tests of plugins. pytest loads them if this package is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of every source of batches, checked by short runs of a tiny model."""
+"""The contract of every source of batches. Its tests train a tiny model for a few steps."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ Train = Callable[..., "Recorded"]
 
 @dataclass
 class Recorded:
-    """A recorded run: the columns of its batches as numpy arrays by step, and the metrics of the last step."""
+    """A recorded run: the columns of its batches by step, and the metrics of the last step."""
 
     batches: dict[int, dict[str, np.ndarray]]
     metrics: Mapping[str, float]
 
 
 class SourceContract:
-    """Subclass with `source_settings`, and with other attributes, `rows` or `data` where the source needs them.
+    """Subclass with `source_settings`. Override other attributes, `rows` or `data` if the source needs it.
 
     Attributes:
         source_settings: The config's `source:` section.
         run_settings: Further settings of the run, by top-level key.
         plugins: The plugins to enable.
-        repeats: Whether the same config always gives the same batches, and a resume the very next ones.
+        repeats: Whether the same config always gives the same batches, also after a resume.
         refuses_other_data: Whether a resume on other rows is an error.
     """
 
@@ -56,7 +56,7 @@ class SourceContract:
     refuses_other_data: ClassVar[bool] = True
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
-        """Return the rows of a JSONL file that the source reads; another word makes other rows."""
+        """Return the rows of a JSONL file for the source. Another word makes other rows."""
         return [
             {
                 "messages": [
@@ -68,7 +68,7 @@ class SourceContract:
         ]
 
     def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
-        """Return the config's `data:` section, over files written to the folder; another word makes other rows."""
+        """Write files to the folder, and return the config's `data:` section. Another word makes other rows."""
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
         return {"train": str(path), "max_length": 128}
@@ -137,7 +137,7 @@ class SourceContract:
 
     def test_a_resumed_run_goes_on_with_the_next_batch(self, train: Train, tmp_path: Path) -> None:
         whole = train(run_dir=str(tmp_path / "whole"))
-        # Resume after each step, since a source may forget state that matters after an odd number of steps only.
+        # Resume after each step, since a source may lose state that matters only after some steps.
         for step in range(1, STEPS + 1):
             resumed = train(steps=step).batches
             assert list(resumed) == [step], "a resume neither repeats nor leaves out a step"
@@ -172,7 +172,7 @@ def _columns(batch: TrainingBatch) -> dict[str, np.ndarray]:
 
 def _equal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
     same = one.keys() == other.keys() and all(one[name].shape == other[name].shape for name in one)
-    # The last digits of logprobs depend on what was computed in the same batch.
+    # The last digits of logprobs depend on the other rows of a batch.
     return same and all(np.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in one)
 
 
