@@ -178,7 +178,7 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
         (["say 3", "--temperature", "-1"], r"--temperature"),
         (["--file", "nowhere.jsonl"], r"nowhere.jsonl: no such file"),
         (["--column", "prompt=question", "say 3"], r"Give --file as well"),
-        (["--file", "nowhere.jsonl", "--column", "question"], r"--column is NAME=COLUMN"),
+        (["--file", "nowhere.jsonl", "--column", "question"], r"--column takes NAME=COLUMN"),
     ],
 )
 def test_what_cannot_be_answered_says_why(
