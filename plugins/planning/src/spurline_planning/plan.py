@@ -153,18 +153,16 @@ def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Mo
     config = loaded.config
     size = f" ({quantity(model.parameters)} parameters)" if model is not None else ""
     adapted = "adapters of " if config.backend.facts.trains_adapters else ""
-    amount = "" if data is None else _amount(data)
+    amount = ""
+    if data is not None:
+        facts, steps = data.source.summary(), data.source.total_steps
+        found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
+        amount = f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
     return (
         f"Train {adapted}{shown_path(config.model.path)}{size} with source '{config.source.name}' and loss "
         f"'{config.loss.name}'{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report "
         f"go to {config.run_dir}."
     )
-
-
-def _amount(data: DataComponents) -> str:
-    facts, steps = data.source.summary(), data.source.total_steps
-    found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
-    return f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
 
 
 def _data(data: DataComponents, row_limit: int | None) -> list[str]:

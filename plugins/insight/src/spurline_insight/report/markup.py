@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,21 +24,11 @@ def text(value: Any) -> str:
     return html.escape(str(value), quote=True)
 
 
-@dataclass(frozen=True)
-class Card:
-    """A number in large type, with a label and a smaller line below."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
-def cards(items: Iterable[Card]) -> str:
-    """Return a row of cards."""
+def cards(items: Iterable[tuple[str, str, str]]) -> str:
+    """Return a row of cards. Each is a label, a value in large type, and a smaller line below."""
     rendered = "".join(
-        f'<div class="card"><dt>{text(item.label)}</dt><dd>{text(item.value)}</dd>'
-        f'<dd class="detail">{text(item.detail)}</dd></div>'
-        for item in items
+        f'<div class="card"><dt>{text(label)}</dt><dd>{text(value)}</dd><dd class="detail">{text(detail)}</dd></div>'
+        for label, value, detail in items
     )
     return f'<dl class="cards">{rendered}</dl>'
 

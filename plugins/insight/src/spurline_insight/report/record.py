@@ -77,7 +77,7 @@ def evaluations_of(record: RunRecord) -> list[str]:
 
 def evaluation_losses(record: RunRecord) -> list[str]:
     """Return the names of held-out losses, such as `eval/loss`, `eval/loss/math` or `eval/NAME/loss`."""
-    return [name for name, metric in _evaluation_metrics(record) if "loss" in metric.split("/")]
+    return [name for name, metric in evaluation_metrics(record) if "loss" in metric.split("/")]
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
@@ -87,7 +87,7 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     decides: a margin of 0.4 is not 40 %.
     """
     shares, others = list[str](), list[str]()
-    metrics = _evaluation_metrics(record)
+    metrics = evaluation_metrics(record)
     with_rewards = {name.removesuffix(metric) for name, metric in metrics if metric == "pass@1"}
     trained = {name for line in record.metrics for name in line if not name.startswith("eval/")}
     for name, metric in metrics:
@@ -108,9 +108,9 @@ def label_of(name: str, kind: str = "") -> str:
     return f"{kind} {label}" if kind else label
 
 
-def _evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
+def evaluation_metrics(record: RunRecord) -> list[tuple[str, str]]:
     """Return (full name, name within its evaluation) of all evaluation metrics except times."""
-    prefixes = evaluations_of(record)[::-1]
+    prefixes = sorted(evaluations_of(record), key=len, reverse=True)
     found: list[tuple[str, str]] = []
     for name in recorded_names(record, "eval/"):
         metric = name.removeprefix(next(prefix for prefix in prefixes if name.startswith(prefix)))

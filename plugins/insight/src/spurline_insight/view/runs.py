@@ -10,7 +10,7 @@ from typing import Any
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report.figure import thinned
-from spurline_insight.report.record import distinct_names, evaluations_of, read_summary, recorded_names, setting
+from spurline_insight.report.record import distinct_names, evaluation_metrics, read_summary, setting
 from spurline_insight.report_panel import RunRecord
 
 MAX_POINTS = 2000
@@ -51,10 +51,8 @@ class ViewedRun:
         """Return `tables`, one for each evaluation: its metrics, and a row of values for each evaluated step."""
         record = self._record()
         columns: dict[str, dict[str, str]] = {}
-        prefixes = sorted(evaluations_of(record), key=len, reverse=True)
-        for name in recorded_names(record, "eval/"):
-            prefix = next(prefix for prefix in prefixes if name.startswith(prefix))
-            columns.setdefault(prefix, {})[name] = name.removeprefix(prefix)
+        for name, metric in evaluation_metrics(record):
+            columns.setdefault(name.removesuffix(metric), {})[name] = metric
         tables = [
             {
                 "set": prefix.removeprefix("eval/").removesuffix("/"),

@@ -10,12 +10,14 @@ from ruamel.yaml import YAML
 
 from spurline.trackers.readout import clock, quantity, score
 from spurline_insight.health import findings
-from spurline_insight.report.markup import Card, Panel, block, cards, scalar, text
+from spurline_insight.report.markup import Panel, block, cards, scalar, text
 from spurline_insight.report.panels.speed import generation_speed, training_speed
 from spurline_insight.report.record import REWARD, evaluation_losses, evaluation_scores, label_of
 from spurline_insight.report_panel import RunRecord
 
 _MAX_SCORES = 3
+Card = tuple[str, str, str]
+"""Label, value, and a smaller line below."""
 
 
 class SummaryPanel(Panel):
@@ -35,7 +37,7 @@ def _progress_cards(record: RunRecord) -> list[Card]:
         _, values = record.series(name)
         if values:
             label = f"{'Final' if record.summary.get('status') == 'finished' else 'Latest'} {noun}"
-            return [Card(label, score(values[-1]), f"from {score(values[0])}" if len(values) > 1 else "")]
+            return [(label, score(values[-1]), f"from {score(values[0])}" if len(values) > 1 else "")]
     return []
 
 
@@ -46,11 +48,11 @@ def _evaluation_cards(record: RunRecord) -> list[Card]:
     for name in evaluation_losses(record):
         steps, values = record.series(name)
         best = min(values)
-        found.append(Card(f"Best {label_of(name, 'eval')}", score(best), f"at step {steps[values.index(best)]:,}"))
+        found.append((f"Best {label_of(name, 'eval')}", score(best), f"at step {steps[values.index(best)]:,}"))
     for name in scores[:_MAX_SCORES]:
         steps, values = record.series(name)
         best = max(values)
-        found.append(Card(f"Best {label_of(name)}", f"{best:.1%}", f"at step {steps[values.index(best)]:,}"))
+        found.append((f"Best {label_of(name)}", f"{best:.1%}", f"at step {steps[values.index(best)]:,}"))
     return found
 
 
@@ -58,13 +60,13 @@ def _speed_cards(record: RunRecord) -> list[Card]:
     found: list[Card] = []
     trained, generated = training_speed(record), generation_speed(record)
     if trained is not None:
-        found.append(Card("Tokens per second", quantity(trained.mean), "training only"))
+        found.append(("Tokens per second", quantity(trained.mean), "training only"))
     if generated is not None:
-        found.append(Card("Generated per second", quantity(generated.mean), "tokens of responses"))
+        found.append(("Generated per second", quantity(generated.mean), "tokens of responses"))
     _, times = record.series("time/step")
     if times:
         mean = sum(times) / len(times)
-        found.append(Card("Time in steps", clock(sum(times)), f"{quantity(mean)} s per step"))
+        found.append(("Time in steps", clock(sum(times)), f"{quantity(mean)} s per step"))
     return found
 
 
@@ -74,13 +76,13 @@ def _size_cards(record: RunRecord) -> list[Card]:
     if record.metrics:
         last = record.metrics[-1]
         steps = f"{int(last['step']):,}" + (f" / {total:,}" if total is not None else "")
-        found.append(Card("Steps", steps, f"{quantity(float(last['epoch']))} epochs" if "epoch" in last else ""))
+        found.append(("Steps", steps, f"{quantity(float(last['epoch']))} epochs" if "epoch" in last else ""))
     _, tokens = record.series("tokens")
     if tokens:
-        found.append(Card("Tokens seen", quantity(sum(tokens)), f"{quantity(sum(tokens) / len(tokens))} per step"))
+        found.append(("Tokens seen", quantity(sum(tokens)), f"{quantity(sum(tokens) / len(tokens))} per step"))
     parameters = record.summary.get("parameters")
     if parameters is not None:
-        found.append(Card("Parameters", quantity(parameters), f"{parameters:,}" if parameters >= 1000 else ""))
+        found.append(("Parameters", quantity(parameters), f"{parameters:,}" if parameters >= 1000 else ""))
     return found
 
 
