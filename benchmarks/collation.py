@@ -54,7 +54,7 @@ from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator, pack_rows
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.trajectory import FlatTurns
 
 RANKS = 8

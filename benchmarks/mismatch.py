@@ -18,8 +18,8 @@ from timing import Gate, gates_as_json, print_gates, print_timings, round_robin,
 
 from spurline.data.batch import TrainingBatch
 from spurline.plugins.host import PluginHost
-from spurline_rl.losses.corrections import correct_batch
-from spurline_rl.metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.losses.corrections import compare
+from spurline_rl.metrics import advantage_metrics
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "tis": {"name": "tis"},
@@ -65,20 +65,17 @@ def main() -> None:
     torch.set_num_threads(1)
     batch = make_batch(arguments.rows, arguments.response, arguments.packed)
     registry = PluginHost.load([]).registry
-    parts = {
-        "metrics of mismatch": partial(mismatch_metrics, batch),
-        "metrics of advantages": partial(advantage_metrics, batch),
-    }
+    parts = {"metrics of mismatch": partial(compare, batch), "metrics of advantages": partial(advantage_metrics, batch)}
     corrections = {
         name: partial(
-            correct_batch,
+            compare,
             batch,
             registry.create("correction", registry.get("correction", given["name"]).config.model_validate(given)),
         )
         for name, given in CORRECTIONS.items()
     }
     timings = round_robin({**parts, **corrections}, repeats=5)
-    shared = sum(timings[name].min_cpu_s for name in parts)
+    shared = timings["metrics of advantages"].min_cpu_s
     gates = [
         Gate(f"with {name}, CPU s", shared + timings[name].min_cpu_s, LIMIT_S, at_least=False) for name in corrections
     ]

@@ -26,7 +26,7 @@ from spurline.protocols.order import SampleFacts
 from spurline.testing import CollatorContract, OrderContract
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 from spurline_text.configs import HfDatasetConfig

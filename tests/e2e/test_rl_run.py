@@ -132,7 +132,7 @@ def test_a_resume_on_other_prompts_is_refused(rl_config: Config, spurline_chat_f
     train(rl_config, steps=2)
     with spurline_chat_file.open("a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}))
-    with pytest.raises(CheckpointError, match="prompts differ"):
+    with pytest.raises(CheckpointError, match="file of prompts has changed"):
         train(rl_config)
 
 
@@ -216,7 +216,7 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch_size": 8}, "'batch_size' has no meaning"),
+        ({"batch_size": 8}, "does not use 'batch_size'"),
         ({"prefetch": "serial"}, "cannot be built ahead"),
         ({"collator": {"name": "packed", "max_tokens": 64}}, "Set collator: rollouts"),
         ({"source": {"sampling": {"top_p": 0.9}}}, "source.sampling.top_p"),
@@ -230,7 +230,7 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
             {"source": {"correction": "tis", "sampling": {"top_k": 5, "allow_truncated": True}}},
             "every ratio would be too small",
         ),
-        ({"evaluation": {"batch_size": 8}}, "'evaluation.batch_size' has no meaning"),
+        ({"evaluation": {"batch_size": 8}}, "does not use 'evaluation.batch_size'"),
         ({"loss": "cross_entropy"}, "loss: cross_entropy reads no advantages"),
         ({"loss": "dft"}, "loss: dft reads no advantages"),
         ({"loss": "dpo"}, "loss: dpo reads no advantages"),
@@ -384,5 +384,5 @@ def test_a_model_without_experts_is_refused_before_anything_is_generated(rl_conf
 
 def test_a_backend_that_cannot_replay_is_a_problem_of_the_config(replay_config: Config) -> None:
     replay_config["backend"] |= {"compile": True}
-    with pytest.raises(ConfigError, match=r"router_replay is true, and backend 'local' with these settings"):
+    with pytest.raises(ConfigError, match=r"router_replay.* backend 'local' with these settings"):
         load_config(replay_config)

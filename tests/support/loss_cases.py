@@ -17,7 +17,7 @@ from spurline.plugins.host import PluginHost
 from spurline.protocols.backend import Backend
 from spurline.protocols.loss import Objective
 from spurline.update.reduction import REDUCTIONS, fixed_norm, reduce_corrected
-from spurline_rl.losses.corrections import correct_batch
+from spurline_rl.losses.corrections import compare
 from spurline_rl.testing.backend_cases import assert_gradients_close
 
 REGISTRY = PluginHost.load([]).registry
@@ -86,7 +86,7 @@ class LossGradients:
             return REDUCE[reduction](self.batch)
         config = REGISTRY.get("correction", correction).config
         made = REGISTRY.create("correction", config.model_validate({"name": correction, **CORRECTIONS[correction]}))
-        factors = correct_batch(self.batch, made)[0]
+        factors = compare(self.batch, made)[0].tokens["correction_factors"]
         assert not bool((factors == 1).all()), f"{correction} corrects nothing here"
         return reduce_corrected(self.batch, factors, REDUCE[reduction])
 

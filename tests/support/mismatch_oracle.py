@@ -1,6 +1,6 @@
 """Corrections and metrics of tokens over whole `[rows, length]` columns.
 
-`spurline_rl.losses.corrections` and `spurline_rl.metrics` must give the same bits.
+`spurline_rl.losses.corrections` must give the same bits.
 """
 
 from __future__ import annotations

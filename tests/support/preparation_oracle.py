@@ -22,7 +22,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.protocols.advantage import Advantage
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
 
 Row = dict[str, NDArray[Any]]

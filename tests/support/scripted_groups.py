@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spurline.config.run_config import DatasetConfig
+from spurline_rl.draws import Draw
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import PolicyHandle, Task
@@ -19,23 +19,12 @@ from spurline_rl.trajectory import Trajectory
 Behaviour = Callable[[Task, PolicyHandle], Awaitable[Any]]
 
 
-@dataclass(frozen=True)
-class Prompt:
-    number: int
-    row: Mapping[str, Any] = field(default_factory=dict)
-    on_bad_row: Literal["error", "skip"] = "error"
-
-    @property
-    def dataset(self) -> DatasetConfig:
-        return DatasetConfig(name="rows", on_bad_row=self.on_bad_row)
-
-    @property
-    def uid(self) -> str:
-        return f"train:{self.number}@{self.number}"
-
-    @property
-    def location(self) -> str:
-        return f"rows.jsonl:{self.number + 1}"
+class Prompt(Draw):
+    def __init__(
+        self, number: int, row: Mapping[str, Any] | None = None, on_bad_row: Literal["error", "skip"] = "error"
+    ) -> None:
+        dataset = DatasetConfig(name="rows", on_bad_row=on_bad_row)
+        super().__init__(number, f"train:{number}@{number}", dataset, f"rows.jsonl:{number + 1}", row or {})
 
 
 class Scripted:

@@ -22,7 +22,7 @@ from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.tokenizer import load_tokenizer

@@ -24,7 +24,7 @@ from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
 from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import FlatTurns

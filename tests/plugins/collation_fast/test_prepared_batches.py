@@ -24,7 +24,7 @@ from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Group, Trajectory, turns_of, with_turns
 

@@ -17,12 +17,11 @@ from spurline.errors import RunFailedError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import PAD, check_batch
-from spurline_rl.by_prompt import ByPrompt
 from spurline_rl.configs import PromptSourceConfig, RolloutsCollatorConfig
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import ByPrompt, RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Trajectory
@@ -89,7 +88,7 @@ def test_rows_are_views_of_the_batch_where_the_backend_deals_them_itself():
 
 def test_rows_of_a_prompt_that_are_apart_and_a_row_of_several_prompts_are_errors():
     batch = rollouts([[1, 1], [1]]).take([0, 2, 1])
-    with pytest.raises(RunFailedError, match="rows of prompt 'prompt-0' are not neighbours: row 2"):
+    with pytest.raises(RunFailedError, match="are apart: row 2"):
         by_prompt(2).cut(batch)
     batch = rollouts([[1], [1]])
     shared = Ragged.from_rows([["prompt-0"], ["prompt-1", "prompt-0"]], object)

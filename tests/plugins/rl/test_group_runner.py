@@ -325,7 +325,7 @@ async def gives_itself_up(task: Task, policy: PolicyHandle) -> Trajectory:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "ended"), [(hangs, "did not end within 0.05 s"), (gives_itself_up, "was cancelled from within")]
+    ("behaviour", "ended"), [(hangs, "did not end within 0.05 s"), (gives_itself_up, "was cancelled by its own code")]
 )
 def test_an_attempt_that_takes_too_long_or_cancels_itself_is_retried_and_then_given_up(behaviour, ended):
     runner = make_runner(behaviour, max_groups=1, attempt_timeout_s=0.05, samples_per_prompt=1, retries=1)
@@ -343,7 +343,7 @@ def test_over_the_budget_the_run_ends_and_lists_the_first_reasons():
     with pytest.raises(RunFailedError) as caught:
         run_and_leave_nothing(runner, *(Prompt(number) for number in range(10)))
     message = str(caught.value)
-    assert message.startswith("7 prompts had to be given up, over source.faults.max_quarantined: 6. Correct what fails")
+    assert message.startswith("7 prompts had to be given up, more than source.faults.max_quarantined: 6.")
     lines = message.splitlines()[1:]
     assert lines[0] == "- rows.jsonl:1 (sample 0 of prompt train:0@0): tool train:0@0 broke"
     assert len(lines) == 6

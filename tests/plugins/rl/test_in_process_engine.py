@@ -31,7 +31,7 @@ from spurline_rl.engines.in_process.decoder import Decoder, OwnCacheDecoder
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, greedy, model_logprobs, request
 from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.tokenizer import load_tokenizer

@@ -96,7 +96,7 @@ def expected(plans: Sequence[Plan], places: int, outages: Sequence[tuple[float, 
         if ends < limit:
             told[number] = {
                 "raises": f"ValueError: from job {number}",
-                "cancels itself": f"AttemptFailedError: job {number} was cancelled from within.",
+                "cancels itself": f"AttemptFailedError: job {number} was cancelled by its own code.",
             }.get(plan.ending, f"result {number}")
         elif plan.ending == "clings" and plan.clings_s > CANCEL_TIMEOUT_S:
             ends = limit + CANCEL_TIMEOUT_S

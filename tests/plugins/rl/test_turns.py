@@ -20,7 +20,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.testing.fuzzing import fuzzing
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.preparation import TurnColumns
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import RESPONSE_FIELDS, FlatTurns, Group, Trajectory, Turn, in_one_block, merge_turns
 
@@ -215,14 +215,9 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes
     attempts = [going_on(shape, number) for number, shape in enumerate(shapes)]
     kept = [merge_turns(attempt) for attempt in attempts] if merged else attempts
     turns = [turn for attempt in attempts for turn in attempt.turns]
-    numbers = iter(range(len(turns)))
-    rows = [number if merged else next(numbers) for number, attempt in enumerate(attempts) for _ in attempt.turns]
     collator = RolloutsCollator(RolloutsCollatorConfig(pad_side=pad_side), 0, ParallelLayout(data=ranks))
     batch = collator.collate_rollouts(kept).without_padding_rows()
-    num_prompt, num_response = (
-        np.array([len(getattr(turn, name)) for turn in turns]) for name in ("prompt_ids", "response_ids")
-    )
-    columns = TurnColumns(batch, num_prompt, num_response, np.array(rows))
+    columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], [Group("p", 0, tuple(kept))])
     written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
     column = columns.join("advantages", written)
     for found, expected in zip(columns.split(column), written, strict=True):

@@ -1,7 +1,7 @@
-"""Connect everything that makes an attempt at a prompt: engine, environment, token rewards, and retries.
+"""Connect the parts that make attempts at prompts: engine, environment, scores, and retries.
 
-A `Draw` becomes a `Task`, the environment runs it with a policy handle, and the result is a scored trajectory. Training
-and held-out evaluation share these parts. They differ in sampling, and in how failures count.
+The environment gets a task and a policy handle, and returns a trajectory, which is scored. Training and held-out
+evaluation share these parts. They differ in sampling, and in how failures count.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import cast
+from functools import cached_property, partial
 
 from spurline.errors import ConfigError
 from spurline.protocols.source import SourceContext
@@ -20,21 +19,20 @@ from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
-from spurline_rl.protocols.rollout_engine import MayBeDown, RolloutEngine, Sampling
+from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling
 from spurline_rl.scoring import overlong_penalty, score
 from spurline_rl.trajectory import Trajectory
 
 
 class Attempts:
-    """Owns the engine and the environment. Coroutines are awaited on one event loop.
+    """Owns the engine and the environment. Its coroutines are awaited on one event loop.
 
     Args:
-        check_engine: Raises an error for an engine that the source cannot use. It is called before an environment is
-            made, which would have to be closed.
+        check_engine: Raises an error for an engine that the source cannot use. It is called before the environment is
+            made, since an environment would have to be closed.
 
     Attributes:
-        engine: The engine. Before the first attempt, a source may wrap it in one that observes its calls.
-        training: Runs the groups that are trained on, and scores them.
+        engine: The engine. A source may wrap it in one that observes its calls, before it reads `training`.
         given_up: The prompts that training gave up.
     """
 
@@ -53,7 +51,11 @@ class Attempts:
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
         self.given_up = GivenUpPrompts(config.faults.max_quarantined)
-        self.training = self._make_runner(config.samples_per_prompt, self.given_up)
+
+    @cached_property
+    def training(self) -> GroupRunner:
+        """Return the runner of groups that are trained on."""
+        return self._make_runner(self._config.samples_per_prompt, self.given_up)
 
     @property
     def shows_prompts(self) -> bool:
@@ -61,20 +63,20 @@ class Attempts:
         return isinstance(self._environment, ShowsPrompt)
 
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Attempt held-out prompts. Failures count for this evaluation only, and there are no penalties on length."""
+        """Attempt held-out prompts. Failures count only for this evaluation, and there is no penalty on length."""
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)
         runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
         return await runner.run_groups(prompts)
 
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
-        """Return the token ids of the first prompt; None where the environment does not know it beforehand.
+        """Return the token ids of the first prompt; None if the environment does not know it beforehand.
 
         Raises:
             DataError: For a row that cannot be used.
         """
         if not isinstance(self._environment, ShowsPrompt):
             return None
-        return self._environment.first_prompt(Task(draw.row, draw.dataset, draw.uid, 0, draw.location))
+        return self._environment.first_prompt(draw.task(0))
 
     async def close(self) -> None:
         """End the engine and the environment."""
@@ -89,7 +91,7 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """Make a runner. With `temperature`, it makes held-out attempts, which sample from all tokens."""
+        """Make a runner. With `temperature` it is for held-out attempts, which sample from all tokens."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
@@ -101,11 +103,6 @@ class Attempts:
                 self.engine, sampling, task, attempt, run_seed=self._run_seed, any_distribution=any_distribution
             )
 
-        def seconds_down() -> float:
-            # `isinstance` with a protocol takes 30 us, and this is called twice in each attempt.
-            engine = cast("MayBeDown", self.engine)
-            return engine.seconds_down() if hasattr(engine, "seconds_down") else 0.0
-
         return GroupRunner(
             self._environment,
             make_policy,
@@ -115,19 +112,19 @@ class Attempts:
             retries=faults.retries,
             attempt_timeout_s=faults.attempt_timeout_s,
             max_concurrent=self._config.max_concurrent,
-            seconds_down=seconds_down,
+            seconds_down=getattr(self.engine, "seconds_down", lambda: 0.0),
             carry=self._config.carry if trains else (),
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
-        """Score the trajectory; `source.overlong` adds a term in training.
+        """Return the trajectory with scores. In training `source.overlong` adds a term.
 
         Raises:
             ConfigError: If the environment has a term of that name too, or if no term decides what a success is.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
         if self._is_evaluated:
-            # Check this in training too, since held-out attempts may come after many steps only.
+            # Check this in training too, since the first held-out attempts may come after many steps.
             deciding_term(trajectory.rewards, self._config.held_out.success)
         if overlong is None:
             return score(trajectory, weights)

@@ -60,7 +60,7 @@ class _Stretch:
 def opening_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, where: str
 ) -> list[int]:
-    """Return the token ids of the prompt of the first turn. Raises DataError with `where`."""
+    """Return the token ids of the first turn's prompt. Raises DataError for messages that the template refuses."""
     require_chat_template(tokenizer, where)
     [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
     return list(encoding.ids)
@@ -80,7 +80,7 @@ class ChatFront:
 
     Args:
         policy: The model.
-        tokenizer: Its tokenizer.
+        tokenizer: The model's tokenizer.
         messages: The first messages of the conversation.
         tools: Schemas for the template.
         history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
@@ -120,7 +120,7 @@ class ChatFront:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Return the conversation so far, the model's turns included."""
+        """Return all messages so far, including the model's turns."""
         return tuple(self._messages)
 
     def add(self, *messages: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ class ChatFront:
     async def reply(self, sampling: Sampling | None = None) -> Reply:
         """Let the model take its turn, and append it to the messages.
 
-        Raises PrefixError, DataError for messages that the template refuses, and errors of the policy.
+        Raises the errors of `open_turn` and of the policy.
         """
         prompt_ids, self._opened = self.open_turn(), None
         result = await self._policy.generate(prompt_ids, sampling)
@@ -164,7 +164,7 @@ class ChatFront:
             raise self._prefix_error(known, text)
         added = text[len(known) :]
         if self._ending is None or not added.startswith(self._ending[0]):
-            # The turn was cut off, or the template ends turns with another token.
+            # The model did not write the text with which the template ends turns.
             self._stretches.append(_Stretch(added, self._encode(added)))
             return
         ending, end_token = self._ending
@@ -176,7 +176,7 @@ class ChatFront:
         self._stretches.append(_Stretch(added[len(ending) :], after))
 
     def _take_in(self, ids: list[int], result: GenerationResult, sampling: Sampling | None) -> str:
-        """Append the model's turn to the stretches, and return its text."""
+        """Add the model's turn to the conversation, and return its text."""
         ends = {*self._tokenizer.all_special_ids, *(sampling or self._policy.sampling).stop_token_ids}
         self._ending = None
         written = ids
@@ -208,9 +208,8 @@ class ChatFront:
         return PrefixError(
             f"{self._where}: the chat template rewrites {name} when the conversation goes on, so the prompt of turn "
             f"{self._num_turns} does not begin with the tokens that the model saw and wrote. There was "
-            f"{_excerpt(known, start)}, now there is {_excerpt(text, start)}. Use a template that leaves earlier turns "
-            "as they are (model.chat_template), or set the environment's history: retokenize, which gives each turn a "
-            "prompt of its own.",
+            f"{_excerpt(known, start)}, now there is {_excerpt(text, start)}. Use a template that does not change "
+            "earlier turns (model.chat_template), or set the environment's history: retokenize.",
             turn,
         )
 

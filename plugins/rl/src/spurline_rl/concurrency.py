@@ -1,9 +1,9 @@
 """Run the code of environments and rewards with time limits, on the event loop and on threads.
 
-A thread cannot be killed. If its caller was cancelled or timed out, it runs on and its result is dropped. It is a
-daemon, so it keeps no process alive. Such threads are counted. If a function has too many, its next call waits until
-some have ended. Code that must end for certain belongs in a process. Tasks on the event loop are cancelled and waited
-for, and an error names a task that runs on.
+A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it runs on, and its result
+is dropped. It is a daemon, so the process can still end. If a function has too many abandoned threads, its next call
+waits until some have ended. Code that must end for certain belongs in a process. A task on the event loop is cancelled
+and waited for. If it does not end, an error names it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from spurline_rl.protocols.environment import AttemptFailedError
 T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
-"""Seconds a cancelled attempt may take to end."""
+"""Seconds that a cancelled attempt may take to end."""
 MAX_ABANDONED = 64
-"""Largest number of abandoned threads of one function. Each keeps its stack, and one that computes holds the
-interpreter for 5 ms at a time."""
+"""Largest number of abandoned threads of one function. They take memory, and time of the interpreter."""
 _LOOK_S = 1.0
-"""Seconds between two checks of these threads."""
+"""Seconds between two looks at the abandoned threads of a function."""
 _TICK_S = 0.1
 """Shortest time between two checks of a paused time limit."""
 
@@ -38,13 +37,13 @@ _LIBRARIES = (
     f"{Path(__file__).parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""Prefixes of file names of code that is not the user's own."""
+"""Beginnings of the file names of code that the user did not write."""
 
 
 def located(error: BaseException) -> str:
-    """Describe an exception and where it came from: `KeyError: 'unit' (rewards.py:12 in grade)`.
+    """Describe an exception and the place in the code: `KeyError: 'unit' (rewards.py:12 in grade)`.
 
-    The place is the innermost one in the user's own code, or the innermost of all.
+    The place is the innermost line of the user's own code. If there is none, it is the innermost line.
     """
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
@@ -91,7 +90,7 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
 
 
 _abandoned: defaultdict[tuple[str, str], list[threading.Thread]] = defaultdict(list)
-"""Threads that nobody waits for any more, by module and name of their function."""
+"""Abandoned threads, by module and name of their function."""
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
@@ -140,12 +139,12 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
     everything = list(tasks)
     running = [task for task in everything if not task.done()]
     for task in running:
-        # A task that was cancelled already may be waiting for its own work to end; cancelled again, it would leave it.
+        # A cancelled task may be waiting for its own work to end. A second cancel would end that wait.
         if not (isinstance(task, asyncio.Task) and task.cancelling()):
             task.cancel()
     stuck = (await asyncio.wait(running, timeout=limit))[1] if running else set[asyncio.Future[Any]]()
     for task in everything:
-        # Retrieve all exceptions, so that asyncio does not log them and hide the first error.
+        # Read all exceptions. asyncio would log unread ones, which would hide the first error.
         _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
         raise RunFailedError(
@@ -157,7 +156,7 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
 async def all_or_none(
     coroutines: Sequence[Coroutine[Any, Any, T]], what: str, timeout_s: float | None = None
 ) -> list[T]:
-    """Return all results in order; or raise the first error, once everything else was cancelled and has ended."""
+    """Return all results in order. After an error, cancel the others, wait until they have ended, and raise it."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -168,13 +167,13 @@ async def all_or_none(
 
 
 class Places:
-    """Run a limited number of coroutines at a time, each with the same time limit. They begin in the order of calls.
+    """Runs a limited number of coroutines at a time, each with the same time limit. They begin in the order of calls.
 
     Args:
         count: Largest number of coroutines that run at the same time.
         timeout_s: Seconds that each may take after its beginning.
-        seconds_down: Returns the seconds so far in which no engine could generate. They do not count.
-        setting: The setting of the time limit, for messages.
+        seconds_down: Returns the seconds so far in which no engine could generate. The time limit does not count them.
+        setting: The name of the time limit's setting, for messages.
     """
 
     def __init__(self, count: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:
@@ -182,7 +181,7 @@ class Places:
         self._timeout_s = timeout_s
         self._seconds_down = seconds_down
         self._setting = setting
-        # One timer serves all: tens of thousands may be running.
+        # There is one timer for all, since tens of thousands may be running.
         self._ends: dict[asyncio.Future[None], float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -190,8 +189,8 @@ class Places:
         """Return the result of `work()`, which is called when there is a place.
 
         Raises:
-            AttemptFailedError: If the coroutine takes too long, or is cancelled by its own code; names `what`.
-            RunFailedError: If it runs on although it was cancelled; names `what`.
+            AttemptFailedError: If the coroutine takes too long, or if its own code cancels it.
+            RunFailedError: If it runs on after it was cancelled.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -215,17 +214,17 @@ class Places:
                 raise AttemptFailedError(f"{what} did not end within {self._timeout_s:g} s ({self._setting}).")
             if task.cancelled():
                 # A CancelledError would end the run without a message.
-                raise AttemptFailedError(f"{what} was cancelled from within.")
+                raise AttemptFailedError(f"{what} was cancelled by its own code.")
             return task.result()
         finally:
             # The traceback of an error holds this frame, and the frame would hold the task.
             del task
 
     def _end_late(self) -> None:
-        """Stop waiting for coroutines that have reached the time limit; look again when the next one may have."""
+        """End the wait for coroutines that have reached the time limit. Set the timer for the next one."""
         self._timer = None
         now = self._clock()
-        # All have the same limit, so those that began first reach it first.
+        # All have the same limit, so they reach it in the order in which they began.
         for over, end in self._ends.items():
             if end > now:
                 self._timer = over.get_loop().call_later(max(end - now, _TICK_S), self._end_late)

@@ -1,4 +1,4 @@
-"""Settings that all sources of rollouts share, and those of source `rollouts`. Light: imports no torch."""
+"""Settings of sources of rollouts, of their collator, and of evaluations that generate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import EvaluationPart, RunConfig
 from spurline.config.section import Component, OnResume, Section
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.errors import Problem, listing, suggestion
@@ -19,6 +19,7 @@ from spurline_rl.environments.configs import as_environment
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.correction import CorrectionConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
+from spurline_rl.protocols.reward import RewardTable
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 OVERLONG = "overlong"
@@ -29,13 +30,13 @@ class SamplingConfig(Section):
     """How rollouts are sampled."""
 
     temperature: float = Field(default=1.0, gt=0, le=10)
-    """Engines and the trainer divide logits by this, so that both use the same distribution."""
+    """Engines and the trainer divide logits by this number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
     top_k: int = Field(default=0, ge=0)
     """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
     allow_truncated: bool = False
-    """Train although top_p or top_k cut tokens off, which the trainer's logprobs ignore."""
+    """Allow top_p and top_k, although the trainer computes logprobs over all tokens."""
     max_new_tokens: int = Field(default=1024, gt=0)
     """Longest response of one turn."""
     stop: tuple[str, ...] = ()
@@ -43,29 +44,29 @@ class SamplingConfig(Section):
 
     @property
     def cuts(self) -> Mapping[str, float]:
-        """Return the settings that cut tokens off, with the values that switch them off."""
+        """Return the settings that cut tokens off. The values of the mapping would cut off none."""
         return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         for name, off in self.cuts.items() if not self.allow_truncated else ():
             yield Problem(
                 name,
-                "cuts tokens off while sampling, but the trainer computes logprobs over all tokens, so importance "
-                f"ratios would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
+                "cuts tokens off while sampling. The trainer computes logprobs over all tokens, so importance ratios "
+                f"would be wrong. Set {name}: {off}, or allow_truncated: true to accept that.",
             )
 
 
 class OverlongConfig(Section):
-    """A penalty on responses that come close to the limit (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
+    """A penalty on responses that are almost as long as allowed (DAPO, Yu et al. 2025, arXiv:2503.14476)."""
 
     buffer_tokens: int = Field(gt=0)
-    """Tokens before max_new_tokens over which the penalty grows from 0 to 1."""
+    """The penalty begins this many tokens before sampling.max_new_tokens, and grows with every token."""
     penalty: float = Field(default=1.0, gt=0)
-    """Reward taken away from a response of max_new_tokens."""
+    """Penalty of a response of max_new_tokens."""
 
 
 class KlInRewardConfig(Section):
-    """A penalty per token for leaving the reference model, taken from the reward before advantages."""
+    """A penalty per token for the divergence from the reference model. Rewards are reduced by it before advantages."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
@@ -77,23 +78,23 @@ class SuccessConfig(Section):
     """The rule by which an attempt at a held-out prompt passes."""
 
     reward: str | None = None
-    """Reward term that decides, before weights. null takes the environment's only term, or the sum of turn rewards if
-    it has no terms."""
+    """Name of the reward term that decides. null takes the environment's only term, or the sum of turn rewards if it
+    has no terms."""
     at_least: float = Field(default=1.0, allow_inf_nan=False)
-    """An attempt passes if the term reaches this number."""
+    """An attempt passes if the term, without its weight, is at least this number."""
 
 
 class HeldOutConfig(Section):
     """Rollouts of held-out prompts, `data.eval`."""
 
     samples_per_prompt: int = Field(default=1, gt=0)
-    """Attempts at each prompt; with k of them `eval/pass@k` is logged too."""
+    """Attempts at each prompt. With k attempts `eval/pass@k` is logged too."""
     temperature: float = Field(default=0.0, ge=0, le=10)
     """0 is greedy."""
     max_prompts: int | None = Field(default=200, gt=0)
     """Use the first prompts of the held-out data; null uses all."""
     success: SuccessConfig = SuccessConfig()
-    """The rule by which attempts pass. Weights of rewards play no part in it."""
+    """The rule by which attempts pass."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -105,7 +106,7 @@ class HeldOutConfig(Section):
 
 
 def success_problems(success: SuccessConfig, terms: Collection[str] | None, prefix: str = "") -> Iterable[Problem]:
-    """Yield the problems of these settings with the reward terms of the environment.
+    """Yield the problems of these settings in an environment with these reward terms.
 
     Args:
         success: The settings.
@@ -117,7 +118,7 @@ def success_problems(success: SuccessConfig, terms: Collection[str] | None, pref
     if success.reward is None and len(terms) > 1:
         yield Problem(
             f"{prefix}success",
-            "does not say which reward decides whether an attempt has passed, and there are several. Set it, as in "
+            "does not say which reward decides whether an attempt has passed. There are several. Set it, as in "
             f"{{reward: {min(terms)}, at_least: 1}}. Terms: {listing(terms)}.",
         )
     if success.reward is not None and success.reward not in terms:
@@ -125,7 +126,7 @@ def success_problems(success: SuccessConfig, terms: Collection[str] | None, pref
 
 
 def unknown_term(reward: str, terms: Collection[str]) -> str:
-    """Return the message that no reward term has this name."""
+    """Return an error message for the name of a reward term that does not exist."""
     return f"is '{reward}', which is not a reward term.{suggestion(reward, terms)} Terms: {listing(terms)}."
 
 
@@ -133,11 +134,11 @@ class FaultsConfig(Section):
     """Limits and retries for environments and rewards that fail."""
 
     retries: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Further attempts at a rollout that failed or ran out of time."""
+    """Retries of an attempt that failed or took too long."""
     attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
-    """Seconds one attempt may take."""
+    """Seconds that one attempt may take."""
     max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """Different prompts that the whole run may give up before it stops. Bad rows do not count."""
+    """Number of different prompts that the whole run may give up. Unusable rows do not count."""
 
 
 class PromptSourceConfig(SourceConfig):
@@ -146,9 +147,9 @@ class PromptSourceConfig(SourceConfig):
     run_defaults: ClassVar[Mapping[str, str]] = {"collator": "rollouts", "minibatches": "by_prompt", "loss": "ppo"}
 
     prompts_per_step: int = Field(default=32, gt=0)
-    """Prompts whose rollouts make up the batch of one step."""
+    """Prompts in the batch of one step."""
     samples_per_prompt: int = Field(default=8, gt=0)
-    """Rollouts of each prompt: its group."""
+    """Attempts at each prompt. Together they are the prompt's group."""
     environment: Annotated[EnvironmentConfig, Component("environment")]
     """How a prompt becomes a rewarded trajectory."""
     engine: Annotated[RolloutEngineConfig, Component("rollout_engine"), OnResume.BY_NAME]
@@ -156,41 +157,42 @@ class PromptSourceConfig(SourceConfig):
     sampling: Annotated[SamplingConfig, OnResume.BY_NAME] = SamplingConfig()
     """How tokens are drawn."""
     reward_weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
-    """Weight of each reward term; 1 where none is given."""
+    """Weight of each reward term; the default is 1."""
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """Attempts over which an advantage normalizes, if it compares more than one group."""
+    """Attempts that an advantage compares, if it compares several groups."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
-    """Weights against the mismatch between the engine's and the trainer's distributions; null for none."""
+    """Correction for the difference between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
-    """`separate`: a training row per turn (step-wise training). `merged`: one row for an attempt in which each turn
-    continues the tokens of the last one; other attempts keep a row per turn."""
+    """`separate` makes a training row per turn (step-wise training). `merged` makes one row of an attempt if each turn
+    continues the tokens of the turn before. Other attempts keep a row per turn."""
     zero_variance: Annotated[Literal["keep", "refill"], OnResume.BY_NAME] = "keep"
-    """Groups whose rewards are all equal have no gradient. `keep` trains on them; `refill` filters them and draws
+    """Groups whose rewards are all equal have no gradient. `keep` trains on them. `refill` leaves them out and draws
     further prompts (dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476)."""
     max_draws_per_step: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
-    """Prompts that one step may draw, including given-up and filtered ones; null is 8 x prompts_per_step."""
+    """Prompts that one step may draw, including prompts that are given up or left out by `zero_variance: refill`; null
+    is 8 x prompts_per_step."""
     router_replay: Annotated[bool, OnResume.BY_NAME] = False
-    """Mixtures of experts: the trained model and the reference send each token to the experts that the engine chose
-    (Ma et al. 2025, arXiv:2510.11370). Routers learn by the weights they give these. A critic chooses its own."""
+    """Send each token to the experts that the engine chose, in the trained model and the reference (Ma et al. 2025,
+    arXiv:2510.11370). Routers still learn, by the weights of these experts. A critic chooses its own experts."""
     carry: tuple[str, ...] = ()
-    """Columns of the training rows, numbers or truth values, that rollouts take along. Advantages read them in
-    `Group.columns`. Each becomes a float32 token column of the batch for losses that name it in `needs`."""
+    """Columns of the training rows with numbers or truth values. Advantages find them in `Group.columns`. Losses that
+    name one in `needs` get it as a float32 column of the batch."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
-    """Take reward from responses that come close to the limit."""
+    """Penalty on responses that are almost as long as allowed; null for none."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
-    """Take reward from tokens that leave the reference model."""
+    """Penalty on the divergence from the reference model in the rewards; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """MB of RUN_DIR/rollouts, which keeps the attempts of every step. The oldest steps are deleted to stay below it. 0
-    keeps none."""
+    """Largest size of RUN_DIR/rollouts in MB, which has the attempts of every step. Above it the oldest steps are
+    deleted. 0 keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
     """Evaluation."""
     max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Attempts under way at the same time. An attempt's time limit runs while it waits for the engine, so this should
-    not be far above what the engine decodes together."""
+    """Attempts under way at the same time. An attempt's time limit also runs while it waits for the engine, so this
+    should not be far above the number of responses that the engine decodes together."""
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -206,7 +208,7 @@ class PromptSourceConfig(SourceConfig):
         if self.zero_variance == "refill" and self.samples_per_prompt < 2:
             yield Problem(
                 "zero_variance",
-                "is refill, which filters every group of a single sample. Raise samples_per_prompt, or set "
+                "is refill, which leaves out every group of a single sample. Raise samples_per_prompt, or set "
                 "zero_variance: keep.",
             )
         if self.draw_limit < self.prompts_per_step:
@@ -242,13 +244,13 @@ class PromptSourceConfig(SourceConfig):
         if not self.engine.notes_experts:
             yield Problem(
                 "router_replay",
-                f"is true, and engine '{self.engine.name}' with these settings does not record its experts. Set "
+                f"is true, but engine '{self.engine.name}' with these settings does not record its experts. Set "
                 "router_replay: false, or use engine in_process, child_process, or vllm with mode: engine.",
             )
         if not run.backend.facts.replays_experts:
             yield Problem(
                 "router_replay",
-                f"is true, and backend '{run.backend.name}' with these settings lets its routers choose. Set "
+                f"is true, but backend '{run.backend.name}' with these settings lets its routers choose. Set "
                 "router_replay: false, leave backend.compile off, or choose backend local, fsdp or megatron.",
             )
 
@@ -271,7 +273,7 @@ class PromptSourceConfig(SourceConfig):
         if advantage.uses_critic and run.trained_critic is None:
             yield Problem(
                 "advantage.name",
-                f"is {advantage.name}, which needs a critic, and this run has none. Add a section `critic: {{}}`, or "
+                f"is {advantage.name}, which needs a critic, but this run has none. Add a section `critic: {{}}`, or "
                 "choose an advantage without a critic, such as grpo.",
             )
         if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
@@ -282,14 +284,13 @@ class PromptSourceConfig(SourceConfig):
             )
 
     def _run_problems(self, run: RunConfig) -> Iterable[Problem]:
-        """Yield problems with settings of other sections."""
         for section, key, instead in (
             (run, "batch_size", "source.prompts_per_step and source.samples_per_prompt set the size of a batch"),
             (run, "prefetch", "a batch of rollouts depends on the last weights and cannot be built ahead"),
             (run.evaluation, "evaluation.batch_size", "source.held_out and source.max_concurrent set it"),
         ):
             if key.rpartition(".")[2] in section.model_fields_set:
-                yield Problem("name", f"is {self.name}, with which '{key}' has no meaning: {instead}. Remove it.")
+                yield Problem("name", f"is {self.name}, which does not use '{key}': {instead}. Remove '{key}'.")
         # `returns` is a critic's loss, which reports this mistake itself.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
@@ -298,7 +299,7 @@ class PromptSourceConfig(SourceConfig):
                 "loss: ppo, or remove the line. The config of your own loss must derive from PolicyLossConfig.",
             )
         if "held_out" in self.model_fields_set and not run.data.eval:
-            yield Problem("held_out", "needs held-out prompts, and `data.eval` is empty. Set data.eval, or remove it.")
+            yield Problem("held_out", "needs held-out prompts, but `data.eval` is empty. Set data.eval, or remove it.")
         if any(part.generates for part in run.evaluation.parts):
             yield Problem(
                 "name",
@@ -342,7 +343,7 @@ class PromptSourceConfig(SourceConfig):
         return self.engine.estimate_memory(run, self.responses_at_once, length)
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
-        """Return the tokens of an attempt with responses of the largest length."""
+        """Return the number of tokens of an attempt whose responses are as long as possible."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
@@ -366,7 +367,7 @@ class PromptSourceConfig(SourceConfig):
 
 
 class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
-    """Attempts at held-out prompts in the run's environment, with the weights as they are."""
+    """Attempts at held-out prompts in the run's environment, with the current weights."""
 
     needs_attempts = True
 
@@ -376,6 +377,44 @@ class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
         yield from EvaluationConfig.problems(self, run)
         yield from HeldOutConfig.problems(self, run)
         yield from success_problems(self.success, run.source.facts.reward_terms)
+
+
+class AnswerSettings(Section):
+    """How answers are generated and scored."""
+
+    rewards: RewardTable = Field(min_length=1)
+    """Reward components, `module:function` or `file.py:function`, by name. `{right: exact_match}` logs `eval/right`."""
+    max_new_tokens: int = Field(default=128, gt=0)
+    """Longest answer in tokens."""
+    max_samples: int | None = Field(default=200, gt=0)
+    """Use this many prompts, the first of the evaluation data; null uses all."""
+    batch_size: int = Field(default=64, gt=0)
+    """Prompts generated together."""
+    retries: int = Field(default=2, ge=0)
+    """Times that an answer is scored again after its reward failed. Then the run ends with the error."""
+
+
+class GenerationEvalConfig(EvaluationPart, AnswerSettings):
+    """Generate answers to held-out prompts and score them."""
+
+    component = "answers"
+    generates = True
+
+    def problems(self, run: RunConfig) -> Iterable[Problem]:
+        if not run.backend.facts.generates:
+            yield Problem(
+                "",
+                f"needs answers, but backend '{run.backend.name}' does not generate. Remove evaluation.generate, or "
+                "set backend.name: local.",
+            )
+
+
+class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
+    """Greedy answers of the backend to held-out prompts, scored by rewards."""
+
+    generates = True
+
+    name: str = "answers"
 
 
 class RolloutSourceConfig(PromptSourceConfig):

@@ -1,6 +1,6 @@
-"""Draw prompts in an endless order over the rows of the datasets, given by `data.order`.
+"""Draw prompts from the rows of the datasets, in the endless order of `data.order`.
 
-Place on the way: rows -> draws, each with its own uid -> attempts. A row is read when it is drawn. Unusable rows are
+Place on the way: rows -> draws, each with its own uid -> attempts. A row is read when it is drawn. An unusable row is
 remembered and not read again.
 """
 
@@ -22,13 +22,14 @@ from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
 from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
 
 _ROWS_COMPARED = 10_000
-"""Rows of each dataset that are compared with held-out prompts."""
+"""Number of rows of each dataset that are compared with held-out prompts."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class Draw:
     location: str
     row: Mapping[str, Any]
 
+    def task(self, sample: int) -> Task:
+        """Return the attempt of this number at the prompt."""
+        return Task(self.row, self.dataset, self.uid, sample, self.location)
+
 
 @dataclass(frozen=True)
 class SkippedRow:
-    """A drawn row that `on_bad_row: skip` leaves out. `reason` has the place and the cause, for messages."""
+    """A drawn row that `on_bad_row: skip` leaves out. `reason` says where the row is and why it cannot be used."""
 
     uid: str
     draw: int
@@ -58,7 +63,7 @@ class SkippedRow:
 
 
 def row_of(uid: str) -> str:
-    """Return `LABEL:ROW` of the uid `LABEL:ROW@DRAW`, which names the row in all its draws."""
+    """Return the name of a row, `LABEL:ROW`, given the uid of one of its draws, `LABEL:ROW@NUMBER`."""
     return uid.rpartition("@")[0]
 
 
@@ -68,7 +73,10 @@ class PromptDraws:
     Args:
         make_order: Builds the order from facts about the rows.
         per_step: Prompts that one step trains on.
-        namespace: Prefix of every uid. Two uses of a row with different prefixes have different seeds.
+        namespace: Prefix of every uid. Seeds depend on the uid, so prompts with another prefix have other seeds.
+
+    Attributes:
+        prompts_per_epoch: Prompts in one pass over the weighted mixture.
     """
 
     def __init__(
@@ -94,10 +102,9 @@ class PromptDraws:
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
         # An asynchronous source draws on one thread and observes on another.
         self._order_lock = threading.Lock()
-        # A row limit may have left rows unread, which count too.
+        # Rows that a row limit left unread count too.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, weights))
-        """Prompts in one pass over the weighted mixture."""
         self._read_in_part = whole != self._sizes
         self._namespace = namespace
         self._skipped: dict[str, str] = {}
@@ -125,7 +132,7 @@ class PromptDraws:
         """Return `count` draws from number `start` on. A row that is left out becomes a SkippedRow.
 
         Raises:
-            DataError: For a row that cannot be read without `on_bad_row: skip`, and when no row is left.
+            DataError: For a row that cannot be read, unless `on_bad_row: skip`; and if all rows are left out.
         """
         if len(self._skipped) == sum(self._sizes):
             raise DataError(
@@ -156,11 +163,11 @@ class PromptDraws:
         return [(question_key(draw.row, draw.dataset), draw.location) for draw in draws]
 
     def keys(self) -> NDArray[np.uint64]:
-        """Return hashes of the first prompts of each dataset. Equal prompts have equal hashes."""
+        """Return hashes of prompts, up to 10,000 of each dataset. Equal prompts have equal hashes."""
         return np.array([key for key, _ in self._keyed], np.uint64)
 
     def notes_of_shared(self, trained: NDArray[np.uint64]) -> list[str]:
-        """Return notes on prompts that are also trained on, given the keys of all training prompts."""
+        """Return notes on prompts whose key is also among the keys of training prompts, `trained`."""
         return note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:

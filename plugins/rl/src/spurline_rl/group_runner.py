@@ -1,7 +1,7 @@
-"""Run all attempts at a prompt: at the same time, within a time limit, again when they fail, until they are given up.
+"""Run all attempts at a prompt at the same time, with a time limit and retries.
 
 Place on the way: Draw -> n tasks -> environment -> scored trajectories -> Group, or GivenUpPrompt or SkippedRow with
-the reason. This module knows nothing of engines, batches or steps; every source of rollouts builds on `run_group`.
+the reason. Every source of rollouts uses `GroupRunner.run_group`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_TAGS = 32
 
 @dataclass(frozen=True)
 class GivenUpPrompt:
-    """A prompt whose attempts could not be completed. `reason` says where and why, for messages."""
+    """A prompt with an attempt that failed after all retries. `reason` says where and why."""
 
     uid: str
     draw: int
@@ -44,10 +44,10 @@ Outcome = Group | GivenUpPrompt | SkippedRow
 
 
 class GivenUpPrompts:
-    """Counts the prompts that were given up, over the whole run: its state is in the checkpoint.
+    """Counts the prompts that were given up in the whole run. Checkpoints keep the count.
 
     Args:
-        limit: Prompts that the run may lose. A row that fails again in a later epoch counts once.
+        limit: Number of prompts that the run may give up. A row that fails again in a later epoch counts once.
     """
 
     def __init__(self, limit: int) -> None:
@@ -60,13 +60,13 @@ class GivenUpPrompts:
         return tuple(self._by_row.values())
 
     def add(self, prompt: GivenUpPrompt) -> None:
-        """Count one more. Raises RunFailedError with the first reasons over the limit."""
+        """Count a prompt. Raises RunFailedError with the first reasons if there are more than the limit."""
         self._by_row.setdefault(row_of(prompt.uid), prompt)
         count = len(self._by_row)
         if count <= self._limit:
             return
         raise RunFailedError(
-            f"{count} prompts had to be given up, over source.faults.max_quarantined: {self._limit}. "
+            f"{count} prompts had to be given up, more than source.faults.max_quarantined: {self._limit}. "
             f"Correct what fails, or raise the limit.{reasons_of(self.prompts)}"
         )
 
@@ -79,29 +79,28 @@ class GivenUpPrompts:
 
 
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
-    """Return lines for the end of a message: the first reasons, and how many more there are."""
+    """Return the first reasons as lines for the end of a message, and the number of the others."""
     reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
     more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
     return f"{reasons}{more}"
 
 
-class _GiveUp(Exception):  # noqa: N818 - tells the group
-    """An attempt failed for good; the text says where and why."""
+class _GiveUp(Exception):  # noqa: N818 - it ends the group and not the run
+    """An attempt failed for the last time. The text says where and why."""
 
 
 @dataclass(eq=False)
 class GroupRunner:
     """Runs groups of attempts on one event loop.
 
-    A DataError is about the row, which another attempt would meet again: `on_bad_row` says whether it ends the run or
-    the row is skipped. Every other SpurlineError but AttemptFailedError ends the run, as it is about the configuration,
-    a component or the engine. Any other exception, and a time-out, is retried with other seeds. After the last retry
-    the prompt is given up with all its attempts: the others would be compared within a smaller group.
-    After a PrefixError it is given up at once: that depends on the text of the model as well as on the row.
+    After a DataError no attempt at the row can succeed. `on_bad_row` says whether it ends the run or the row is
+    skipped. AttemptFailedError, exceptions that are no SpurlineError, and time-outs are retried with other seeds. After
+    the last retry the prompt is given up with all its attempts, since the others would be a smaller group. After a
+    PrefixError it is given up at once. Every other SpurlineError ends the run.
 
     Attributes:
         make_policy: Returns a handle for a task and the number of its earlier failures.
-        score: Applied to every trajectory within its attempt, so that its errors count as failures of the attempt.
+        score: Scores a trajectory. Its errors count as failures of the attempt.
         retries: Further attempts after a failure.
         max_concurrent: Attempts under way at the same time.
         seconds_down: See `MayBeDown`.
@@ -133,15 +132,12 @@ class GroupRunner:
         """Make all attempts at one prompt.
 
         Raises:
-            RunFailedError: If it is given up beyond the run's limit.
-            DataError: For a row that cannot be used unless `on_bad_row: skip`.
+            RunFailedError: If the prompt is given up and the run has then given up too many.
+            DataError: For a row that cannot be used, unless `on_bad_row: skip`.
         """
-        tasks = [
-            Task(prompt.row, prompt.dataset, prompt.uid, sample, prompt.location)
-            for sample in range(self.samples_per_prompt)
-        ]
+        tasks = map(prompt.task, range(self.samples_per_prompt))
         try:
-            # Before the attempts: a row without the numbers must not cost a generation.
+            # First, so that nothing is generated for a row without these numbers.
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await all_or_none([self._try_until_done(task) for task in tasks], what)
@@ -156,11 +152,11 @@ class GroupRunner:
         return Group(prompt.uid, prompt.number, tuple(trajectories), columns, tags_of(prompt.row))
 
     def take_retries(self, uid: str) -> int:
-        """Return how many attempts at this prompt were made again, and forget the number."""
+        """Return how many attempts at this prompt were retries, and forget the number."""
         return self._retries_of.pop(uid, 0)
 
     async def _try_until_done(self, task: Task) -> Trajectory:
-        """Return the trajectory of the first attempt that succeeds. Raises _GiveUp after the last one that may fail."""
+        """Return the trajectory of the first attempt that succeeds. Raises _GiveUp after the last retry."""
         attempt = 0
         what = f"{type(self.environment).__name__}.run for {_name(task)}"
         while True:
@@ -179,19 +175,20 @@ class GroupRunner:
             attempt += 1
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
-        """Count it, and report the first one of the run: it may take long until a prompt is given up."""
+        """Count a retry, and report the first one. It may take long until a prompt is given up and reported."""
         self._retries_of[task.uid] += 1
         if not self._has_told:
             self._has_told = True
-            text = f"An attempt failed and is made again, as others will be: {_explain_failure(task, attempt, error)}"
+            reason = _explain_failure(task, attempt, error)
+            text = f"An attempt failed and is tried again. Later failures are not shown. {reason}"
             print(printable(text), file=sys.stderr, flush=True)
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
-        """Make one attempt and score it. Raises PluginError for an environment that does not keep its contract."""
+        """Make one attempt and score it. Raises PluginError if the environment breaks its contract."""
         try:
             trajectory = await self.environment.run(task, self.make_policy(task, attempt))
         except SystemExit as error:
-            # asyncio would let it end the event loop, and with it every attempt, without a word.
+            # In asyncio it would end the event loop and all attempts without a message.
             raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
         self._check(trajectory, task)
         scored = self.score(trajectory)
@@ -219,7 +216,7 @@ class GroupRunner:
 
 
 def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
-    """Return the values of a row that are finite numbers or short texts, such as an answer or a level."""
+    """Return the finite numbers and short texts of a row, such as an answer or a level."""
     found: dict[str, str | float] = {}
     for name, value in row.items():
         plain = value.item() if isinstance(value, np.generic) else value
@@ -233,7 +230,7 @@ def tags_of(row: Mapping[str, Any]) -> dict[str, str | float]:
 
 
 def carried(prompt: Draw, name: str) -> float:
-    """Return the number in this column of the prompt's row. Raises DataError when there is none."""
+    """Return the number in this column of the prompt's row. Raises DataError if there is none."""
     value = prompt.row.get(name)
     # bool is an int; numpy's numbers come from Arrow tables.
     if isinstance(value, (int, float, np.number, np.bool_)) and math.isfinite(value):
@@ -244,8 +241,8 @@ def carried(prompt: Draw, name: str) -> float:
         else f"is missing.{suggestion(name, prompt.row)} Columns: {listing(prompt.row)}"
     )
     raise DataError(
-        f"{prompt.location}: the column '{name}' of source.carry {there}. Mend the row, or leave such rows out with "
-        "`on_bad_row: skip`."
+        f"{prompt.location}: the column '{name}' of source.carry {there}. Correct the row, or leave such rows out "
+        "with `on_bad_row: skip`."
     )
 
 
@@ -254,7 +251,7 @@ def _name(task: Task) -> str:
 
 
 def _explain_failure(task: Task, attempt: int, error: Exception) -> str:
-    """Say which attempt failed, and how; for an unexpected error also where in the code."""
+    """Return which attempt failed and why. For an unexpected error this includes the place in the code."""
     tries = f", after {attempt + 1} attempts" if attempt else ""
     text = str(error) if isinstance(error, SpurlineError) else located(error)
     return f"{task.location} ({_name(task)}{tries}): {text}"

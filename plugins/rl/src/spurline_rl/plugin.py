@@ -5,8 +5,13 @@ from __future__ import annotations
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
 from spurline_rl import hookspecs
 from spurline_rl.advantages import configs as advantages
-from spurline_rl.answers_configs import AnswersEvaluationConfig, GenerationEvalConfig
-from spurline_rl.configs import RolloutsCollatorConfig, RolloutsEvaluationConfig, RolloutSourceConfig
+from spurline_rl.configs import (
+    AnswersEvaluationConfig,
+    GenerationEvalConfig,
+    RolloutsCollatorConfig,
+    RolloutsEvaluationConfig,
+    RolloutSourceConfig,
+)
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
 from spurline_rl.losses import configs as losses
@@ -35,11 +40,11 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_section("evaluation.generate", GenerationEvalConfig, optional=True)
     add = registry.add
     add(RolloutSourceConfig, "spurline_rl.source:RolloutSource")
-    add(RolloutsCollatorConfig, "spurline_rl.rollouts_collator:RolloutsCollator")
+    add(RolloutsCollatorConfig, "spurline_rl.rollout_batches:RolloutsCollator")
     add(RewardAdaptiveOrderConfig, "spurline_rl.reward_adaptive:RewardAdaptiveOrder")
     add(AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
     add(RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
-    add(ByPromptConfig, "spurline_rl.by_prompt:ByPrompt")
+    add(ByPromptConfig, "spurline_rl.rollout_batches:ByPrompt")
 
     add(losses.PolicyGradientConfig, "spurline_rl.losses.algorithms:PolicyGradient")
     add(losses.PpoConfig, "spurline_rl.losses.algorithms:Ppo")
@@ -49,8 +54,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(losses.ValueLossConfig, "spurline_rl.losses.algorithms:ValueLoss")
     add(losses.TruncatedImportanceSamplingConfig, "spurline_rl.losses.corrections:TruncatedImportanceSampling")
     add(losses.MaskedImportanceSamplingConfig, "spurline_rl.losses.corrections:MaskedImportanceSampling")
-    add(losses.GeometricRejectionConfig, "spurline_rl.losses.corrections:GeometricRejection")
-    add(losses.SequenceRejectionConfig, "spurline_rl.losses.corrections:SequenceRejection")
+    add(losses.GeometricRejectionConfig, "spurline_rl.losses.corrections:Rejection")
+    add(losses.SequenceRejectionConfig, "spurline_rl.losses.corrections:Rejection")
 
     add(advantages.GrpoConfig, "spurline_rl.advantages.algorithms:Grpo", default=True)
     add(advantages.DrGrpoConfig, "spurline_rl.advantages.algorithms:DrGrpo")

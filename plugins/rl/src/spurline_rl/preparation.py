@@ -1,7 +1,7 @@
-"""From scored groups to the batch that is trained on: score the tokens with the models, compare, lay out.
+"""Make the batch of a step from scored groups. This computes logprobs and advantages, and updates no weights.
 
 Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards less KL ->
-advantages -> TrainingBatch. Nothing here generates, and nothing updates.
+advantages -> TrainingBatch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from spurline.protocols.collator import RolloutCollator
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
-from spurline_rl.losses.corrections import correct_batch
+from spurline_rl.losses.corrections import compare
 from spurline_rl.losses.policy_loss import kl_estimate
-from spurline_rl.metrics import advantage_metrics, kl_reward_metrics, mismatch_metrics
+from spurline_rl.metrics import advantage_metrics, kl_reward_metrics
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.trajectory import FlatTurns, Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
@@ -36,29 +36,29 @@ class TurnColumns:
     """The places of the responses of turns in a batch without padding rows, one segment per row.
 
     Args:
-        num_prompt, num_response: int64 [n], tokens of each turn. A turn's prompt is the whole context it saw, so its
-            response begins that many tokens after the row's first one.
-        rows: int64 [n], the row that holds each turn. Turns of a merged attempt share one.
+        groups: Groups with all turns.
+        laid_out: The same groups as they were laid out. Turns of a merged attempt share a row.
     """
 
-    def __init__(
-        self,
-        batch: TrainingBatch,
-        num_prompt: NDArray[np.int64],
-        num_response: NDArray[np.int64],
-        rows: NDArray[np.int64],
-    ) -> None:
+    def __init__(self, batch: TrainingBatch, groups: Sequence[Group], laid_out: Sequence[Group]) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
+        turns = _joined(group.flat.attempt_turns for group in groups)
+        attempt_rows = _joined(group.flat.attempt_turns for group in laid_out)
+        numbers = _joined(group.flat.numbers for group in groups)
+        first_rows = np.repeat(np.cumsum(attempt_rows) - attempt_rows, turns)
+        rows = first_rows + np.where(np.repeat(attempt_rows < turns, turns), 0, numbers)
         # argmax finds the first of equal values.
         is_token = batch.tokens["segment_ids"].numpy() > 0
         first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
-        starts = first[rows] + num_prompt
-        bounds = zip(rows.tolist(), starts.tolist(), (starts + num_response).tolist(), strict=True)
+        # A turn's prompt is the whole context that it saw, so its response begins after as many tokens of the row.
+        starts = first[rows] + _joined(group.flat.num_prompt for group in groups)
+        stops = starts + _joined(group.flat.num_response for group in groups)
+        bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
 
     def split(self, column: Tensor) -> list[NDArray[Any]]:
-        """Split values `[rows, length]` into one array per turn, those of its response tokens."""
+        """Return the values of each turn's response tokens, given a column `[rows, length]`."""
         values = column.numpy()
         return [values[place] for place in self._places]
 
@@ -67,7 +67,7 @@ class TurnColumns:
         return self.join("loss_weights", [1.0] * len(self._places))
 
     def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
-        """Join one array per turn, or one number for all its response tokens, as the column `name`; 0 elsewhere."""
+        """Return the column `name` with one array per turn, or one number for all its response tokens; 0 elsewhere."""
         dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
         column = torch.from_numpy(np.zeros(self._shape, dtype))
@@ -87,7 +87,7 @@ class CollatesFlat(RolloutCollator, Protocol):
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Return the batch that `collate_rollouts` makes of the same turns.
 
-        It keeps nothing of the blocks but names and numbers of the turns, so that their memory can be freed.
+        The batch keeps no arrays of the blocks except names and numbers of the turns, so that memory can be freed.
         """
         ...
 
@@ -117,7 +117,7 @@ class Preparation:
         self._prompts_per_minibatch = run.minibatches.minibatch_prompts(config.prompts_per_step)
 
     def describe(self) -> list[str]:
-        """Say in sentences how rewards become weights of the loss."""
+        """Describe in sentences how rewards become weights of the loss."""
         config, penalty = self._config, self._config.kl_in_reward
         sentences = [self._advantage.describe()]
         if penalty is not None:
@@ -132,9 +132,9 @@ class Preparation:
         return sentences
 
     def ready(self, group: Group) -> Group:
-        """Return the group with everything computed that a batch takes from it and that does not depend on weights.
+        """Return the group after computing everything in it that a batch needs and that does not depend on weights.
 
-        May be called on any thread, as soon as a group is finished. `prepare` takes other groups too.
+        It may be called on any thread when a group is finished. `prepare` also takes groups that are not ready.
         """
         ready = in_one_block(group)
         _ = ready.returns, self._rows_of(ready).flat
@@ -143,7 +143,7 @@ class Preparation:
         return ready
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
-        """Make the batch of these scored groups. Its `info` has the health metrics and the time of the forwards."""
+        """Return the batch of these scored groups. Its `info` has health metrics and the seconds of the forwards."""
         if not self._config.router_replay:
             groups = _without_experts(groups)
         laid_out = self._lay_out(groups)
@@ -162,7 +162,7 @@ class Preparation:
         computed |= self._advantages(groups, columns)
         carried = _join_carried(groups, self._config.carry, columns)
         batch = batch.with_tokens(**scored, **computed, **carried)
-        batch, compared = self._compare(batch)
+        batch, compared = compare(batch, self._correction)
         metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
         return replace(batch, info=info, on_release=laid_out.on_release)
@@ -181,20 +181,11 @@ class Preparation:
         return batch
 
     def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
-        """Return where the responses of all turns lie; those of a merged attempt share its row."""
-        turns = _joined(group.flat.attempt_turns for group in groups)
-        rows = _joined(self._rows_of(group).flat.attempt_turns for group in groups)
-        first_rows = np.repeat(np.cumsum(rows) - rows, turns)
-        numbers = _joined(group.flat.numbers for group in groups)
-        return TurnColumns(
-            batch,
-            _joined(group.flat.num_prompt for group in groups),
-            _joined(group.flat.num_response for group in groups),
-            first_rows + np.where(np.repeat(rows < turns, turns), 0, numbers),
-        )
+        """Return the places of the responses of all turns in their batch."""
+        return TurnColumns(batch, groups, [self._rows_of(group) for group in groups])
 
     def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
-        """Score the tokens with each model before the update. Returns columns of the rows that are no padding."""
+        """Compute the values of each model before the update. Returns columns without padding rows."""
         padded = laid_out.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
         if self._needs_reference:
@@ -202,7 +193,7 @@ class Preparation:
         temperature = self._config.sampling.temperature
         found = {column: backend.logprobs(padded, role, temperature=temperature) for column, role in roles}
         if self._needs_values:
-            # Estimates of tokens without loss are needed too.
+            # Values are also needed for response tokens without loss.
             weights = torch.zeros_like(padded.tokens["loss_weights"])
             weights[~padded.is_padding_row] = columns.responses()
             found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
@@ -211,10 +202,10 @@ class Preparation:
     def _charge_kl(
         self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
     ) -> tuple[Sequence[Group], Mapping[str, float]]:
-        """Take the KL from the reference model from each token's reward. Returns the groups, and metrics.
+        """Subtract the divergence from the reference model from each token's reward. Returns the groups, and metrics.
 
-        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155), whose estimator is k1: unbiased,
-        and harmless where it is not differentiated.
+        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). Its estimator k1 is unbiased. It
+        fits here, since rewards are not differentiated.
         """
         penalty = self._config.kl_in_reward
         if penalty is None:
@@ -245,7 +236,7 @@ class Preparation:
         return {name: columns.join(name, _fields(groups, name)) for name in names}
 
     def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
-        """Return one number per attempt; None where tokens of an attempt differ."""
+        """Return one advantage per attempt; None if tokens of an attempt may have different ones."""
         if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
             self._advantage, "sample_advantages", "advantages"
         ):
@@ -258,17 +249,9 @@ class Preparation:
             found += samples
         return np.concatenate(found)
 
-    def _compare(self, batch: TrainingBatch) -> tuple[TrainingBatch, Mapping[str, float]]:
-        """Return the batch with factors that correct for its mismatch with the engine, and metrics of both."""
-        metrics = mismatch_metrics(batch)
-        if self._correction is None:
-            return batch, metrics
-        factors, corrected = correct_batch(batch, self._correction)
-        return batch.with_tokens(correction_factors=factors), {**metrics, **corrected}
-
 
 def _speaks_for(component: object, shortcut: str, method: str) -> bool:
-    """Return whether the shortcut may be used: not if a subclass overrides only the method it replaces."""
+    """Return whether the shortcut may replace the method. It may not if a subclass overrides only the method."""
     classes = type(component).__mro__
     first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
     return first is None or shortcut in vars(first)
@@ -283,34 +266,34 @@ def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups without experts: those of a recording would be replayed."""
+    """Return the groups without experts. Experts of a recording would be replayed otherwise."""
     if all(group.flat.routed_experts is None for group in groups):
         return groups
     return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
-    """Raise DataError unless every turn has its experts: the models would silently choose others."""
+    """Raise DataError if a turn lacks its experts. The models would silently choose others."""
     if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
         return
     attempts = trajectories_of(groups)
     lacking = [attempt for attempt in attempts if any(turn.routed_experts is None for turn in attempt.turns)]
     named = f"sample {lacking[0].sample} of prompt '{lacking[0].uid}'" if lacking else "the batch"
     raise DataError(
-        f"source.router_replay is true, and {named} has turns without the experts that were chosen for them. Set it to "
-        "false, or use an engine that notes them; a recording must have been made with it too."
+        f"source.router_replay is true, but {named} has turns without recorded experts. Set router_replay: false, or "
+        "use an engine that records experts. A recording must also have been made with router_replay: true."
     )
 
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
-    """Return columns with the carried numbers of each prompt's row on the response tokens of its group."""
+    """Return a column per name. Response tokens have the number in their prompt's row."""
     turns = [len(turns_of([group])) for group in groups]
     for group in groups:
         for name in names:
             if name not in group.columns:
                 raise DataError(
-                    f"The group of prompt '{group.uid}' has no column '{name}' of source.carry: it was recorded "
-                    "without it. Record with the same `carry`, or remove the name."
+                    f"The recorded group of prompt '{group.uid}' has no column '{name}' of source.carry. Record with "
+                    "the same `carry`, or remove the name."
                 )
     return {
         name: columns.join(name, np.repeat([group.columns[name] for group in groups], turns).tolist()) for name in names

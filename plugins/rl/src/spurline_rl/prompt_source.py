@@ -1,7 +1,7 @@
-"""Share the work of all sources of rollouts: prompts in order, attempts at them, and batches made of their groups.
+"""Do the work that all sources of rollouts share: draw prompts, make attempts, and make batches of groups.
 
-Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource` and
-decides when groups are generated and which of them make a batch.
+Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource`. It
+decides when groups are generated, and which groups make a batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from spurline_text.rows.rows import explain_bad_row
 from spurline_text.tokenization import plain_text_notes
 
 _ROWS_BEFORE_TRAINING = 1_000
-"""Rows of each dataset that are looked at before a run; the others are checked when they are drawn."""
+"""Number of rows of each dataset that are checked before a run. The others are checked when they are drawn."""
 _SHOWN_CHARACTERS = 800
 
 
@@ -50,12 +50,12 @@ class Collected:
 
     Attributes:
         groups: The groups to train on, in draw order.
-        every: All groups that were scored, filtered ones included.
-        next_draw: The first prompt not drawn.
+        every: All groups that were scored, including filtered ones.
+        next_draw: Number of the next prompt to draw.
         given_up: Number of prompts given up.
         skipped: Number of drawn rows that cannot be used.
-        refill_missing: Number of groups with equal rewards that are trained on because the limit of draws was reached.
-        lost: The given-up prompts that this process has seen.
+        refill_missing: Number of filtered groups that are trained on, because the limit of draws was reached.
+        lost: The given-up prompts, without those before a resume.
     """
 
     groups: tuple[Group, ...]
@@ -78,19 +78,18 @@ async def collect_groups(
 ) -> Collected:
     """Draw until `count` groups can be trained on.
 
-    Each round draws exactly the number still missing, so that the prompts of a step depend on the results and never on
-    their order in time. Rows that cannot be used do not count against `draw_limit`. When no other row is left, `take`
-    raises DataError.
+    Each round draws exactly the missing number, so the prompts of a step never depend on which attempts end first.
+    Unusable rows do not count against `draw_limit`. If all rows are unusable, `take` raises DataError.
 
     Args:
         take: Returns draws, given the number of the first one and a count.
         run: Makes all attempts at prompts.
         first_draw: Number of the first draw.
-        count: Groups to collect.
-        draw_limit: Prompts that may be drawn. At the limit the earliest filtered groups are used, since a batch has a
-            fixed number of prompts.
-        filters: Filter groups whose returns are equal, and draw further prompts (dynamic sampling of DAPO, Yu et al.
-            2025, arXiv:2503.14476).
+        count: Number of groups to collect.
+        draw_limit: Number of prompts that may be drawn. At the limit the earliest filtered groups are used, since a
+            batch has a fixed number of prompts.
+        filters: Filter groups with equal returns, and draw other prompts (dynamic sampling of DAPO, Yu et al. 2025,
+            arXiv:2503.14476).
 
     Raises:
         RunFailedError: If so many prompts were given up that `count` cannot be reached.
@@ -122,7 +121,7 @@ async def collect_groups(
     every = sorted([*kept, *filtered], key=lambda group: group.draw)
     if short > len(filtered):
         raise RunFailedError(
-            f"The step drew {len(every) + len(given_up)} prompts and {len(given_up)} of them were given up, so it has "
+            f"The step drew {len(every) + len(given_up)} prompts, and {len(given_up)} of them were given up, so it has "
             f"only {len(every)} of {count} groups. Correct what fails, or raise source.max_draws_per_step: "
             f"{draw_limit}.{reasons_of(given_up)}"
         )
@@ -134,8 +133,8 @@ class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts.
 
     Attributes:
-        generates_with_copies: Whether the engines hold copies of the weights, which a swap of the backend's parameters
-            does not change.
+        generates_with_copies: Whether the engines have their own copies of the weights. An evaluation with other
+            parameters in the backend then does not change what they generate.
     """
 
     generates_with_copies: bool = False
@@ -157,7 +156,7 @@ class PromptSource(BatchSource):
         self.total_steps = run.total_steps(self._prompts.prompts_per_epoch, config.prompts_per_step)
 
     def check_engine(self, engine: RolloutEngine) -> None:
-        """Raise ConfigError for an engine that cannot generate with this source's weights."""
+        """Raise ConfigError for an engine that cannot use the weights of this run."""
 
     def start(self, step: int, backend: Backend) -> None:
         self._backend = backend
@@ -167,7 +166,7 @@ class PromptSource(BatchSource):
         config, shows = self._settings, self._attempts.shows_prompts
         return {
             **self._prompts.summary(),
-            # Another environment may make turns of any column itself.
+            # Other environments may use any column of a row.
             "notes": plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else [],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
@@ -179,7 +178,7 @@ class PromptSource(BatchSource):
         return self._with_response(self._survey)
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
-        """Return the longest of these prompts with a whole response. Raises DataError for a row that cannot be used."""
+        """Return the longest of these prompts, with a response of full length. Raises DataError for an unusable row."""
         return self._with_response(self._survey_of(prompts, "rendering held-out prompts"))
 
     def _with_response(self, seen: _Survey | None) -> Longest | None:
@@ -227,7 +226,7 @@ class PromptSource(BatchSource):
         return self._survey_of(self._prompts, "rendering prompts", self._settings.carry)
 
     def _survey_of(self, prompts: PromptDraws, doing: str, carry: Sequence[str] = ()) -> _Survey | None:
-        """Return the first prompts of the first rows; None if the environment does not know them beforehand."""
+        """Read the prompts of the first rows. Returns None if the environment does not know them beforehand."""
         self._context.progress(doing)
         found: list[tuple[str, Sequence[int]]] = []
         left_out = 0
@@ -242,7 +241,7 @@ class PromptSource(BatchSource):
         return _Survey(found, left_out) if found else None
 
     def _read_prompt(self, draw: Draw, carry: Sequence[str] = ()) -> Sequence[int] | SkippedRow | None:
-        """Return the first prompt of a row, and check its columns `carry`. Raises DataError for a bad row."""
+        """Return the first prompt of a row, and check its columns `carry`. Raises DataError for an unusable row."""
         try:
             for name in carry:
                 carried(draw, name)
@@ -267,7 +266,7 @@ class PromptSource(BatchSource):
 
     @abstractmethod
     def make_attempts(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
-        """Make attempts at held-out prompts with the current weights, and return when all have ended."""
+        """Make attempts at held-out prompts with the current weights."""
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
@@ -275,8 +274,8 @@ class PromptSource(BatchSource):
         """Make the batch of a step from its groups.
 
         Args:
-            retries: Attempts made again for them.
-            seconds: Time spent on generating.
+            retries: Number of retries for these groups.
+            seconds: Time of the generation.
         """
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
@@ -299,7 +298,7 @@ class PromptSource(BatchSource):
         return replace(batch, info={**batch.info, **metrics})
 
     def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
-        """Hand the attempts over to be written."""
+        """Pass the attempts to the keeper, which writes them."""
         columns = self._preparation.turn_columns(batch, collected.groups)
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
@@ -328,8 +327,7 @@ class PromptSource(BatchSource):
         refuse_other_data(
             state,
             self._prompts.fingerprint(),
-            "The prompts differ from those that the checkpoint was trained on: a file changed. Restore the file, or "
-            "start again with another run_dir.",
+            "A file of prompts has changed since the checkpoint. Restore it, or start again with another run_dir.",
         )
         given_up, prompts = state["quarantine"], state["prompts"]
         assert isinstance(given_up, Mapping), given_up
@@ -355,7 +353,7 @@ class _Survey:
         return max(self.prompts, key=lambda prompt: len(prompt[1]))
 
     def lines(self, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-        """Return the survey as text, with the first prompt as the model gets it."""
+        """Describe the prompts, and show the first one as the model gets it."""
         left_out = f"; {self.left_out:,} rows will be left out" if self.left_out else ""
         first_where, first = self.prompts[0]
         shown = str(tokenizer.decode(list(first), skip_special_tokens=False))

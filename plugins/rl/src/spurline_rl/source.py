@@ -1,8 +1,8 @@
-"""Source `rollouts`: synchronous reinforcement learning.
+"""Source `rollouts`: synchronous reinforcement learning. All tokens of a batch come from the latest weights.
 
-A step draws prompts, generates with the current weights, scores attempts, computes logprobs and other token values with
-the models, and makes a batch. The loop then updates the weights. The engine uses the backend's weights. If other
-processes hold these, it has a copy, which is replaced after every update. All tokens come from the latest weights.
+A step draws prompts, generates responses, scores attempts, computes logprobs and other token values, and makes a batch.
+The engine uses the backend's weights. If the weights are in other processes, the engine has a copy, which is replaced
+after every update.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RolloutSource(PromptSource):
             raise ConfigError.at(
                 "source.engine.name",
                 f"is {config.name}, which has its own weights, but the source '{self._settings.name}' publishes none. "
-                "Set engine: in_process, or choose an asynchronous source.",
+                "Set engine: in_process, or source: async_rollouts.",
             )
 
     def start(self, step: int, backend: Backend) -> None:
@@ -78,7 +78,7 @@ class RolloutSource(PromptSource):
         return outcomes
 
     def epoch(self, step: int) -> float:
-        # A plan asks before any prompt has been drawn.
+        # `spurline plan` draws no prompts.
         drawn = self._next_draw or step * self._config.prompts_per_step
         return drawn / self._prompts.prompts_per_epoch
 
@@ -111,11 +111,11 @@ class RolloutSource(PromptSource):
 
 
 _TENSORS = "in_process"
-"""The transport of engines that take tensors."""
+"""The transport that passes tensors within this process."""
 
 
 async def _publish(engine: TakesWeights, backend: Backend, version: int) -> int:
-    """Replace every weight of the engine's copy in this process. Returns the number of bytes."""
+    """Replace all weights of the engine's copy. Returns the number of bytes."""
     sent = 0
     await engine.begin_update(version)
     for name, tensor in backend.named_weights():

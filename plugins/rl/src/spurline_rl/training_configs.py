@@ -79,9 +79,9 @@ class RewardAdaptiveOrderConfig(OrderConfig):
 
 
 class RolloutCriticConfig(CriticConfig):
-    """A second model of the run's architecture, with a value head, trained on the returns of rollouts.
+    """A second model of the run's architecture with a value head, trained on the returns of rollouts.
 
-    `critic: {}` takes all defaults. Its weights start as the policy's do; the learning rate is constant after warm-up.
+    `critic: {}` takes all defaults. Its first weights are the policy's. The learning rate is constant after warm-up.
     """
 
     @model_validator(mode="before")

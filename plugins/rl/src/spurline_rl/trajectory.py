@@ -37,15 +37,14 @@ class Turn:
     """One call of the model: the tokens it saw and the tokens it wrote.
 
     Attributes:
-        prompt_ids: int32 [P], the whole context.
-        response_ids: int32 [A], the tokens that the model wrote, stop token included. This and all other fields may be
-            given as lists, arrays or tensors.
-        logprobs: float32 [A], of the distribution sampled from, or None.
-        versions: int32 [A], weight version per token, or None.
+        prompt_ids: int32 [P], the whole context. All arrays may be given as lists, arrays or tensors.
+        response_ids: int32 [A], the tokens that the model wrote, stop token included.
+        logprobs: float32 [A], logprobs of the distribution from which the tokens were sampled, or None.
+        versions: int32 [A], the version of the weights that wrote each token, or None.
         loss_mask: uint8 [A], 0 where a response token is not trained.
         rewards, advantages: float32 [A] or None.
-        values, returns: float32 [A] or None; a critic's estimates before each token, and its targets.
-        routed_experts: int16 [P + A, layers, top_k] for mixture-of-experts replay, or None.
+        values, returns: float32 [A] or None; a critic's estimates before each token, and the critic's targets.
+        routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -64,7 +63,7 @@ class Turn:
         fields = self.__dict__
         for name, dtype in _DTYPES.items():
             values = fields[name]
-            # Each stage replaces turns, mostly with arrays of the right type, which must cost nothing.
+            # Turns are often replaced, mostly with arrays of the right type. These must cost nothing.
             if values is None or (type(values) is np.ndarray and values.dtype is dtype):
                 continue
             object.__setattr__(self, name, as_array(values, dtype))
@@ -83,7 +82,7 @@ class Trajectory:
 
     Attributes:
         uid: The prompt's uid.
-        sample: Which of the group's attempts this is, from 0.
+        sample: Number of the attempt in its group, from 0.
         rewards: Named terms, before weights.
         info: Facts that the environment logs.
         retries: Attempts that failed before this one.
@@ -101,7 +100,7 @@ _Record = TypeVar("_Record", Turn, Trajectory)
 
 
 def with_fields(record: _Record, **fields: Any) -> _Record:
-    """Return a copy with other fields: `dataclasses.replace` in a quarter of its time, without converting arrays."""
+    """Return a copy with other fields, as `dataclasses.replace` does in four times the time. Converts no arrays."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__, **fields)
     return copy
@@ -117,18 +116,16 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
 class FlatTurns:
     """The n turns of m attempts in flat arrays, from which batches are laid out.
 
-    The thread that finishes a group makes a few long arrays of thousands of short ones, so that laying out a batch only
-    copies. All token arrays are read-only.
+    Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only.
 
     Attributes:
         uids, samples, numbers, finish_reasons: One entry per turn: the prompt's uid, the attempt's number, the turn's
             number in the attempt, and how the turn ended.
         attempt_turns: int64 [m], turns of each attempt.
         num_prompt, num_response: int64 [n], tokens of each turn.
-        tokens: int32 [T], each turn's prompt and then its response.
-        columns: Values of a field of Turn for all response tokens [A], by name. A field that some turn lacks is left
-            out.
-        routed_experts: int16 [T, layers, top_k], or None where some turn lacks them.
+        tokens: int32 [T], the prompt and the response of each turn.
+        columns: Arrays [A] for all response tokens, by their names in Turn. A field that some turn lacks is left out.
+        routed_experts: int16 [T, layers, top_k], or None if some turn lacks them.
     """
 
     uids: Sequence[str]
@@ -206,7 +203,7 @@ class FlatTurns:
     def trained_versions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the versions of weights in ascending order, and the number of trained tokens of each.
 
-        The column `versions` must be there.
+        `columns` must have `versions`.
         """
         trained = self.columns["versions"][self.columns["loss_mask"] != 0].astype(np.int64)
         if not len(trained):
@@ -221,12 +218,12 @@ class FlatTurns:
 class Group:
     """All attempts at one prompt.
 
-    A group and its arrays are never changed, only replaced, so `flat`, `returns` and `merged` are computed once.
+    A group and its arrays are never changed, so `flat`, `returns` and `merged` are computed once.
 
     Attributes:
         draw: Position of the prompt in the endless data order.
-        columns: Numbers of the prompt's row, by `source.carry`.
-        tags: Short values of that row, for people to look at.
+        columns: Numbers in the prompt's row, by the names of `source.carry`.
+        tags: Short values of the prompt's row, for people to read.
     """
 
     uid: str
@@ -249,11 +246,10 @@ class Group:
 
     @cached_property
     def merged(self) -> Group:
-        """Return the group with the turns of each attempt merged where `merge_turns` can."""
+        """Return the group after `merge_turns` of each attempt."""
         merged = replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
         if all(new is old for new, old in zip(merged.trajectories, self.trajectories, strict=True)):
-            # Share the layout, but do not return `self`: a group that refers to itself is freed only by the garbage
-            # collector.
+            # `self` is not returned. A group that refers to itself would be freed only by the garbage collector.
             merged.__dict__["flat"] = self.flat
         return merged
 
@@ -286,7 +282,7 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
 
 
 def in_one_block(group: Group) -> Group:
-    """Return the group with turns whose arrays are views of `group.flat`, so that memory holds them once."""
+    """Return the group with turns whose arrays are views of `group.flat`. This frees their own memory."""
     flat = group.flat
     ends = np.cumsum(flat.num_response).tolist()
     places = zip(ends, flat.num_response.tolist(), np.cumsum(flat.lengths).tolist(), flat.lengths.tolist(), strict=True)
@@ -306,7 +302,7 @@ _RELATIVE_TOLERANCE = 1e-6
 
 
 def trajectory_return(trajectory: Trajectory) -> float:
-    """Return the sum of the token rewards of all turns, undiscounted, in float64."""
+    """Return the undiscounted sum of the token rewards of all turns."""
     place = f"sample {trajectory.sample} of prompt '{trajectory.uid}'"
     total = 0.0
     for number, turn in enumerate(trajectory.turns):
@@ -314,8 +310,8 @@ def trajectory_return(trajectory: Trajectory) -> float:
         total += float(turn.rewards.sum(dtype=np.float64))
     if not np.isfinite(total):
         raise DataError(
-            f"The rewards of {place} sum up to {total}. Make the reward function return finite numbers, or raise an "
-            "exception for what it cannot judge."
+            f"The rewards of {place} sum up to {total}. The reward function must return finite numbers, or raise an "
+            "exception for an answer that it cannot judge."
         )
     return total
 
@@ -324,24 +320,23 @@ def are_equal(returns: NDArray[np.float64]) -> bool:
     """Return whether all returns are the same, up to the rounding of float32 rewards."""
     if len(returns) == 0:
         return True
-    # Sums of the same terms in another order differ in their last bits. Divided by their own standard deviation, such
-    # differences would become large advantages.
+    # Sums in another order can differ in their last bits. Divided by the standard deviation, such differences would
+    # become large advantages.
     return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
 def has_equal_returns(group: Group) -> bool:
-    """Return whether all samples did equally well, so that group-relative advantages are 0."""
+    """Return whether all samples have the same return, so that group-relative advantages are 0."""
     return are_equal(group.returns)
 
 
 def merge_turns(trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with one turn, or unchanged if some turn does not continue the one before.
+    """Merge all turns into one. If some turn does not continue the turn before it, nothing is merged.
 
-    One row then replaces a row per turn, so that shared context is computed once. Tokens between the model's turns (a
-    user's or a tool's message) become response tokens without loss, with per-token values of 0. Advantages that depend
-    on the order of response tokens must therefore be computed first. A column that some turn lacks is left out. The
-    finish reason is taken from the last turn. Each token keeps the routed experts that were chosen first, since the
-    tokens after it were sampled with them.
+    Shared context is then computed once. Tokens between the model's turns (messages of users and tools) become response
+    tokens without loss, and their values are 0. Advantages that depend on the order of response tokens must therefore
+    be computed before. A field that some turn lacks is left out. The finish reason is the last turn's. Each token keeps
+    its first routed experts, since later tokens were sampled with them.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -360,13 +355,13 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
 
 
 def _goes_on(before: Turn, after: Turn) -> bool:
-    """Return whether the later turn's prompt begins with everything that the model had seen and written."""
+    """Return whether the later turn's prompt begins with the prompt and the response of the turn before."""
     seen = np.concatenate([before.prompt_ids, before.response_ids])
     return np.array_equal(after.prompt_ids[: len(seen)], seen)
 
 
 def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
-    """Return each token's experts from the first turn that has them, or None if a turn recorded none."""
+    """Return each token's experts in the first turn that recorded them; None if a turn recorded none."""
     columns = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
     if len(columns) < len(turns):
         return None
@@ -378,7 +373,7 @@ def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
 
 
 def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
-    """Join the values of all turns, with zeros for the tokens between a turn's response and the next one."""
+    """Join the values of all turns, with zeros for the tokens between two responses."""
     columns = [getattr(turn, name) for turn in turns]
     if any(column is None for column in columns):
         return None

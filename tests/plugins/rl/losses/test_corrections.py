@@ -19,13 +19,7 @@ from spurline_rl.losses.configs import (
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
-from spurline_rl.losses.corrections import (
-    GeometricRejection,
-    MaskedImportanceSampling,
-    SequenceRejection,
-    TruncatedImportanceSampling,
-    correct_batch,
-)
+from spurline_rl.losses.corrections import MaskedImportanceSampling, Rejection, TruncatedImportanceSampling, compare
 from spurline_rl.losses.log_ratios import LogRatios
 from spurline_rl.protocols.correction import Corrected, Correction
 from spurline_rl.testing.correction_contract import CorrectionContract
@@ -36,8 +30,8 @@ CORRECTIONS: dict[str, Correction] = {
     "tis without cap": TruncatedImportanceSampling(TruncatedImportanceSamplingConfig(cap=None)),
     "mis": MaskedImportanceSampling(MaskedImportanceSamplingConfig()),
     "mis of sequences": MaskedImportanceSampling(MaskedImportanceSamplingConfig(level="sequence", low=0.2)),
-    "geometric": GeometricRejection(GeometricRejectionConfig(low=0.8, high=1.2)),
-    "sequence": SequenceRejection(SequenceRejectionConfig()),
+    "geometric": Rejection(GeometricRejectionConfig(low=0.8, high=1.2)),
+    "sequence": Rejection(SequenceRejectionConfig()),
 }
 
 # One log ratio per token of a sequence to one factor per token, as the docstrings' formulas say.
@@ -57,6 +51,14 @@ def correction(request: pytest.FixtureRequest) -> Correction:
     return CORRECTIONS[request.param]
 
 
+def factors_of(batch: TrainingBatch, correction: Correction) -> torch.Tensor:
+    return compare(batch, correction)[0].tokens["correction_factors"]
+
+
+def shares_of(batch: TrainingBatch, correction: Correction) -> dict[str, float]:
+    return {name: share for name, share in compare(batch, correction)[1].items() if name.startswith("correction/")}
+
+
 class WorseFarSequencesRejected:
     """The correction of docs/testing-plugins.md, which reads another column of the batch."""
 
@@ -73,7 +75,7 @@ class TestACorrectionThatReadsAdvantages(CorrectionContract):
         return WorseFarSequencesRejected()
 
     def test_the_sequences_of_the_contract_have_both_kinds(self) -> None:
-        factors, _ = correct_batch(self.batch(((0,), (1,), (2,), (3,), (4,))), self.make_correction())
+        factors = factors_of(self.batch(((0,), (1,), (2,), (3,), (4,))), self.make_correction())
         assert set(factors.unique().tolist()) == {0.0, 1.0}
 
 
@@ -106,7 +108,7 @@ def expected_factors(name: str, batch: TrainingBatch) -> torch.Tensor:
 @settings(max_examples=25)
 def test_factors_are_their_formulas(name: str, seed: int, spread: float) -> None:
     batch = CorrectionContract().batch(((3, 0), (1, 4, 2)), seed, spread)
-    factors, _ = correct_batch(batch, CORRECTIONS[name])
+    factors = factors_of(batch, CORRECTIONS[name])
     torch.testing.assert_close(factors, expected_factors(name, batch), rtol=1e-5, atol=0)
 
 
@@ -118,27 +120,27 @@ def two_tokens(log_ratios: tuple[float, float]) -> TrainingBatch:
 
 def test_metrics_are_shares_of_loss_tokens() -> None:
     batch = two_tokens((math.log(4.0), math.log(1.5)))
-    assert correct_batch(batch, CORRECTIONS["tis"])[1] == pytest.approx(
+    assert shares_of(batch, CORRECTIONS["tis"]) == pytest.approx(
         {"correction/truncated": 0.5, "correction/factor": 1.75}, rel=1e-5
     )
-    assert correct_batch(two_tokens((math.log(6.0), 0.0)), CORRECTIONS["mis"])[1] == pytest.approx(
+    assert shares_of(two_tokens((math.log(6.0), 0.0)), CORRECTIONS["mis"]) == pytest.approx(
         {"correction/rejected": 0.5, "correction/factor": 0.5}, rel=1e-5
     )
-    assert correct_batch(batch, CORRECTIONS["sequence"])[1] == {"correction/rejected": 1.0, "correction/factor": 0.0}
+    assert shares_of(batch, CORRECTIONS["sequence"]) == {"correction/rejected": 1.0, "correction/factor": 0.0}
 
 
 def test_rejected_is_exactly_zero_and_the_tiniest_weight_is_not() -> None:
-    assert correct_batch(two_tokens((-60.0, 0.0)), CORRECTIONS["mis"])[0].tolist() == [[1.0, 0.0, 1.0]]
-    assert correct_batch(two_tokens((-60.0, 0.0)), CORRECTIONS["tis"])[0][0, 1] > 0
+    assert factors_of(two_tokens((-60.0, 0.0)), CORRECTIONS["mis"]).tolist() == [[1.0, 0.0, 1.0]]
+    assert factors_of(two_tokens((-60.0, 0.0)), CORRECTIONS["tis"])[0, 1] > 0
 
 
 def test_a_prompt_never_decides_about_its_response() -> None:
     # The prompt token's columns disagree by 7 nats in two_tokens.
-    assert correct_batch(two_tokens((0.0, 0.0)), CORRECTIONS["sequence"])[0].tolist() == [[1.0, 1.0, 1.0]]
+    assert factors_of(two_tokens((0.0, 0.0)), CORRECTIONS["sequence"]).tolist() == [[1.0, 1.0, 1.0]]
 
 
 def test_a_missing_column_is_named(correction: Correction) -> None:
     batch = two_tokens((0.0, 0.0))
     tokens = {name: column for name, column in batch.tokens.items() if name != "old_logprobs"}
     with pytest.raises(DataError, match=r"The correction needs old_logprobs, which this run's batches do not have\."):
-        correct_batch(replace(batch, tokens=tokens), correction)
+        compare(replace(batch, tokens=tokens), correction)

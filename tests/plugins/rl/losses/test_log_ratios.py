@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
-from spurline_rl.losses import configs, corrections, log_ratios
-from spurline_rl.losses.corrections import correct_batch
-from spurline_rl.metrics import advantage_metrics, mismatch_metrics
+from spurline_rl.losses import configs, corrections
+from spurline_rl.losses.corrections import compare
+from spurline_rl.metrics import advantage_metrics
 
 CASES: list[tuple[str, Any, Any]] = [
     *(
@@ -31,8 +31,8 @@ CASES: list[tuple[str, Any, Any]] = [
         ("mis", corrections.MaskedImportanceSampling, configs.MaskedImportanceSamplingConfig(level=level, low=0.8))
         for level in ("token", "sequence")
     ),
-    ("geometric", corrections.GeometricRejection, configs.GeometricRejectionConfig(low=0.95, high=1.05)),
-    ("sequence", corrections.SequenceRejection, configs.SequenceRejectionConfig()),
+    ("geometric", corrections.Rejection, configs.GeometricRejectionConfig(low=0.95, high=1.05)),
+    ("sequence", corrections.Rejection, configs.SequenceRejectionConfig()),
 ]
 
 
@@ -78,12 +78,14 @@ _RARE = st.sampled_from([0.0, 0.0, 0.001])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_blocks_of_tokens_with_loss_give_what_whole_columns_give(batch: TrainingBatch, block_tokens: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(log_ratios, "_BLOCK_TOKENS", block_tokens)
-        assert mismatch_metrics(batch) == approx(oracle.mismatch(batch))
+        patch.setattr(corrections, "_BLOCK_TOKENS", block_tokens)
+        mismatch = oracle.mismatch(batch)
+        assert compare(batch)[1] == approx(mismatch)
         assert advantage_metrics(batch) == approx(oracle.advantages(batch))
         for name, made, config in CASES:
-            factors, metrics = correct_batch(batch, made(config))
+            corrected, metrics = compare(batch, made(config))
+            factors = corrected.tokens["correction_factors"]
             expected_factors, expected = oracle.corrected(batch, name, config)
-            assert metrics == approx(expected)
+            assert metrics == approx({**mismatch, **expected} if mismatch else {})
             assert factors.dtype == torch.float32
             assert np.array_equal(factors.numpy(), expected_factors.numpy(), equal_nan=True), config

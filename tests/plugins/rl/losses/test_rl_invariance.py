@@ -32,9 +32,9 @@ from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.losses import configs as losses_configs
 from spurline_rl.losses.algorithms import Cispo, Gspo, PolicyGradient, Ppo, Sapo, ValueLoss
 from spurline_rl.losses.configs import KlConfig
-from spurline_rl.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling, correct_batch
+from spurline_rl.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling, compare
 from spurline_rl.protocols.correction import Correction
-from spurline_rl.rollouts_collator import RolloutsCollator
+from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.backend_cases import assert_gradients_close
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Trajectory, Turn, merge_turns
@@ -131,7 +131,8 @@ def reduced(batch: TrainingBatch, reduction: str, correction: str) -> tuple[Trai
     component = CORRECTIONS[correction]
     if component is None:
         return REDUCE[reduction](batch)
-    return reduce_corrected(batch, correct_batch(batch, component)[0], REDUCE[reduction])
+    factors = compare(batch, component)[0].tokens["correction_factors"]
+    return reduce_corrected(batch, factors, REDUCE[reduction])
 
 
 def role_of(loss: str) -> Role:

@@ -1,4 +1,4 @@
-"""Settings of engine `in_process`. Light: imports no torch."""
+"""Settings of engine `in_process`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     name: str = "in_process"
     deterministic: bool = False
-    """Generate each response on its own, so that it never depends on its neighbours, bit for bit. That is many times
-    slower. Otherwise neighbours change each other's logprobs by about 1e-6."""
+    """Generate each response on its own, so other responses never change a bit of it. That is many times slower.
+    Otherwise responses that are generated together change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Responses decoded together; further requests wait."""
+    """Largest number of responses decoded together. Further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Tokens of the KV cache: responses decoded together, times the longest of them with its prompt. A larger request
-    is decoded alone."""
+    """Size of the KV cache in tokens: responses decoded together, times the length of the longest with its prompt. A
+    larger request is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one decode step, or loading the model, may take."""
+    """Seconds that one decode step may take, and that loading the model may take."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """The device of the engine's own copy of the model. `auto` takes the first GPU unless a rank uses it."""
+    """Device of the engine's own copy of the model. `auto` takes the first GPU unless a rank uses it."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """The dtype of the engine's own copy; `bf16` keeps fp32 weights and computes under autocast."""
+    """Dtype of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Keys and values of responses in flight after an update. `recompute` is exact. `keep` is faster and approximate:
-    later tokens come from neither version."""
+    """Mode of keys and values of responses in flight after an update. `recompute` is exact. `keep` is faster,
+    but later tokens come from a mixture of both versions."""
 
     @property
     def notes_experts(self) -> bool:
@@ -56,16 +56,16 @@ class InProcessEngineConfig(RolloutEngineConfig):
         ranks = run.backend.rank_request()
         if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
             if ranks.launch == "ray":
-                text = "a GPU of this machine without the knowledge of Ray, which launches the backend. Set device"
+                text = "a GPU that Ray may give to the backend. Set device"
             else:
                 text = "the first GPU, which a rank uses. Name other GPUs in backend.gpus, or set device"
             yield Problem("device", f"is cuda, which takes {text} to cpu.")
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
         if not run.backend.facts.lends_model:
-            # The engine's copy is not on a device of the backend.
+            # The engine has its own copy, which is not on a device of the backend.
             return {}
-        # By name, since the estimate imports torch, which a config must not.
+        # Resolved by name, since the estimate imports torch, and a config must not.
         estimate = resolve("spurline_models.memory:estimate_cache", "memory estimate of engine 'in_process'")
         together = min(responses, self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))
@@ -78,7 +78,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
             words = {"auto": "the first GPU if there is one", "cuda": "the first GPU", "cpu": "the CPU"}
             where = words[self.copy_device(run)]
             lines.append(
-                f"backend '{run.backend.name}' has its model in other processes: the engine has a copy here, on "
-                f"{where}, which takes {4 * count(run.model) / 2**20:,.0f} MiB more and gets the new weights every step"
+                f"backend '{run.backend.name}' has its model in other processes, so the engine has a copy in this one, "
+                f"on {where}; it takes {4 * count(run.model) / 2**20:,.0f} MiB and gets the new weights every step"
             )
         return lines

@@ -1,4 +1,4 @@
-"""The built-in tool `calculator`: computes formulas, and nothing else."""
+"""The built-in tool `calculator`, which computes formulas. Limits protect against formulas that a model writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEEPEST_FORMULA = 500
 """Largest number of nested operations."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
-"""Bits of the largest whole number, so that no formula keeps the machine busy."""
+"""Bits of the largest whole number. Larger ones could keep the machine busy."""
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -42,7 +42,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
-    """Return the value of a part of the formula with at most so many nested operations."""
+    """Return the value of a part of the formula, which may have this many nested operations."""
     if not levels:
         raise RecursionError
     # bool is an int in Python, but True is not a number in a formula.

@@ -1,4 +1,4 @@
-"""Settings of the environments. Light: imports no torch."""
+"""Settings of the environments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
     """Base of the configs of environments that score an attempt with reward components."""
 
     rewards: RewardTable = Field(min_length=1)
-    """Named reward terms, each a reward component, `module:function` or `file.py:function`; `source.reward_weights`
-    weighs them."""
+    """Reward components, `module:function` or `file.py:function`, by name. `source.reward_weights` weighs them."""
 
     @property
     def reward_terms(self) -> Collection[str]:
@@ -43,14 +42,14 @@ class SingleTurnConfig(RewardedEnvironmentConfig):
 
 
 def _named_tools(value: Any) -> Any:
-    """Return a list of tools as a mapping by their own names."""
+    """Return a mapping of tools by their names for a list of tools, and other values unchanged."""
     if not isinstance(value, (list, tuple)):
         return value
     return {name_of(tool) if callable(tool) else tool: tool for tool in value}
 
 
 class ToolsConfig(RewardedEnvironmentConfig):
-    """A conversation in which the model may call Python functions; its last turn is the answer."""
+    """A conversation in which the model may call Python functions. The model's last turn is the answer."""
 
     retired: ClassVar[tuple[str, ...]] = ("max_calls_per_turn", "max_result_characters")
     name: str = "tools"
@@ -58,16 +57,16 @@ class ToolsConfig(RewardedEnvironmentConfig):
         Field(default={"calculator": "calculator"}, min_length=1)
     )
     """Functions by the names that the model uses: `module:function`, `file.py:function`, or the built-in `calculator`.
-    From Python also the functions themselves."""
+    A Python program may give the functions themselves."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
-    """Turns the model may take, the answer included."""
+    """Largest number of turns of the model, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
-    """Seconds a call may take; after that the model gets an error."""
+    """Seconds that a call may take. Then the model gets an error."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
-    """Reward of each turn with a call that fails: malformed, of an unknown tool, or an error of the tool."""
+    """Reward of each turn with a failed call: the call is malformed, its tool is unknown, or the tool has an error."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact`: each turn's prompt continues the tokens of the last one, and a chat template that rewrites history is an
-    error. `retokenize`: each prompt is rendered and encoded again, as at inference."""
+    """`exact` continues the tokens of the last turn in each prompt. A chat template that rewrites history is then an
+    error. `retokenize` renders and encodes each prompt again, as at inference."""
 
     @property
     def most_turns(self) -> int:
@@ -93,9 +92,9 @@ class CustomConfig(EnvironmentConfig):
     name: str = "custom"
     path: Annotated[str, FunctionSetting(method="run"), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
     """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`, or an async
-    function of a task and a policy. From Python also the class, an object that has `run`, or the function."""
+    function of a task and a policy. A Python program may give the class, an object with `run`, or the function."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
-    """Responses that one attempt may ask for, to estimate memory and lengths."""
+    """Largest number of responses in one attempt, to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
 
@@ -109,7 +108,7 @@ class CustomConfig(EnvironmentConfig):
 
 
 def as_environment(value: Any) -> Any:
-    """Return settings of `custom` for an object of a Python program, or for `file.py:Class`."""
+    """Return settings of `custom` for an object or a path such as `file.py:Class`, and other values unchanged."""
     is_written = isinstance(value, (str, Mapping, BaseModel))
     is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
     if is_given or (isinstance(value, str) and ":" in value):

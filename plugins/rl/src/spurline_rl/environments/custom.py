@@ -1,4 +1,4 @@
-"""Environment `custom`: a class, an object that has `run`, or an async function, without a plugin."""
+"""Environment `custom`: a class, an object with `run`, or an async function. It needs no plugin."""
 
 from __future__ import annotations
 

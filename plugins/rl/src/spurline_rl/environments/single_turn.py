@@ -24,7 +24,7 @@ _PROMPTS_KEPT = 256
 
 
 class SingleTurn:
-    """Scores the answer to a row's prompt. `info` has prompt, response and reference as texts."""
+    """Scores the answer to the prompt of a row. `info` has prompt, response and reference as texts."""
 
     def __init__(
         self, config: SingleTurnConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
@@ -51,7 +51,7 @@ class SingleTurn:
         return example.prompt_ids
 
     def _example(self, task: Task) -> GenerationExample:
-        """Return the row's prompt, rendered and encoded once for all attempts of a group."""
+        """Return the prompt of the row, which is rendered and encoded once for a group."""
         key = task.uid, task.location
         example = self._examples.get(key)
         if example is None:

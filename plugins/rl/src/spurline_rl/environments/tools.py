@@ -45,9 +45,9 @@ _EXCHANGE: list[Message] = [
     {"role": "assistant", "content": '<tool_call>{"name": "a_tool", "arguments": {}}</tool_call>'},
     {"role": "tool", "name": "a_tool", "content": "a result"},
 ]
-"""A conversation with a tool, which shows whether the chat template renders tools."""
+"""A conversation that tests whether the chat template renders tools."""
 MAX_CALLS = 128
-"""Largest number of calls that are made in one turn."""
+"""Largest number of calls in one turn."""
 MAX_RESULT_CHARACTERS = 2**18
 """Largest number of characters in all results of one turn."""
 _SHOWN_NAME = 80
@@ -64,24 +64,15 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. `problem` is empty for a call that can be made."""
+    """A call by the model. `problem` says why it cannot be made, or is empty."""
 
     name: str
     arguments: Mapping[str, Any]
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class ToolResult:
-    """The result of a call, for the model."""
-
-    name: str
-    text: str
-    failed: bool
-
-
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. If there are more than `limit`, the last one is a problem."""
+    """Return the calls in a turn's text, in order. Calls beyond `limit` become one call with a problem."""
     found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
     calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
     if len(found) > len(calls):
@@ -90,12 +81,12 @@ def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
 
 
 class Toolbox:
-    """Functions by the names that the model calls them with.
+    """The functions that the model may call.
 
     Args:
         paths: Functions for `load_function`, or built-in tools, by name. A function gets the call's arguments by name,
             and the model gets its result as text. It may be async. Several calls may run at the same time.
-        timeout_s: Seconds a call may take.
+        timeout_s: Seconds that a call may take.
     """
 
     def __init__(self, paths: Mapping[str, str], timeout_s: float) -> None:
@@ -109,21 +100,25 @@ class Toolbox:
         """Return JSON schemas of the tools for chat templates, from signatures and docstrings."""
         return [_schema(name, function, self._signatures[name]) for name, function in self._functions.items()]
 
-    async def answer(self, call: ToolCall) -> ToolResult:
-        """Make the call. Raises only SpurlineErrors of the tool, which the model did not cause."""
-        problem, name = call.problem or self._problem(call), _encodable(call.name[:_SHOWN_NAME])
+    async def answer(self, call: ToolCall) -> tuple[str, bool]:
+        """Make the call. Returns the text for the model, and whether the call failed.
+
+        Raises:
+            SpurlineError: If the tool raises one. The model cannot have caused it.
+        """
+        problem = call.problem or self._problem(call)
         if not problem:
             try:
                 function = self._functions[call.name]
                 value = await within(self._timeout_s, f"the tool {call.name}", function, **call.arguments)
-                return ToolResult(name, _encodable(value if isinstance(value, str) else _as_text(value)), failed=False)
+                return _encodable(value if isinstance(value, str) else _as_text(value)), False
             except AttemptFailedError as error:
                 problem = str(error)
             except SpurlineError:
                 raise
-            except Exception as error:  # noqa: BLE001 - told to the model
+            except Exception as error:  # noqa: BLE001 - the model gets it
                 problem = f"{type(error).__name__}: {error}"
-        return ToolResult(name, _encodable(f"error: {problem}"), failed=True)
+        return _encodable(f"error: {problem}"), True
 
     def _problem(self, call: ToolCall) -> str:
         if call.name not in self._functions:
@@ -159,7 +154,7 @@ def _as_text(value: Any) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Replace unpaired surrogates, which JSON may hold but tokenizers and files refuse."""
+    """Replace unpaired surrogates. JSON may have them, but tokenizers and files refuse them."""
     return text.encode(errors="replace").decode()
 
 
@@ -193,8 +188,8 @@ def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
 class Tools:
     """Runs conversations with tools.
 
-    The model gets a row up to its last question. Later calls are left out, and the last assistant turn is the
-    reference. The template shows the row's own tools, or if it has none the configured ones.
+    The first prompt is the row up to its last question. The last assistant turn of the row is the reference. The
+    template shows the tools of the row, or the configured ones if the row has none.
 
     `info` has prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; and `ended`,
     which is `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
@@ -267,14 +262,14 @@ class Tools:
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
-        """Talk until an answer or a limit. Returns the reason of the end, and calls and failed calls of each turn."""
+        """Let the model take turns. Returns why it ended, and the number of calls and of failed calls of each turn."""
         calls: list[int] = []
         failed: list[int] = []
         while True:
             try:
                 reply = await chat.reply()
             except DataError as error:
-                # An error in the first turn is about the row. Later the conversation has grown too long.
+                # An error in the first turn is an error of the row. A later one means that the context is full.
                 if isinstance(error, PrefixError) or not calls:
                     raise
                 return "context", calls, failed
@@ -288,20 +283,20 @@ class Tools:
                 return "max_turns", calls, failed
             left = MAX_RESULT_CHARACTERS
             for call in found:
-                result = await self._toolbox.answer(call)
-                text = result.text
+                text, has_failed = await self._toolbox.answer(call)
                 if len(text) > left:
                     text = f"{text[:left]}\n(cut: {len(text):,} characters, more than a turn's results may have)"
                 left = max(0, left - len(text))
-                failed[-1] += result.failed
-                chat.add({"role": "tool", **({"name": result.name} if result.name else {}), "content": text})
+                failed[-1] += has_failed
+                name = _encodable(call.name[:_SHOWN_NAME])
+                chat.add({"role": "tool", **({"name": name} if name else {}), "content": text})
 
     def _read(self, task: Task) -> ChatQuestion:
         """Return the row as a conversation. Raises DataError for other rows."""
         question = read_question(task.row, task.dataset)
         if not isinstance(question, ChatQuestion):
             raise DataError(
-                "this row is plain text; the environment tools needs chat rows ('messages'), a list of messages as "
+                "this row is plain text, but the environment tools needs chat rows ('messages'), a list of messages as "
                 "prompt, or alpaca rows."
             )
         return question

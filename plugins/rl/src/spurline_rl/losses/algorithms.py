@@ -1,6 +1,7 @@
-"""The policy losses, which differ in how they bound the step away from the policy before the update; and the critic's.
+"""The policy losses, which differ in how they limit the change of the policy, and the critic's loss.
 
-With the advantage A, p the policy, and r = p / p_old per token. `old_logprobs` are the trainer's before the update.
+In the formulas A is the advantage, p the policy, p_old the policy before the update, and r = p / p_old per token.
+`old_logprobs` are the trainer's logprobs before the update.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
 
         l = -A log p
 
-    or with `importance_ratio`, for batches of several optimizer steps, where p moves away from the old policy:
+    With `importance_ratio`, for batches of several optimizer steps:
 
         l = -A r
 
-    whose gradient is the former gradient times the ratio. Neither bounds the step.
+    Its gradient is the first gradient times the ratio. Neither loss limits the step.
     """
 
     def surrogate_needs(self) -> frozenset[str]:
@@ -53,10 +54,10 @@ class Ppo(PolicyLoss[PpoConfig]):
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c,
-    tokens with A < 0 lose at most -c A, however large r is (Ye et al. 2020, arXiv:1912.09729). If the engine differs
-    from the trainer, a `correction` makes this decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), with the old
-    policy as the proximal one.
+    A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c, the
+    loss of tokens with A < 0 is at most -c A (Ye et al. 2020, arXiv:1912.09729). If the engine differs from the
+    trainer, a `correction` makes this decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), where the old policy is the
+    proximal one.
     """
 
     def __init__(self, config: PpoConfig):
@@ -92,10 +93,10 @@ class Gspo(PolicyLoss[GspoConfig]):
         s = (p(y) / p_old(y))^(1 / |y|) = exp(mean over the sequence of log p - log p_old)
         l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)       for each token of the sequence
 
-    All tokens of a sequence share one ratio, so the clip leaves out sequences, not tokens. A sequence is a segment: the
-    loss tokens of one turn, or of all turns that were merged into one row, without tokens that a correction rejected.
-    The paper weighs sequences alike: `reduction: sequence_mean`. With one advantage per sequence, this is also the
-    gradient of the paper's GSPO-token.
+    All tokens of a sequence share one ratio, so the clip leaves out whole sequences. A sequence is a segment: the loss
+    tokens of one turn, or of all turns that were merged into one row, without tokens that a correction rejected. In the
+    paper all sequences have the same weight, as with `reduction: sequence_mean`. With one advantage per sequence, the
+    gradient is also the gradient of the paper's GSPO-token.
     """
 
     def __init__(self, config: GspoConfig):
@@ -133,11 +134,11 @@ def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
 class Cispo(PolicyLoss[CispoConfig]):
     """Clipped importance-sampling policy optimisation (CISPO, MiniMax-M1, MiniMax 2025, arXiv:2506.13585).
 
-        l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p,      sg stopping the gradient
+        l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p,      where sg stops the gradient
 
-    The weight is clipped, not the token, so tokens whose ratio moved far keep a gradient. The paper sets no lower bound
-    and does not state its upper one. ScaleRL found several caps to work alike, among them the default of 5 (Khatri et
-    al. 2025, arXiv:2510.13786).
+    Only the weight is clipped, so tokens whose ratio moved far keep a gradient. The paper sets no lower bound and does
+    not state the upper bound. ScaleRL found that several upper bounds work alike, among them the default of 5 (Khatri
+    et al. 2025, arXiv:2510.13786).
     """
 
     def __init__(self, config: CispoConfig):
@@ -168,9 +169,9 @@ class Sapo(PolicyLoss[SapoConfig]):
 
         l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
-    with sigma the logistic function. Its gradient is the gradient of -A r, multiplied by a gate 4 sigma (1 - sigma).
-    The gate is 1 at r = 1 and closes smoothly on both sides. For A <= 0, a higher tau closes it earlier: lowering the
-    probability of one token raises that of all others, which makes training unstable.
+    where sigma is the logistic function. The gradient is the gradient of -A r times a gate 4 sigma (1 - sigma).
+    The gate is 1 at r = 1 and closes smoothly on both sides. For A <= 0 a higher tau closes it earlier. These tokens
+    make training less stable, since lowering one probability raises the probabilities of all other tokens.
     """
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:
@@ -189,21 +190,21 @@ class Sapo(PolicyLoss[SapoConfig]):
 
     def describe_surrogate(self) -> str:
         return (
-            "SAPO: minus advantage times a soft gate on the probability ratio to the policy before the update, of "
-            f"temperature {self.config.tau_positive:g} for positive and {self.config.tau_negative:g} for negative ones"
+            "SAPO: minus advantage times a soft gate on the probability ratio to the policy before the update, with "
+            f"temperature {self.config.tau_positive:g} for positive and {self.config.tau_negative:g} for other "
+            "advantages"
         )
 
 
 class ValueLoss:
-    """Half the squared error of a critic's values, clipped around the earlier ones (PPO, arXiv:1707.06347).
-
-    With v the value, v_old the one before the update and R the return:
+    """Half the squared error of a critic's values, clipped around the values before the update (PPO, arXiv:1707.06347).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
-    A value that has moved by `clip` gets no gradient to move further. For `Backend.update(..., role="critic")`, where
-    `inputs.logprobs` are the critic's values: at the position before a token, the model predicts the return from that
-    token on. `gae` reads `values` and writes `returns`.
+    Here v is the value, v_old the value before the update, and R the return. A value that has moved by `clip` gets no
+    gradient to move further. The loss is for `Backend.update(..., role="critic")`, where `inputs.logprobs` are the
+    critic's values. The value of a token predicts the return from this token on. `gae` reads `values` and writes
+    `returns`.
     """
 
     needs: frozenset[str] = frozenset({"values", "returns"})
@@ -227,7 +228,7 @@ class ValueLoss:
 
     def describe(self) -> str:
         clip = f", clipped to {self.config.clip:g} around its value before the update" if self.config.clip else ""
-        return f"Critic: half the squared difference of its value and the return{clip}."
+        return f"Critic: half the squared difference between value and return{clip}."
 
     def _clip_values(self, inputs: TokenLossInputs) -> Tensor:
         assert self.config.clip is not None

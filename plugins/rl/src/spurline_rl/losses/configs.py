@@ -1,4 +1,4 @@
-"""Settings of the losses and of the corrections for a mismatch with the engine. Light: imports no torch."""
+"""Settings of the losses, and of the corrections for a mismatch with the engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig, TrainsOn
 from spurline_rl.protocols.correction import CorrectionConfig
 
+Level = Literal["token", "sequence", "geometric"]
+"""A ratio of each token, the product of the ratios of a sequence, or their geometric mean."""
+
 
 class KlConfig(Section):
-    """Penalty for leaving the reference model, the model as it was before training."""
+    """Penalty for the divergence from the reference model, which is the model before training."""
 
     coefficient: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the penalty; with 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL divergence per token: `k3` is GRPO's. `k2` has the gradient of the true KL. The gradient of
+    """Estimator of the KL divergence per token. GRPO uses `k3`. `k2` has the gradient of the true KL. The gradient of
     `k1` is zero on average, so it has no effect in a loss."""
 
 
@@ -37,7 +40,7 @@ class PolicyLossConfig(LossConfig):
     entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the bonus for entropy of the next-token distribution."""
     entropy_metric: Annotated[bool, OnResume.FREE] = True
-    """Report `policy/entropy` also without a bonus; costs a second pass over the logits."""
+    """Report `policy/entropy` also without a bonus. It costs a second pass over the logits."""
 
     @property
     def uses_reference(self) -> bool:
@@ -49,7 +52,7 @@ class PolicyGradientConfig(PolicyLossConfig):
 
     name: str = "policy_gradient"
     importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
-    """Weigh by the unclipped ratio to the policy before the update, if a batch takes several optimizer steps."""
+    """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
 
 
 class PpoConfig(PolicyLossConfig):
@@ -85,23 +88,23 @@ class CispoConfig(PolicyLossConfig):
 
 
 class SapoConfig(PolicyLossConfig):
-    """A soft gate on the ratio instead of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
+    """A soft gate on the ratio in place of a clip (SAPO, Gao et al. 2025, arXiv:2511.20347)."""
 
     name: str = "sapo"
     tau_positive: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Temperature of the gate for tokens with positive advantage."""
     tau_negative: Annotated[float, OnResume.BY_NAME] = Field(default=1.05, gt=0, allow_inf_nan=False)
-    """Temperature for the others; higher closes the gate earlier."""
+    """Temperature of the gate for other tokens. A higher one closes the gate earlier."""
 
 
 class ValueLossConfig(LossConfig):
-    """Squared error of a critic's values, clipped around its earlier ones (PPO, arXiv:1707.06347)."""
+    """Squared error of a critic's values, clipped around the values before the update (PPO, arXiv:1707.06347)."""
 
     trains_on: ClassVar[TrainsOn] = "returns"
 
     name: str = "value"
     clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
-    """A value that has moved this far from its value before the update gets no further gradient; null for no limit."""
+    """A value that an update has moved this far gets no further gradient; null for no limit."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.loss is self:
@@ -132,7 +135,10 @@ class MaskedImportanceSamplingConfig(CorrectionConfig):
 
 
 class GeometricRejectionConfig(CorrectionConfig):
-    """Leave out sequences whose mean ratio per token is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+    """Leave out sequences whose mean ratio per token is not within limits (Liu, Li et al. 2025, "When Speed Kills
+    Stability")."""
+
+    level: ClassVar[Level] = "geometric"
 
     name: str = "geometric_rejection"
     low: float = Field(default=0.999, gt=0, le=1)
@@ -142,7 +148,10 @@ class GeometricRejectionConfig(CorrectionConfig):
 
 
 class SequenceRejectionConfig(CorrectionConfig):
-    """Leave out sequences whose ratio as a whole is off (Liu, Li et al. 2025, "When Speed Kills Stability")."""
+    """Leave out sequences whose product of ratios is not within limits (Liu, Li et al. 2025, "When Speed Kills
+    Stability")."""
+
+    level: ClassVar[Level] = "sequence"
 
     name: str = "sequence_rejection"
     low: float = Field(default=0.5, gt=0, le=1)

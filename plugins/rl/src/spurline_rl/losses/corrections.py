@@ -1,6 +1,6 @@
-"""Corrections for the difference between the engine that generates and the trainer: factors on the loss of tokens.
+"""Measure the difference between the engine that generates and the trainer, and correct for it by factors on the loss.
 
-All start from log ratios of the tokens with loss (`spurline_rl.losses.log_ratios`):
+Corrections start from log ratios of the tokens with loss (`spurline_rl.losses.log_ratios`):
 
     rho_t = old_logprobs_t - rollout_logprobs_t                             token
     sum of rho over the segment                                             sequence: log of the product of the ratios
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,43 +23,74 @@ from torch import Tensor
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses.configs import (
     GeometricRejectionConfig,
+    Level,
     MaskedImportanceSamplingConfig,
     SequenceRejectionConfig,
     TruncatedImportanceSamplingConfig,
 )
-from spurline_rl.losses.log_ratios import LogRatios, log_ratios_in_blocks
-from spurline_rl.losses.policy_loss import bounded_exp
+from spurline_rl.losses.log_ratios import COLUMNS, LogRatios
+from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO, bounded_exp
 from spurline_rl.protocols.correction import Corrected, Correction
 
+_BLOCK_TOKENS = 1 << 16
+"""Largest number of tokens of a block with several rows. Its arrays fit into a processor's cache."""
+_PERCENTILES = (1, 50, 99)
 
-def correct_batch(batch: TrainingBatch, correction: Correction) -> tuple[Tensor, dict[str, float]]:
-    """Apply a correction to a batch.
+
+def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple[TrainingBatch, dict[str, float]]:
+    """Measure the difference between the trainer's and the engine's logprobs, and correct for it.
+
+    The rows are read in blocks, which is several times faster than one pass over a large batch.
 
     Returns:
-        The factors, float32 [R, L] and 1 on tokens without loss; and the means over the tokens with loss of the
-        factors, as `correction/factor`, and of the correction's metrics.
+        The batch and metrics over the tokens with loss. With a correction the batch has the column
+        `correction_factors`, which is 1 on tokens without loss. The metrics are `mismatch/logprob_diff` (mean of
+        |trainer - rollout|, nats) and its `/max`; `mismatch/kl` (the k3 estimate of KL(rollout || trainer), Schulman
+        2020); `mismatch/ratio_pN`, percentiles of the importance ratio; and the means of `correction/factor` and of the
+        correction's own metrics. If logprobs are missing and there is no correction, there are no metrics.
 
     Raises:
-        DataError: If the batch lacks the logprobs of trainer or engine.
+        DataError: If there is a correction and logprobs are missing.
     """
-    column = np.ones((batch.num_rows, batch.length), np.float32)
+    if correction is None and any(name not in batch.tokens for name in COLUMNS):
+        return batch, {}
+    count = batch.num_loss_tokens
+    ratios, done, largest = np.empty(count), 0, 0.0
+    factors = np.ones((batch.num_rows, batch.length), np.float32) if correction is not None else None
     sums: defaultdict[str, float] = defaultdict(float)
-    count = 0
-    for rows, ratios in log_ratios_in_blocks(batch):
-        corrected = correction.correct(ratios)
-        column[rows][ratios.where] = corrected.factors.numpy()
-        count += len(ratios.values)
-        for name, values in (*corrected.metrics.items(), ("correction/factor", corrected.factors)):
-            sums[name] += float(values.sum())
-    return torch.from_numpy(column), {name: total / max(count, 1) for name, total in sums.items()}
+    size = max(1, _BLOCK_TOKENS // max(batch.length, 1))
+    # A batch without rows is one block.
+    for start in range(0, max(batch.num_rows, 1), size):
+        block = LogRatios(batch.between(start, min(start + size, batch.num_rows)))
+        difference = block.values.numpy()
+        ratio = ratios[done : done + len(difference)]
+        done += len(difference)
+        np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, out=ratio), out=ratio)
+        distances = np.abs(difference)
+        largest = np.maximum(largest, distances.max(initial=0.0))
+        sums["mismatch/logprob_diff"] += float(distances.sum())
+        sums["mismatch/kl"] += float((ratio - 1 - difference).sum())
+        if correction is not None and factors is not None:
+            corrected = correction.correct(block)
+            factors[start : start + size][block.where] = corrected.factors.numpy()
+            for name, values in (*corrected.metrics.items(), ("correction/factor", corrected.factors)):
+                sums[name] += float(values.sum())
+    if factors is not None:
+        batch = batch.with_tokens(correction_factors=torch.from_numpy(factors))
+    if not count:
+        return batch, {}
+    metrics = {name: total / count for name, total in sums.items()}
+    percentiles = np.percentile(ratios, _PERCENTILES, overwrite_input=True).tolist()
+    metrics |= {f"mismatch/ratio_p{percent}": value for percent, value in zip(_PERCENTILES, percentiles, strict=True)}
+    return batch, {**metrics, "mismatch/logprob_diff/max": float(largest)}
 
 
 class TruncatedImportanceSampling:
     """TIS: factor = min(p_old / p_rollout, cap) (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training"; Ionides 2008).
 
-    The ratio of a sequence is the product of its tokens' ratios. The cap bounds the variance at the price of a bias;
-    with `cap: null` decoupled PPO is exact.
+    The ratio of a sequence is the product of its tokens' ratios. The cap bounds the variance at the price of a bias.
+    With `cap: null` decoupled PPO is exact.
     """
 
     def __init__(self, config: TruncatedImportanceSamplingConfig):
@@ -78,11 +108,11 @@ class TruncatedImportanceSampling:
 
 
 class MaskedImportanceSampling:
-    """MIS: factor = p_old / p_rollout where that is in [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855;
-    per sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
+    """MIS: factor = p_old / p_rollout if it is in [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855; per
+    sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
 
-    The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios; here they are left out,
-    as they are more likely numerical accidents.
+    The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios. This correction leaves
+    them out, since they are more likely to be numerical accidents.
     """
 
     def __init__(self, config: MaskedImportanceSamplingConfig):
@@ -99,51 +129,32 @@ class MaskedImportanceSampling:
         return f"MIS: weigh each {self.config.level} by its probability ratio of trainer to engine, 0 outside {band}."
 
 
-class _Rejection:
-    """Leaves out whole sequences by a ratio of this level, and weighs the others by 1."""
+class Rejection:
+    """Factor = 1 for a whole sequence y if its ratio is in [low, high], else 0 (Liu, Li et al. 2025, "When Speed Kills
+    Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
 
-    level: Literal["geometric", "sequence"]
+    `geometric_rejection` takes the mean ratio per token, (p_old(y) / p_rollout(y))^(1 / |y|). The mean does not grow
+    with the length, so the band can be narrow. `sequence_rejection` takes the product over all tokens. Long sequences
+    then leave the band more easily than short ones. Both remove outliers and correct nothing else.
+    """
 
     def __init__(self, config: GeometricRejectionConfig | SequenceRejectionConfig):
         self.config = config
 
     def correct(self, ratios: LogRatios) -> Corrected:
-        accepted = _are_within(_judged(ratios, self.level), self.config.low, self.config.high)
-        return _of_tokens(ratios, self.level, accepted.double(), rejected=~accepted)
+        level = self.config.level
+        accepted = _are_within(_judged(ratios, level), self.config.low, self.config.high)
+        return _of_tokens(ratios, level, accepted.double(), rejected=~accepted)
 
     def describe(self) -> str:
-        mean = "mean " if self.level == "geometric" else ""
+        level, mean = self.config.level, "mean " if self.config.level == "geometric" else ""
         return (
-            f"{self.level.capitalize()} rejection: leave out sequences whose {mean}ratio of trainer to engine is not "
-            f"in {self.config.low:g}..{self.config.high:g}."
+            f"{level.capitalize()} rejection: leave out sequences whose {mean}ratio of trainer to engine is not in "
+            f"{self.config.low:g}..{self.config.high:g}."
         )
 
 
-class GeometricRejection(_Rejection):
-    """Factor = 1 where (p_old(y) / p_rollout(y))^(1 / |y|) is in [low, high], else 0, for the whole sequence y (Liu, Li
-    et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch").
-
-    The mean ratio per token does not grow with the length, so the band can be narrow. Weights stay 1: it removes
-    outliers and corrects nothing else.
-    """
-
-    level = "geometric"
-
-
-class SequenceRejection(_Rejection):
-    """Factor = 1 where p_old(y) / p_rollout(y) is in [low, high], else 0, for the whole sequence y (Liu, Li et al.).
-
-    The ratio is the product over all tokens, so long sequences leave the band more easily than short ones. Weights stay
-    1: it removes outliers and corrects nothing else.
-    """
-
-    level = "sequence"
-
-
-_Level = Literal["token", "sequence", "geometric"]
-
-
-def _judged(ratios: LogRatios, level: _Level) -> Tensor:
+def _judged(ratios: LogRatios, level: Level) -> Tensor:
     """Return the log ratios that tokens or whole sequences are judged by: float64 [N] or [S]."""
     if level == "token":
         return ratios.values
@@ -155,9 +166,9 @@ def _are_within(log_ratios: Tensor, low: float, high: float) -> Tensor:
     return (log_ratios >= bounds[0]) & (log_ratios <= bounds[1])
 
 
-def _of_tokens(ratios: LogRatios, level: _Level, factors: Tensor, **shares: Tensor) -> Corrected:
-    """Spread factors and shares over the tokens of each judged ratio."""
+def _of_tokens(ratios: LogRatios, level: Level, factors: Tensor, **metrics: Tensor) -> Corrected:
+    """Give each token the factor and the metrics of its sequence, if sequences were judged."""
     if level != "token":
         factors = ratios.spread(factors)
-        shares = {name: ratios.spread(where) for name, where in shares.items()}
-    return Corrected(factors, {f"correction/{name}": where for name, where in shares.items()})
+        metrics = {name: ratios.spread(values) for name, values in metrics.items()}
+    return Corrected(factors, {f"correction/{name}": values for name, values in metrics.items()})

@@ -1,13 +1,12 @@
-"""Compute the log ratios between trainer and engine for the tokens of a batch, for corrections and metrics.
+"""Compute the log ratios between trainer and engine for the tokens of a batch.
 
     rho_t = old_logprobs_t - rollout_logprobs_t
 
-Only tokens with loss are kept, row after row in a flat array.
+Only tokens with loss are kept. They are read row after row into a flat array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -20,17 +19,14 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError, listing
 
 COLUMNS = ("old_logprobs", "rollout_logprobs")
-"""The columns with logprobs of the trainer before the update, and with logprobs of the engine."""
-
-_BLOCK_TOKENS = 1 << 16
-"""Largest number of tokens of a block with several rows: its arrays fit a processor's cache."""
+"""The trainer's logprobs before the update, and the engine's logprobs."""
 
 
 class LogRatios:
     """Log ratios of the tokens with loss of a batch; `values` is float64 [N], in nats.
 
     Raises:
-        DataError: If the batch lacks one of `COLUMNS`.
+        DataError: If the batch lacks the logprobs of the trainer or the engine.
     """
 
     def __init__(self, batch: TrainingBatch) -> None:
@@ -43,7 +39,8 @@ class LogRatios:
         self.where: NDArray[np.bool_] = batch.tokens["loss_weights"].numpy() != 0
         """True for the tokens with loss, bool [R, L]."""
         old, rollout = (self._flat(name) for name in COLUMNS)
-        with np.errstate(invalid="ignore"):  # two logprobs of -inf have no ratio, which metrics and factors show as NaN
+        # Two logprobs of -inf have no ratio. Metrics and factors show it as NaN.
+        with np.errstate(invalid="ignore"):
             self.values = torch.from_numpy(np.subtract(old, rollout, dtype=np.float64))
 
     def column(self, name: str) -> Tensor:
@@ -52,7 +49,7 @@ class LogRatios:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Return the number of these tokens in each sequence that has any: int64 [S], whose sum is N."""
+        """Return the number of tokens with loss in each sequence that has any: int64 [S], whose sum is N."""
         ids = self._flat("segment_ids")
         begins = np.ones(len(ids), dtype=np.bool_)
         np.not_equal(ids[1:], ids[:-1], out=begins[1:])
@@ -70,20 +67,8 @@ class LogRatios:
         return self.sums() / self.lengths
 
     def spread(self, of_sequences: Tensor) -> Tensor:
-        """Return for each token the value of its sequence: [N], from [S] values."""
+        """Repeat one value per sequence, [S], for each of its tokens: [N]."""
         return torch.from_numpy(np.repeat(of_sequences.numpy(), self.lengths.numpy()))
 
     def _flat(self, name: str) -> NDArray[Any]:
         return self._columns[name].detach().numpy()[self.where]
-
-
-def log_ratios_in_blocks(batch: TrainingBatch) -> Iterator[tuple[slice, LogRatios]]:
-    """Yield the log ratios of a few rows at a time, which is several times faster than those of a large batch.
-
-    Yields:
-        The rows of the block, and their log ratios. A batch without rows is one block.
-    """
-    size = max(1, _BLOCK_TOKENS // max(batch.length, 1))
-    for start in range(0, max(batch.num_rows, 1), size):
-        rows = slice(start, min(start + size, batch.num_rows))
-        yield rows, LogRatios(batch.between(rows.start, rows.stop))

@@ -3,7 +3,7 @@
     l = surrogate + kl.coefficient * KL(p || p_ref) - entropy_coefficient * H(p)
 
 A new policy loss is a subclass with `surrogate` and `describe_surrogate`, and a config that derives from
-`PolicyLossConfig`. KL and entropy come with it, and only what the config asks for has to be provided.
+`PolicyLossConfig`. The base class adds KL and entropy.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from spurline_rl.losses.configs import PolicyLossConfig
 Config = TypeVar("Config", bound=PolicyLossConfig)
 
 LARGEST_LOG_RATIO = 20.0
-"""Ratios are kept between exp(-20) and exp(20), about 5e8, so that none becomes infinite."""
+"""Ratios are limited to exp(-20)..exp(20), about 5e8, so that none becomes infinite."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """Return exp without overflow. Its gradient is 0 beyond the bound."""
+    """Return exp of the log ratio limited to -20..20. The gradient is 0 outside these limits."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate the KL divergence from the reference per token, in nats. Differentiable; all tensors have one shape.
+    """Estimate the KL divergence from the reference per token, in nats. It is differentiable.
 
     With d = log p_ref - log p, and tokens drawn from p (Schulman 2020, "Approximating KL Divergence"):
 
         k1: -d                    unbiased, may be negative; its gradient is 0 on average
-        k2: d^2 / 2               biased; its gradient is that of the KL divergence
+        k2: d^2 / 2               biased; its gradient is the gradient of the KL divergence
         k3: exp(d) - 1 - d        unbiased, never negative; what GRPO uses (arXiv:2402.03300)
     """
     distance = reference - logprobs
@@ -61,15 +61,15 @@ class PolicyLoss(Generic[Config]):
         return frozenset({"advantages", "old_logprobs"})
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:
-        """Return the losses before penalty and bonus, [N]."""
+        """Return the losses without KL penalty and entropy bonus, [N]."""
         raise NotImplementedError("subclass PolicyLoss with surrogate(self, inputs)")
 
     def surrogate_metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return named values of the surrogate, [N] each."""
+        """Return metrics of the surrogate by name, [N] each."""
         return {}
 
     def describe_surrogate(self) -> str:
-        """Describe the surrogate, without a full stop."""
+        """Describe the surrogate in a sentence without a full stop."""
         raise NotImplementedError("subclass PolicyLoss with describe_surrogate(self)")
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:
@@ -109,8 +109,10 @@ def ratio_to_old(inputs: TokenLossInputs) -> Tensor:
 
 
 def clip_fractions(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Return 1 for tokens without gradient in a clipped surrogate: below `low` with a negative advantage, or above
-    `high` with a positive one."""
+    """Return 1 for tokens without gradient in a clipped surrogate, else 0.
+
+    Their ratio is below `low` and the advantage negative, or the ratio is above `high` and the advantage positive.
+    """
     return {
         "policy/clip_fraction_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
         "policy/clip_fraction_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
@@ -123,11 +125,11 @@ def _distance_from_old(inputs: TokenLossInputs) -> dict[str, Tensor]:
         "policy/ratio": ratio,
         "policy/ratio/max": ratio,
         "policy/ratio/min": ratio,
-        # The tokens are drawn from the old policy, so the ratio is the inverse of that for the reference.
+        # The tokens are drawn from the old policy, so the arguments are swapped.
         "policy/kl_old": kl_estimate(inputs.columns["old_logprobs"], inputs.logprobs, "k3"),
     }
 
 
 def _entropy(inputs: TokenLossInputs) -> Tensor:
-    assert isinstance(inputs.entropy, torch.Tensor), "the loss asked for entropy and got none"
+    assert isinstance(inputs.entropy, torch.Tensor), "the loss needs entropy and got none"
     return inputs.entropy

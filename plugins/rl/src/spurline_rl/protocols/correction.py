@@ -1,4 +1,4 @@
-"""Kind `correction`: factors that correct for the difference between rollout and trainer distributions."""
+"""Kind `correction`: factors that correct for the difference between the engine's and the trainer's distributions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Corrected:
 
     Attributes:
         factors: Float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
-        metrics: Named [N] values. Their means over the batch's tokens with loss are reported, for booleans shares.
+        metrics: Values [N] by name. Their means over the batch's tokens with loss are reported.
     """
 
     factors: Tensor
@@ -36,12 +36,11 @@ class Corrected:
 class Correction(Protocol):
     """Importance weights or masks from logprobs.
 
-    Factory: `Class(config)`. Pure; a token's factor depends on its own segment only.
+    Factory: `Class(config)`. Pure; a token's factor depends only on its own segment.
 
-    The source calls it for a few rows of a batch at a time, after the models have computed logprobs and before any
-    update. The factors become the column `correction_factors`, which is 1 on tokens without loss.
-    `spurline.update.reduction.reduce_corrected` applies them to each mini-batch. Rejected tokens do not count in the
-    reduction. Other factors are applied after it, where they cannot cancel out.
+    It is called for a few rows of a batch at a time, before any update. The factors become the column
+    `correction_factors`, which is 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them.
+    Rejected tokens do not count in the mean over tokens. Other factors are applied after the mean.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:

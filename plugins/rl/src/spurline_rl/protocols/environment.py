@@ -32,7 +32,7 @@ class EnvironmentConfig(ComponentConfig):
 
     @property
     def tool_names(self) -> Collection[str]:
-        """Return the names of the tools that the model may call, for people to read."""
+        """Return the names of the tools that the model may call, for messages."""
         return ()
 
 
@@ -62,8 +62,8 @@ class PolicyHandle(Protocol):
     """The model for an environment: tokens in, tokens out. Each attempt has its own handle, which remembers every turn.
 
     Attributes:
-        sampling: Settings of the run. Limits and stops may be changed with `dataclasses.replace`. In training, another
-            temperature, top_p or top_k is a PluginError, since the trainer computes logprobs with those of the run.
+        sampling: Settings of the run. A turn may have other limits and stops, with `dataclasses.replace`. In training
+            another temperature, top_p or top_k is a PluginError, since the trainer computes logprobs with the run's.
     """
 
     sampling: Sampling
@@ -91,8 +91,8 @@ class PolicyHandle(Protocol):
         """Return all turns as the attempt's trajectory.
 
         Args:
-            rewards: Named terms of the whole attempt, before weights. Every attempt must have the same names.
-            turn_rewards: One number per turn, for its last token. It gets no weight.
+            rewards: Reward terms of the attempt by name, before weights. Every attempt must have the same names.
+            turn_rewards: One number per turn, for the turn's last token. Weights do not apply to it.
             info: Facts for the log and the report that JSON can hold, such as `prompt` and `response`.
         """
         ...
@@ -111,8 +111,8 @@ class Environment(Protocol):
     """Run one attempt at a prompt.
 
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance makes
-    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Time limits do
-    not stop code that takes long without awaiting: run it with `spurline_rl.concurrency.in_thread` or in a process. An
+    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Time limits
+    cannot stop code that does not await. Run slow code with `spurline_rl.concurrency.in_thread` or in a process. An
     environment that holds processes or files also has `close()`, plain or async.
     """
 
@@ -121,10 +121,9 @@ class Environment(Protocol):
 
         Raises:
             DataError: For a row that cannot be used, such as a prompt that fills the context. It ends the run, or with
-                `on_bad_row: skip` the row is left out. `run` must catch it if a later turn fills the context.
-            SpurlineError: Ends the run, except AttemptFailedError.
-
-        After any other exception or a time-out the attempt is made again, at most `faults.retries` times. Then the
-        prompt is given up.
+                `on_bad_row: skip` the row is left out. `run` must catch the DataError of a later turn.
+            AttemptFailedError: If another attempt may succeed. Other exceptions and time-outs count as this error. The
+                attempt is retried at most `faults.retries` times. Then the prompt is given up.
+            SpurlineError: Any other of our errors ends the run.
         """
         ...

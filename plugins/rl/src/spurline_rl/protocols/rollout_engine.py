@@ -26,33 +26,33 @@ class RolloutEngineConfig(ComponentConfig):
     borrows_model: ClassVar[bool] = False
     """If true, `share` takes the model from the backend, which must be a `LendsModel`."""
     holds_copy: ClassVar[bool] = False
-    """If true, it can also generate with a copy in this process, which takes tensors (transport `in_process`)."""
+    """If true, the engine can also generate with its own copy of the model, which takes tensors of this process."""
     takes_less: ClassVar[str] = ""
-    """Advice on settings that leave the trainer more memory beside a colocated engine."""
+    """Advice for messages: settings with which a colocated engine takes less memory."""
 
     @property
     def notes_experts(self) -> bool:
-        """Return whether its results have `routed_experts` if the source asks for router replay."""
+        """Return whether results have `routed_experts` when the source asks for router replay."""
         return False
 
     @property
     def is_colocated(self) -> bool:
-        """Return whether its engines take turns with the backend on the same devices. Each must be a `MaySleep`."""
+        """Return whether engine and backend take turns on the same devices. The engine must then be a `MaySleep`."""
         return False
 
     @property
     def offloads_trainer(self) -> bool:
-        """Return whether the backend's weights also leave the devices while colocated engines generate."""
+        """Return whether the backend's weights also leave the devices while a colocated engine generates."""
         return False
 
     @property
     def update_limit_s(self) -> float | None:
-        """Return the seconds after which an engine that takes a bucket of weights is ended; None for no limit."""
+        """Return the seconds that an engine may take to load a bucket of weights; None for no limit."""
         return None
 
     @property
     def start_limit_s(self) -> float | None:
-        """Return the seconds that its engines may take to start; None if they start at once."""
+        """Return the seconds that the engines may take to start; None if they start at once."""
         return None
 
     @property
@@ -62,37 +62,39 @@ class RolloutEngineConfig(ComponentConfig):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether it may run on another machine."""
+        """Return whether the engine may run on another machine."""
         return False
 
     @property
     def context_tokens(self) -> int | None:
-        """Return the largest number of tokens of prompt and response; None if the model sets it."""
+        """Return the largest number of tokens of prompt and response; None if the model sets the limit."""
         return None
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
-        """Return bytes by part on the trainer's device while it generates; {} if it is on other devices or unknown.
+        """Return bytes on the trainer's device during generation, by part.
+
+        The mapping is empty if the engine is on other devices, or if the bytes are unknown.
 
         Args:
             run: The config of the run.
             responses: Responses generated at the same time.
-            length: Tokens of each, with its prompt.
+            length: Tokens of each response and its prompt.
         """
         return {}
 
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
-        """Return bytes on the fullest device of a colocated engine that is awake; {} if they are unknown."""
+        """Return bytes on the fullest device of a colocated engine while it is awake; {} if they are unknown."""
         return {}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
-        """Return sentences for `spurline plan` about its place and memory."""
+        """Return sentences for `spurline plan` about the engine's devices and memory."""
         return ()
 
 
 EngineMemory = Literal["weights", "cache"]
-"""Parts of an engine's memory on its device: the weights, and the keys and values of requests."""
+"""A part of an engine's memory: the weights, or the keys and values of requests."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class Sampling:
         top_p: 1.0 keeps all tokens.
         top_k: 0 keeps all tokens.
         max_new_tokens: Longest response, end token included.
-        stop_token_ids: Further end tokens. An end token belongs to the response.
-        stop: Texts that end the response. The token that completes a text belongs to the response.
+        stop_token_ids: End tokens besides the model's own. The response includes its end token.
+        stop: Texts that end the response. The response includes the token that completes a text.
     """
 
     temperature: float = 1.0
@@ -121,8 +123,8 @@ class GenerationRequest:
     """One continuation to generate.
 
     Attributes:
-        seed: Derived from (run, epoch, uid, sample, turn). The same request and weights give the same tokens.
-        name: Name in messages, such as `train:17@40 sample 3 turn 0`.
+        seed: Random seed. Equal requests and weights give the same tokens.
+        name: Name for messages, such as `train:17@40 sample 3 turn 0`.
     """
 
     prompt_ids: Sequence[int]
@@ -137,12 +139,12 @@ class GenerationResult:
 
     Attributes:
         token_ids: int32 [A], the end token included.
-        logprobs: float32 [A], of the distribution sampled from (after temperature, top-p and top-k).
-        raw_logprobs: float32 [A], of the model's own distribution (temperature 1, all tokens), or None.
+        logprobs: float32 [A], logprobs after temperature, top-p and top-k.
+        raw_logprobs: float32 [A], logprobs of the model's own distribution (temperature 1, all tokens), or None.
         versions: int32 [A], the version of the weights of each token.
-        finish_reason: `stop` at an end token or stop text, `length` at the limit of tokens or context.
+        finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
-            token that was not computed, such as the last one. None unless the engine was asked for them.
+            token that was not computed, such as the last one. None if the run does not ask for them.
     """
 
     token_ids: NDArray[np.int32]
@@ -156,8 +158,8 @@ class GenerationResult:
 class RolloutEngine(Protocol):
     """Generate continuations.
 
-    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit, and its
-    error says for what it waited. The coroutines of one engine are awaited on one event loop.
+    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit. Its error
+    names what the method waited for. The coroutines of one engine are awaited on one event loop.
     """
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -187,19 +189,19 @@ class SharesWeights(Protocol):
     """An engine that can generate with the weights that a backend in this process trains."""
 
     def share(self, backend: Backend) -> None:
-        """Generate with the backend's weights from now on. Raises ConfigError when the backend does not lend them."""
+        """Generate with the backend's weights from now on. Raises ConfigError if the backend does not lend them."""
         ...
 
     def set_version(self, version: int) -> None:
-        """Mark tokens from now on with this version: the weights have been updated."""
+        """Mark tokens from now on with this version. It is called after an update of the weights."""
         ...
 
 
 @runtime_checkable
 class MaySleep(Protocol):
-    """An engine that can give the memory of its device to others between two tokens.
+    """An engine that can free the memory of its device between two tokens.
 
-    Between `sleep` and the last `wake` it generates nothing. Requests in flight wait. Afterwards their keys and values
+    Between `sleep` and the last `wake` it generates nothing, and requests in flight wait. Then their keys and values
     are computed again, and they go on. After a RunFailedError the engine generates nothing more.
     """
 
@@ -207,12 +209,12 @@ class MaySleep(Protocol):
         """Free the device's memory between two tokens.
 
         Args:
-            keep_weights: Keep the weights in the host's memory until `wake`. Otherwise an update must bring all.
+            keep_weights: Keep the weights in the host's memory until `wake`. If false, an update must bring them all.
         """
         ...
 
     async def wake(self, part: EngineMemory) -> None:
-        """Take the memory of one part, first `weights`, then `cache`. Weights may be updated in between."""
+        """Allocate the memory of a part, first `weights`, then `cache`. Weights may be updated in between."""
         ...
 
 
@@ -221,7 +223,7 @@ class MayBeDown(Protocol):
     """An engine that may be unable to generate for a while, for example while its process starts again."""
 
     def seconds_down(self) -> float:
-        """Return the total seconds in which it could not generate. Time limits of attempts do not count them."""
+        """Return the total seconds in which the engine could not generate. Limits of attempts do not count them."""
         ...
 
 
@@ -229,14 +231,14 @@ class TakesWeights(ABC):
     """Base of an engine with its own weights, which a `weight_sync` replaces between two tokens.
 
     An update is `begin_update`, then `load_bucket` until every weight has come, then `finish_update`. Updates do not
-    overlap. After a RunFailedError the engine generates no further token. Members with a default are for engines that
-    take long to start, or that consist of several engines.
+    overlap. After a RunFailedError the engine generates no more tokens. An engine may have several members, which are
+    engines that share the requests. Methods with a default are for such engines, and for engines that start slowly.
 
     Attributes:
-        transports: Transports whose buckets it reads, the best one first.
-        takes_adapters: Whether `begin_adapter_update` works, so that adapters can be sent without the model.
+        transports: Names of the transports whose buckets the engine reads, the best one first.
+        takes_adapters: Whether the engine has `begin_adapter_update`, with which adapters are sent without the model.
         longest_start_s: Seconds after which `start` and `wait_for_one` fail.
-        on_awaiting_weights: Called on the event loop when a member has started and awaits weights. The thread that owns
+        on_awaiting_weights: Called on the event loop when a member has started and needs weights. The thread that owns
             the backend then publishes to `awaiting_weights`.
     """
 
@@ -252,23 +254,23 @@ class TakesWeights(ABC):
 
     @property
     def weights_dtype(self) -> str | None:
-        """Return the dtype of its weights after the start, such as `bfloat16`; None if it takes any."""
+        """Return the dtype of the engine's weights, such as `bfloat16`; None if it takes any. Call `start` first."""
         return None
 
     @property
     def receivers(self) -> Mapping[str, int]:
-        """Return the members that take the present update: their names, and how many processes hold their weights.
+        """Return the members that take part in the current update, with the number of processes of each.
 
-        A member that is started again has another name. After a `BucketLostError` of some members the others remain.
+        A member that is started again has a new name. Members that lost a bucket (`BucketLostError`) are removed.
         """
         return {"the engine": 1}
 
     def holder_of(self, name: str) -> str | None:
-        """Return the member that has this request; None if it still waits. May be called on any thread."""
+        """Return the member that works on this request; None if the request waits. May be called on any thread."""
         return "the engine"
 
     async def start(self) -> None:
-        """Return when all members can take weights. If it is not called, the engine starts with its first use."""
+        """Return when all members can take weights. Without this call, the engine starts when it is first used."""
         return
 
     async def wait_for_one(self) -> None:
@@ -280,9 +282,9 @@ class TakesWeights(ABC):
         """Stop between two tokens; requests in flight wait."""
 
     async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
-        """Begin an update of an adapter, on the weights with which the engine was started.
+        """Begin an update of an adapter. The other weights stay as they were at the engine's start.
 
-        It is called if `takes_adapters`. Tensors have their names in `adapter_model.safetensors`.
+        It is only called if `takes_adapters`. Tensors have their names in `adapter_model.safetensors`.
 
         Args:
             version: The new version.
@@ -292,7 +294,7 @@ class TakesWeights(ABC):
 
     @abstractmethod
     async def load_bucket(self, bucket: WeightBucket) -> None:
-        """Take these weights. Afterwards the transport may use the bucket's memory for the next one.
+        """Load these weights. When it returns, the transport may use the bucket's memory for the next bucket.
 
         Raises:
             BucketLostError: If the bucket did not arrive. It may be sent again.
@@ -300,7 +302,7 @@ class TakesWeights(ABC):
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
-        """Go on with the new weights. Tokens generated from now on have this version.
+        """Go on with the new weights. Tokens from now on have this version.
 
         Keys and values of requests in flight are computed again, unless the engine's config says otherwise.
 

@@ -18,11 +18,11 @@ class WeightSyncConfig(ComponentConfig):
 
     kind: ClassVar[str] = "weight_sync"
     needs_gpu: ClassVar[bool] = False
-    """If true, it works only between GPUs, and is not a default on machines without one."""
+    """If true, it works only between GPUs. It is then no default on machines without a GPU."""
 
     @property
     def transport(self) -> str:
-        """Return the name of its buckets, the component's name without a plugin's prefix."""
+        """Return the name of the transport, which is the component's name without a plugin's prefix."""
         return self.name.rpartition("/")[2]
 
     @property
@@ -52,9 +52,9 @@ class WeightSync(Protocol):
     Factory: `Class(config, run=RunConfig)`.
 
     Attributes:
-        transport: Name of the buckets it makes, one of every engine's `transports`.
+        transport: Name of the transport. Every engine must have it among its `transports`.
         timeout_s: Seconds that one publish may take.
-        waits_for: Text about the cause of waiting during a publish. May be read on any thread.
+        waits_for: Text that says what a publish waits for. May be read on any thread.
     """
 
     transport: str
@@ -68,7 +68,7 @@ class WeightSync(Protocol):
         call the backend.
 
         Raises:
-            RunFailedError: If an engine does not take the weights in time. Later tokens must not be trained on.
+            RunFailedError: If an engine does not take the weights in time. No later tokens may be trained on.
         """
         ...
 

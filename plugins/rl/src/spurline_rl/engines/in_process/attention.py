@@ -1,12 +1,11 @@
-"""Attention that keeps keys and values: prompts once as a whole, then one token per row and pass.
+"""Attention with a cache of keys and values. A first pass reads whole prompts; each later pass reads a token per row.
 
-Place on the way: decoder layer -> attention of a pass, which writes a `KvCache` and reads it back -> hidden states. It
-is registered with transformers as "spurline_cached". Prompts are computed by the function that training uses,
-`segment_attention`. A row of the cache is the slot of one response. The decoder fills slots from the first one, without
-gaps.
+Place on the way: decoder layer -> attention of a pass, which writes to a `KvCache` and reads it -> hidden states. The
+attention is registered with transformers as "spurline_cached". Prompts are computed by `segment_attention`, as in
+training. A row of the cache is the slot of one response. The decoder fills slots from the first one, without gaps.
 
-The caches of transformers hold batches of one length, padded on the left. Here each row has its own length, so rows
-come and go at any step without moving others.
+The caches of transformers hold rows of one length, padded on the left. Here each row has its own length, so rows can be
+added and removed at any step without moving others.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from spurline_models.streams.segment_attention import segment_attention
 from spurline_models.streams.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
-"""Tokens by which slots grow, so that a slightly longer row does not move everything."""
+"""Number of tokens by which slots grow. All tensors are copied when they grow."""
 
 
 class KvCache:
-    """Two tensors [slots, heads, capacity, D] per layer, made when the layer first writes."""
+    """Two tensors [slots, heads, capacity, D] per layer, which are made when the layer first writes."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -47,14 +46,14 @@ class KvCache:
             self._layers[layer] = (self._move_to_new(keys, used), self._move_to_new(values, used))
 
     def write_prompts(self, layer: int, start: int, keys: Tensor, values: Tensor) -> None:
-        """Fill slots from `start` with [rows, heads, tokens, D]."""
+        """Write keys and values [rows, heads, tokens, D] to the slots from `start` on."""
         if layer not in self._layers:
             self._layers[layer] = (self._empty(keys), self._empty(values))
         for stored, new in zip(self._layers[layer], (keys, values), strict=True):
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
     def append(self, layer: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write [rows, heads, D] after the first `lengths` [rows] tokens of the first slots. Returns these slots."""
+        """Write one token per row, [rows, heads, D], after the `lengths` [rows] tokens of the slots. Returns them."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
         stored_keys, stored_values = (stored[: lengths.shape[0]] for stored in self._layers[layer])
         stored_keys[rows, :, lengths] = keys
@@ -62,7 +61,7 @@ class KvCache:
         return stored_keys, stored_values
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots over others."""
+        """Copy the source slots to the target slots."""
         for stored in (part for parts in self._layers.values() for part in parts):
             stored[list(targets)] = stored[list(sources)]
 
@@ -72,7 +71,7 @@ class KvCache:
         self._slots = self._capacity = 0
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Zeros: a masked key may be anything but NaN.
+        # Masked keys may have any value except NaN.
         return like.new_zeros((self._slots, like.shape[1], self._capacity, like.shape[3]))
 
     def _move_to_new(self, stored: Tensor, used: int) -> Tensor:
@@ -95,14 +94,14 @@ def cached_attention(
     kv_pass: PromptPass | TokenPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention in the form transformers calls it."""
+    """Compute attention as transformers calls it."""
     if kv_pass is None:
         raise ModelError(
-            f"{type(module).__name__} does not hand the model's keyword arguments to its attention, so it cannot "
+            f"{type(module).__name__} does not pass the model's keyword arguments to its attention, so it cannot "
             "generate in_process. Choose a model whose forward passes **kwargs on (all recent decoders do)."
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings promote query and key to fp32; the cache holds what SDPA itself would convert to.
+        # Rotary embeddings promote query and key to fp32. SDPA would convert them to this dtype, so the cache has it.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return kv_pass.attend(module, query, key, value, attention_mask=attention_mask, **options), None
@@ -115,7 +114,7 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
     """Put the model in evaluation mode with the attention of this name; restore both afterwards.
 
-    It does not switch gradients off: that switch belongs to a thread, and callers work on several.
+    It does not switch gradients off, since that applies to one thread only, and callers use several.
     """
     before: Any = causal.config._attn_implementation
     was_training = causal.training
@@ -130,10 +129,10 @@ def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> It
 
 @dataclass(frozen=True)
 class PromptPass:
-    """Read whole prompts, laid one after another in a stream.
+    """A pass that reads whole prompts, which lie one after another in a stream.
 
     Attributes:
-        source: int64 [rows, longest], the stream position of each token of each row; the same prompt may serve several.
+        source: int64 [rows, longest], the stream position of each token of each row. Rows may share a prompt.
         start: Slot of the first row.
     """
 
@@ -143,7 +142,7 @@ class PromptPass:
     start: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # [rows, K, longest, D]; values after a shorter prompt are never read.
+        # [rows, K, longest, D]. What comes after a shorter prompt is never read.
         keys, values = (part[0][:, self.source].transpose(0, 1) for part in (key, value))
         self.cache.write_prompts(_layer(module), self.start, keys, values)
         attend: Any = segment_attention
@@ -156,11 +155,11 @@ _NOT_CACHED = ("softcap", "s_aux", "position_bias")
 
 @dataclass(frozen=True)
 class TokenPass:
-    """Read the next token of each row.
+    """A pass that reads the next token of each row.
 
     Attributes:
-        lengths: int64 [rows], tokens cached before this one, on the device.
-        widths: The same plus the new token, on the host.
+        lengths: int64 [rows] on the device, number of cached tokens of each row before this pass.
+        widths: Number of tokens of each row after this pass, on the host.
     """
 
     cache: KvCache
@@ -183,7 +182,7 @@ class TokenPass:
             raise ModelError(f"{type(module).__name__} uses {', '.join(asked)}, which the cache does not support.")
         rows, heads = query.shape[:2]
         keys, values = self.cache.append(_layer(module), self.lengths, key[:, :, 0], value[:, :, 0])
-        # Query heads that share a key head lie together, as if they were several tokens: nothing is repeated.
+        # Query heads with the same key head are treated as several tokens, so keys need not be repeated.
         grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
         mask, width = self._mask(sliding_window), max(self.widths)
         first = max(width - sliding_window, 0) if mask is None and sliding_window is not None else 0
@@ -192,7 +191,7 @@ class TokenPass:
         return output.reshape(rows, 1, heads, -1)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """Return [rows, 1, 1, width], True where a key is seen; None where all rows are equally long."""
+        """Return a mask [rows, 1, 1, width], True for keys that are seen; None if all rows are equally long."""
         if min(self.widths) == max(self.widths):
             return None
         if window not in self._masks:

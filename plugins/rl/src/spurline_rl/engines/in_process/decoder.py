@@ -1,10 +1,10 @@
-"""Generate many responses at once, one token of each per step.
+"""Generate many responses together. Each step generates one token of every response.
 
-New responses get one pass over their prompts. Then each pass gives a token of every response. Responses are added and
-removed between steps. Threads and waiting are in `engine.py`.
+A new response begins with a pass over its prompt. Responses are added and removed between steps. Threads and waiting
+are in `engine.py`.
 
 A second decoder generates each response on its own. It serves deterministic engines, and models whose layers remember
-more than keys and values. A decoder is tested on a few random prompts before it is used: its cache must be right.
+more than keys and values. Before a decoder is used, its cache is tested on a few random prompts.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 
 _PROMPT_TOKENS_PER_PASS = 8192
 _LOGITS_AT_ONCE = 2**24
-"""Largest number of logits in a call, which bounds the memory of sampling with large vocabularies."""
+"""Largest number of logits that are computed together. It limits memory with large vocabularies."""
 _SLOTS_PER_CALL = 32
-"""See `plan_segments`."""
+"""Argument of `plan_segments`."""
 _PROBED_TOKENS = 5
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
-"""Allowed mean difference of logprobs, in standard deviations of logprobs; a wrong cache gives about 1."""
+"""Allowed mean difference of logprobs, in standard deviations of logprobs. A wrong cache gives about 1."""
 _MODEL_CACHES = ("past_key_values", "cache_params")
 """Names of the cache among the arguments and outputs of models."""
 
@@ -52,7 +52,7 @@ class Decoder:
     """Generates responses.
 
     Args:
-        routing: Experts of the model, if responses record the experts of their tokens.
+        routing: Routing of the model's experts, if responses record them.
 
     Attributes:
         responses: Unfinished responses, in the order of their slots in the cache.
@@ -109,10 +109,10 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, more: Sequence[Response], version: int) -> list[Response]:
-        """Generate a token of every response, and two of every new one. Returns the responses that ended."""
+        """Generate a token of every response, and two tokens of a new one. Returns the responses that ended."""
         self.drop_abandoned()
         if self._is_outdated:
-            # Unfinished responses are read again from their first token.
+            # Read unfinished responses again from their first token.
             more, self.responses, self._is_outdated = [*self.responses, *more], [], False
         if more:
             self.admit(more, version)
@@ -127,12 +127,12 @@ class Decoder:
         self._is_outdated = True
 
     def free_cache(self) -> None:
-        """Free the keys and values. Those of unfinished responses are computed again."""
+        """Free the keys and values. For unfinished responses they are computed again later."""
         self._cache.clear()
         self.outdate()
 
     def admit(self, more: Sequence[Response], version: int) -> None:
-        """Read the prompts and earlier tokens of new responses, and generate the next token of each."""
+        """Read the contexts of new responses, and generate the next token of each."""
         used = len(self.responses)
         order = sorted(more, key=lambda response: (len(response.context), response.context))
         self.responses.extend(order)
@@ -153,7 +153,7 @@ class Decoder:
         self._write(self.responses, hidden[:, 0], version)
 
     def drop_abandoned(self) -> None:
-        """Remove the responses that nobody waits for."""
+        """Remove responses whose caller has stopped waiting."""
         self._remove([slot for slot, response in enumerate(self.responses) if response.abandoned])
 
     def _remove_ended(self) -> list[Response]:
@@ -162,7 +162,7 @@ class Decoder:
     def _remove(self, slots: Sequence[int]) -> list[Response]:
         removed = [self.responses[slot] for slot in slots]
         left = len(self.responses) - len(slots)
-        # The last responses move into the gaps before them.
+        # The last responses move into the gaps.
         gaps = [slot for slot in slots if slot < left]
         movers = [slot for slot in range(left, len(self.responses)) if slot not in set(slots)]
         if left == 0:
@@ -184,8 +184,8 @@ class Decoder:
         outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary]
         if outside:
             return DataError(
-                f"{response.request.name}: the prompt has token {outside[0]}, and the model knows 0 to "
-                f"{self._vocabulary - 1}. Is the tokenizer another model's?"
+                f"{response.request.name}: the prompt has token {outside[0]}, but the model has tokens 0 to "
+                f"{self._vocabulary - 1}. Is the tokenizer of another model?"
             )
         return None
 
@@ -210,7 +210,7 @@ class Decoder:
     def _hidden(
         self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: PromptPass | TokenPass
     ) -> tuple[Tensor, NDArray[np.int16] | None]:
-        """Return last hidden states [rows, tokens, H] and, if noted, experts [rows * tokens, layers, top_k]."""
+        """Return the last hidden states [rows, tokens, H], and recorded experts [rows * tokens, layers, top_k]."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             hidden = self._run_decoder(
@@ -245,7 +245,7 @@ class Decoder:
 
 
 def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]:
-    """Cut sorted responses into passes. Only a single context may be longer than the limit of a pass."""
+    """Cut sorted responses into passes. A context above the limit of a pass gets its own pass."""
     stream: list[Response] = []
     tokens = 0
     for response in responses:
@@ -261,9 +261,9 @@ def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]
 
 
 class OwnCacheDecoder(Decoder):
-    """Generates each response with a pass of its own per token, and a cache that transformers makes.
+    """Generates each response in its own passes, with a cache that transformers makes.
 
-    So a response never depends on its neighbours. This also serves linear attention, state spaces and convolutions, and
+    A response then never depends on other responses. This also serves linear attention, state spaces, convolutions, and
     attention that `KvCache` does not support (softcaps, sinks).
     """
 
@@ -293,7 +293,7 @@ class OwnCacheDecoder(Decoder):
                 self._caches[id(response)] = {}
                 state = self._read(response, context, self._caches[id(response)], 0)
             else:
-                # Attempts at one prompt read it once.
+                # Attempts at the same prompt copy the cache of the first one.
                 self._caches[id(response)] = copy.deepcopy(self._caches[id(first)])
                 response.experts = copy.deepcopy(first.experts)
             self._write([response], state, version)
@@ -305,7 +305,7 @@ class OwnCacheDecoder(Decoder):
         return removed
 
     def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
-        """Return the last hidden state [1, H] after these tokens and `before` cached ones. Changes the cache."""
+        """Return the last hidden state [1, H] after `before` cached tokens and these, which are added to the cache."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)
@@ -321,10 +321,10 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 
     Args:
         make: Makes an empty decoder of this class.
-        deterministic: Whether responses must not depend on their neighbours.
+        deterministic: Whether responses must not depend on other responses.
 
     Raises:
-        ModelError: For a model that no decoder gets right.
+        ModelError: If no decoder is exact with this model.
     """
     decoder = make(Decoder)
     if decoder.model.reads_streams and not deterministic:
@@ -337,7 +337,7 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Raise ModelError unless tokens generated one by one have the same logprobs as when they are read as a prompt."""
+    """Raise ModelError if generated tokens have other logprobs than when they are read as part of a prompt."""
     causal = decoder.model.causal
     size, random = vocabulary_size(causal), torch.Generator().manual_seed(0)
     prompts = [torch.randint(size, (length,), generator=random).tolist() for length in range(1, 7)]
@@ -357,9 +357,9 @@ def _check_cache(decoder: Decoder) -> None:
     allowed = (_HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE) * expected.std()
     if not difference <= allowed:
         raise ModelError(
-            f"{type(causal).__name__} gives other log-probabilities token by token than at once: {difference:.2g} on "
-            f"average, allowed {allowed:.2g}. Its cache does not hold all that it remembers of earlier tokens, so it "
-            "cannot generate in_process. Choose another source.engine.name, or another model."
+            f"{type(causal).__name__} gives other log-probabilities token by token than at once: they differ by "
+            f"{difference:.2g} on average, and {allowed:.2g} is allowed. Its cache is incomplete, so it cannot "
+            "generate in_process. Choose another source.engine.name, or another model."
         )
 
 

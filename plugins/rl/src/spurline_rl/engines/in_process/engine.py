@@ -1,7 +1,7 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
 Place on the way: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
-It is the engine for CPUs, small models and tests; a server such as vLLM is faster. It generates with the backend's
+It is the engine for CPUs, small models and tests. A server such as vLLM is faster. It generates with the backend's
 model, or with its own copy, which takes published weights.
 """
 
@@ -38,7 +38,7 @@ from spurline_rl.engines.in_process.weight_writer import WeightWriter
 from spurline_rl.protocols.rollout_engine import EngineMemory, GenerationRequest, GenerationResult, TakesWeights
 from spurline_text.stop_texts import StopTexts
 
-_ADVICE = "Raise source.engine.timeout_s (of child_process, generate_timeout_s) if it is only slow."
+_ADVICE = "If it is only slow, raise source.engine.timeout_s (generate_timeout_s of engine child_process)."
 
 _Result = TypeVar("_Result")
 
@@ -47,8 +47,8 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
     """Load a copy of the run's model.
 
     Raises:
-        ModelError: For a model that the engine cannot compute exactly.
-        ConfigError: For a GPU that is not there.
+        ModelError: If the engine cannot compute the model exactly.
+        ConfigError: If there is no such GPU.
     """
     profile = _profile(config, run)
     with profile.keeping_generators():
@@ -68,7 +68,7 @@ def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) 
     decoder.free_cache()
     on_host = decoder.model.causal.device.type == "cpu"
     if not (keep_weights and on_host):
-        # Buffers stay, since an update need not bring them.
+        # Buffers stay, since updates do not contain them.
         weights = list(decoder.model.causal.parameters())
         given = DeviceTensors(weights=weights) if keep_weights else DeviceTensors(weights=(), scratch=weights)
         memory.give(given, keep_weights=False)
@@ -77,13 +77,13 @@ def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) 
 
 
 class InProcessEngine(TakesWeights):
-    """A `RolloutEngine` that also `SharesWeights`, and `MaySleep` where it does not share them.
+    """A `RolloutEngine` that also `SharesWeights`. It is a `MaySleep` if it does not share weights.
 
     Without `share` it loads a copy of the model with the first request, and only updates change its weights. After
     `share` the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
 
-    The engine runs on the event loop. All work on the model runs on one thread. A burst is the task that takes decode
-    steps while somebody waits for a response and no pause holds it.
+    The engine runs on the event loop. All work on the model runs on one thread. A burst is a task that takes decode
+    steps. It ends when no request is in flight, or when a pause, a sleep or an update holds the engine.
     """
 
     transports = ("in_process",)
@@ -94,7 +94,7 @@ class InProcessEngine(TakesWeights):
         self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
         self._open_memory = lambda: DeviceMemory(_profile(config, run))
         self._memory: DeviceMemory | None = None
-        # True after a sleep without weights, until an update has brought them.
+        # True after a sleep without weights, until an update has brought new ones.
         self._lacks_weights = False
         self._decoder: Decoder | None = None
         self._version = 0
@@ -124,7 +124,7 @@ class InProcessEngine(TakesWeights):
     async def generate(
         self, request: GenerationRequest, on_tokens: Callable[[Written], None] | None = None
     ) -> GenerationResult:
-        """Generate a response. `on_tokens` gets its new tokens after every decode step."""
+        """Generate a response. `on_tokens` is called with its new tokens after every decode step."""
         check_request(request)
         if self._failure is not None:
             raise _explain(self._failure, request.name)
@@ -144,11 +144,11 @@ class InProcessEngine(TakesWeights):
             if self._in_flight.pop(response, None) is not None:
                 response.abandoned = True
                 if not self._in_flight:
-                    # A cancelled caller may go on to train the model.
+                    # The cancelled caller may train the model next.
                     await self._wait_for_burst("a cancelled request")
 
     async def load(self) -> Decoder:
-        """Load the model and return its decoder. The first request does this too."""
+        """Load the model unless it is loaded, and return its decoder."""
         if self._decoder is None:
             self._decoder = await self._compute("loading and probing the model", self._make_decoder)
         return self._decoder
@@ -241,8 +241,7 @@ class InProcessEngine(TakesWeights):
             with generating(decoder.model.causal, decoder.attention):
                 while self._goes_on(ended):
                     self._deliver(ended)
-                    # A caller that asks again at once joins the next step, so that the requests of a step do not depend
-                    # on timing.
+                    # Let callers send their next requests first, so the requests of a step do not depend on timing.
                     await asyncio.sleep(0)
                     more, ended = decoder.take(self._waiting)
                     state = f"a decode step ({len(decoder.responses)} responses under way, {len(more)} new)"
@@ -250,16 +249,16 @@ class InProcessEngine(TakesWeights):
                     for response in (*decoder.responses, *ended):
                         response.tell()
                 decoder.drop_abandoned()
-        except Exception as error:  # noqa: BLE001 - reaches everyone who waits
+        except Exception as error:  # noqa: BLE001 - all callers get it
             self._fail(error)
         finally:
             self._burst = None
-        # The model must be free before the last response is delivered: its caller may train at once.
+        # The model must be free before the last response is delivered, since its caller may train at once.
         self._deliver(ended)
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Return whether other requests are in flight and no pause holds them."""
+        """Return whether other requests are in flight and nothing holds the engine."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 
@@ -275,7 +274,7 @@ class InProcessEngine(TakesWeights):
         responses.clear()
 
     def _fail(self, failure: BaseException) -> None:
-        """End the engine. All callers, waiting and later ones, get an error."""
+        """End the engine. Waiting and later callers get an error."""
         self._failure = self._failure or failure
         for response, waiter in self._in_flight.items():
             if not waiter.done():
@@ -284,7 +283,7 @@ class InProcessEngine(TakesWeights):
         self._waiting.clear()
 
     async def _hold(self, why: str) -> None:
-        """Wait until no step is under way, and begin none until `_release`."""
+        """Wait until no decode step is under way, and begin none until `_release`."""
         self._holds.add(why)
         await self._wait_for_burst(why)
         if self._failure is not None:
@@ -296,7 +295,7 @@ class InProcessEngine(TakesWeights):
 
     async def _wait_for_burst(self, who: str) -> None:
         if self._burst is not None:
-            # A step that takes too long ends the burst first, with a better message.
+            # A step that takes longer than `timeout_s` has ended the burst before, with a better message.
             done, _ = await asyncio.wait({self._burst}, timeout=2 * self._timeout_s)
             if not done:
                 raise RunFailedError(f"{who}: the decode step under way has not ended. {_ADVICE}")
@@ -322,7 +321,7 @@ def _update_to(version: int) -> str:
 
 
 def _explain(failure: BaseException, name: str) -> RunFailedError:
-    """Return a new error for one caller. One exception in several tasks would mix up their tracebacks."""
+    """Return a new error for one caller. If tasks shared one exception, their tracebacks would be mixed up."""
     kind = "" if isinstance(failure, RunFailedError) else f"{type(failure).__name__}: "
     error = RunFailedError(f"{name}: the rollout engine in_process has ended: {kind}{failure}")
     error.__cause__ = failure

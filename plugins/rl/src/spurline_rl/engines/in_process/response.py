@@ -1,6 +1,6 @@
-"""One response while it is written: its tokens so far, and whether it has ended.
+"""One response while it is generated: its tokens so far, and whether it has ended.
 
-Place on the way: GenerationRequest -> Response, which gathers tokens -> GenerationResult. No torch.
+Place on the way: GenerationRequest -> Response, which collects tokens -> GenerationResult. No torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Written(NamedTuple):
 
     Attributes:
         finish_reason: None until the response has ended.
-        routed_experts: int16 [tokens, layers, top_k] of the next computed tokens. The prompt's come first.
+        routed_experts: int16 [tokens, layers, top_k] of the next computed tokens. The tokens of the prompt come first.
     """
 
     token_ids: list[int]
@@ -38,8 +38,8 @@ class Written(NamedTuple):
 class ExpertRecord:
     """The experts chosen for the computed tokens of a context.
 
-    A token that is computed again, after an update or by another engine, keeps its first experts: the tokens after it
-    were sampled with them.
+    A token may be computed again, after an update or by another engine. It keeps its first experts, since the tokens
+    after it were sampled with them.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ExpertRecord:
         """Return the experts from this token on; None if there are none."""
         if not self._parts:
             return None
-        # From the end: callers ask for the last token after every step.
+        # Search from the end, since callers ask for the last token after every step.
         found: list[NDArray[np.int16]] = [self._parts[0][:0]]
         begin = self._length
         for part in reversed(self._parts):
@@ -86,8 +86,8 @@ class Response:
     """A request in flight.
 
     Attributes:
-        max_tokens: Longest response; set when the model is known.
-        refused: An error if the model cannot answer.
+        max_tokens: Largest number of tokens. It is set when the model is known.
+        refused: An error if the model cannot answer the request.
         abandoned: Whether the caller has stopped waiting.
     """
 
@@ -109,17 +109,17 @@ class Response:
 
     @property
     def context(self) -> list[int]:
-        """Return the tokens that the next one depends on."""
+        """Return all tokens before the next one."""
         return self.prompt + self.tokens
 
     @property
     def cached_tokens(self) -> int:
-        """Return how many tokens the model has read, which are all but the last one."""
+        """Return the number of tokens that the model has read, all except the last one."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
     def most_cached_tokens(self) -> int:
-        """Return `cached_tokens` at the largest length of the response."""
+        """Return the largest possible `cached_tokens`."""
         return len(self.prompt) + self.max_tokens - 1
 
     def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
@@ -138,7 +138,7 @@ class Response:
             self.finish_reason = "length"
 
     def tell(self) -> None:
-        """Pass the tokens since the last call to `on_tokens`."""
+        """Call `on_tokens` with the tokens since the last call."""
         start, self._num_handed_on = self._num_handed_on, len(self.tokens)
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             tokens, versions = self.tokens[start:], self.versions[start:]

@@ -1,7 +1,4 @@
-"""Draw the next token of each row from its logits.
-
-A row's token depends on its own logits, settings and random number only.
-"""
+"""Draw the next token of each row from its logits. It depends only on the row's logits, settings and random number."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Sampled:
     """The next token of each row.
 
     Attributes:
-        logprobs: Logprobs of the distribution sampled from. Greedy rows have their raw logprobs, as in vLLM.
+        logprobs: Logprobs after temperature, top-k and top-p. Greedy rows have their raw logprobs, as in vLLM.
         raw_logprobs: Logprobs of the model's own distribution.
     """
 
@@ -33,12 +30,12 @@ class Sampled:
 def uniform(seed: int, position: int) -> float:
     """Return the random number in [0, 1) of this seed and position of a response."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed & 0xFFFF_FFFF_FFFF_FFFF, position))
-    # With 52 bits, the product with a sum of probabilities stays below the sum even after rounding.
+    # With 52 bits, the product of this number and a sum of probabilities is below the sum even after rounding.
     return (bits >> 12) * 2.0**-52
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[float]) -> Sampled:
-    """Draw a token for each row of `logits` [N, V]: temperature, then top-k, then top-p, then one draw."""
+    """Draw a token for each row of `logits` [N, V], after temperature, top-k and top-p."""
     if logits.dtype != torch.float64:
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
@@ -76,14 +73,14 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k largest logits, with ties, and of these the fewest that sum to top_p probability."""
+    """Keep the top_k largest logits and ties. Of these keep the fewest whose probabilities sum up to top_p."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
     ordered = ordered.masked_fill(ordered < ordered.gather(-1, last.unsqueeze(-1)), -torch.inf)
     probabilities = ordered.softmax(-1, dtype=torch.float64)
     before = probabilities.cumsum(-1) - probabilities
-    # top_p 1 keeps all tokens: rounding must not cut off the last ones.
+    # With top_p 1, rounding must not cut off the last tokens.
     mass = torch.tensor([setting.top_p if setting.top_p < 1 else torch.inf for setting in settings]).double()
     ordered = ordered.masked_fill(before >= mass.to(logits.device).unsqueeze(-1), -torch.inf)
     return torch.empty_like(logits).scatter_(-1, order, ordered)
@@ -93,5 +90,5 @@ def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Return the token at which the cumulative distribution of each row exceeds its random number."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     points = torch.tensor(uniforms, dtype=torch.float64).to(logprobs.device).unsqueeze(-1) * cumulative[:, -1:]
-    # `right` never finds a token of probability zero. Rows with NaN get the last token, and a logprob of NaN.
+    # With `right`, a token of probability zero is never found. Rows with NaN get the last token and a logprob of NaN.
     return torch.searchsorted(cumulative, points, right=True).squeeze(-1).clamp_(max=logprobs.shape[-1] - 1)

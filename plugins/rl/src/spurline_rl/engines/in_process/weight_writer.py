@@ -18,9 +18,9 @@ from spurline_models.weights import NamedWeights, WeightGroup
 
 
 class WeightWriter:
-    """Replaces every weight of a model in place, one after another. After an error the model is a mixture.
+    """Replaces every weight of a model in place, one after another. After an error some weights are old and some new.
 
-    Some weights have another form in the model, such as joined experts. They wait for all weights of their layer.
+    Some weights have another form in the model, such as joined experts. They are written when their layer is complete.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -54,7 +54,7 @@ class WeightWriter:
             if name in self._targets:
                 self._targets[name].copy_(tensor)
             else:
-                # Copied, since the sender may use the memory for the next weights.
+                # The sender may use the memory of `tensor` for the next weights, so it is copied.
                 self._waiting[name] = tensor.detach().clone()
                 self._join(self._groups[name])
 

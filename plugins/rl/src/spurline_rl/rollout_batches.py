@@ -1,23 +1,43 @@
-"""Mini-batches `by_prompt`: cut a batch of rollouts between prompts.
+"""Lay out rollouts in rows, and cut their batch into mini-batches of whole prompts.
 
-The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, for any number of turns, so
-that a learning-rate schedule never drifts (semantics of SkyRL's step-wise training). Step-wise training makes one row
-per turn; the prompt uids alone tell which rows belong together.
+The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, for any number of turns. A
+learning-rate schedule therefore never drifts (as in SkyRL's step-wise training). Step-wise training makes one row per
+turn. Only the prompt uids say which rows belong together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.layout import Segment, turn_segments
+from spurline.data.collators.packing import round_up
+from spurline.data.collators.padded import PaddedCollator
 from spurline.errors import RunFailedError, listing
 from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
 
+if TYPE_CHECKING:
+    from spurline_rl.trajectory import Trajectory
+
+
+class RolloutsCollator(PaddedCollator):
+    """Lays out one turn per row, with loss on the response tokens whose mask is 1. This is the readable reference.
+
+    Tokenized samples are laid out as by `padded`, so a run may evaluate on plain text between RL steps.
+    """
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        # Mini-batches are cut between prompts, so rows keep their order. Padding rows come last.
+        rows: list[list[Segment]] = [[segment] for segment in turn_segments(trajectories)]
+        rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
+        return self._lay_out(rows)
+
 
 class ByPrompt:
-    """Cuts batches between prompts, and pads each mini-batch to the multiple of rows that the backend wants."""
+    """Cuts batches between prompts, and pads each mini-batch to the number of rows that the backend needs."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
         assert run.source.facts.num_prompts is not None, "the config refuses a source without prompts"
@@ -38,14 +58,13 @@ class ByPrompt:
         """Return (first row, row after the last) of each mini-batch of one pass over the batch.
 
         Raises:
-            RunFailedError: Names the prompt when rows of a prompt are apart, or when there are too few or too many.
+            RunFailedError: If rows of a prompt are apart, or if the number of prompts is wrong. It names a prompt.
         """
         prompts = _prompt_rows(batch)
         if len(prompts) != self._prompts_per_step:
             raise RunFailedError(
                 f"The source's batch has the rows of {len(prompts)} prompts, and source.prompts_per_step is "
-                f"{self._prompts_per_step} (last prompt: {[*prompts][-1]!r}). "
-                "A prompt drawn twice in one step needs a uid of its own each time."
+                f"{self._prompts_per_step} (last prompt: {[*prompts][-1]!r}). Each draw of a prompt needs its own uid."
             )
         rows = [*prompts.values()]
         size = self._prompts_per_minibatch
@@ -53,11 +72,7 @@ class ByPrompt:
 
 
 def _prompt_rows(batch: TrainingBatch) -> dict[str, tuple[int, int]]:
-    """Return (first row, row after the last) of each prompt; padding rows must be gone.
-
-    Raises:
-        RunFailedError: If rows of a prompt are apart, or if a row holds several prompts.
-    """
+    """Return (first row, row after the last) of each prompt. Raises RunFailedError for a row of several prompts."""
     assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
     uids = batch.segments["uid"]
     found: dict[str, tuple[int, int]] = {}
@@ -69,8 +84,7 @@ def _prompt_rows(batch: TrainingBatch) -> dict[str, tuple[int, int]]:
         [uid] = names
         if uid in found and uid != last:
             raise RunFailedError(
-                f"In the source's batch the rows of prompt {uid!r} are not neighbours: row {row} comes after another "
-                "prompt's rows."
+                f"In the source's batch the rows of prompt {uid!r} are apart: row {row} follows another prompt's rows."
             )
         found[uid] = (found[uid][0] if uid in found else row), row + 1
         last = uid
