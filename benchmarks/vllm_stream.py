@@ -27,8 +27,8 @@ from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.response import Progress
 from spurline_async_rl.engines.vllm import ray as engines_on_ray
+from spurline_async_rl.engines.vllm.engine import VllmMember
 from spurline_async_rl.engines.vllm.launch import EngineSpec
-from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.ray import EngineActor
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_text.testing.inputs import tiny_tokenizer

@@ -11,9 +11,9 @@ import pytest
 import torch
 from broadcast_receivers import Receiver, Weights
 
+from spurline_async_rl.weights.buckets import pack, unpack
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
-from spurline_async_rl.weights.packing import pack, unpack
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

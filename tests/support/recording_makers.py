@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spurline_async_rl.weights.packing import bucket_bytes
+from spurline_async_rl.weights.buckets import bucket_bytes
 from spurline_models.weight_buckets import MakerChoice, TensorPlace, WeightBucket
 
 MAKER = f"{__name__}:RecordingMaker"

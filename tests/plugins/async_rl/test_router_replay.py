@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from spurline.config.run_config import ModelConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
-from spurline_async_rl.engines.response import Delta, Progress, Response
+from spurline_async_rl.engines.response import Delta, Progress, Response, VllmResponse
 from spurline_async_rl.engines.vllm.launch import EngineSpec, engine_arguments
-from spurline_async_rl.engines.vllm.member import VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer

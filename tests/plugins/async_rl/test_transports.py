@@ -26,7 +26,7 @@ from spurline.protocols.ranks import RankRequest
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.timeline.records import Timeline
-from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, weights_on_gpu
+from spurline_async_rl.weights.buckets import BucketSync, InProcessSync, cut, weights_on_gpu
 from spurline_async_rl.weights.configs import (
     CudaIpcSyncConfig,
     DiskSyncConfig,
@@ -35,7 +35,6 @@ from spurline_async_rl.weights.configs import (
 )
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync
 from spurline_async_rl.weights.disk import DiskSync, FileMaker
-from spurline_async_rl.weights.packing import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker, MemoryReader, SharedMemorySync
 from spurline_models.weight_buckets import MakerChoice, WeightBucket
 from spurline_rl.protocols.rollout_engine import TakesWeights
@@ -151,7 +150,6 @@ def test_a_backend_that_gives_no_weights_is_what_a_publish_says_it_waited_for() 
 
 CREATE = """
 import sys, torch
-from spurline_async_rl.weights.packing import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker
 bucket = MemoryMaker(size=1 << 20).make(1, 1, [("w", torch.full((1000,), 2.0))])
 import json

@@ -31,7 +31,7 @@ from vllm_engines import (
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.engines.vllm.adapters import _RANKS
-from spurline_async_rl.weights.packing import cut
+from spurline_async_rl.weights.buckets import cut
 from spurline_async_rl.weights.shared_memory import MemoryMaker
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
@@ -246,7 +246,7 @@ def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_n
         for change, message in (({"r": 99}, "rank 99"), ({"use_dora": True}, "DoRA")):
             with pytest.raises(RunFailedError, match=message):
                 await workers._call("spurline_begin_adapter_update", settings | change)
-        with pytest.raises(RunFailedError, match="for adapters alone, and whole weights came"):
+        with pytest.raises(RunFailedError, match="for adapters, and whole weights came"):
             await workers._call("spurline_begin_update")
         return await engine.generate(asked)
 

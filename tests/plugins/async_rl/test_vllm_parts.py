@@ -21,7 +21,7 @@ from spurline.errors import BucketLostError, ConfigError, DataError, RunFailedEr
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.response import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm import engine as engine_module
 from spurline_async_rl.engines.vllm import launch
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter
@@ -34,7 +34,6 @@ from spurline_async_rl.engines.vllm.launch import (
     engine_spec,
     writing_to,
 )
-from spurline_async_rl.engines.vllm.member import VllmResponse
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
@@ -234,7 +233,6 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
         ({"mode": "server", "urls": ("localhost:9999",)}, "urls"),
         ({"mode": "server", "urls": ("http://",)}, "urls"),
         ({"mode": "server", "urls": ("http://a:port",)}, "urls"),
-        ({"mode": "server", "urls": ("http://a",), "api_key_env": "NO_SUCH_VARIABLE"}, "api_key_env"),
         ({"mode": "server", "urls": ("http://a",), "engines": 2}, "engines"),
         ({"mode": "server", "urls": ("http://a",), "dtype": "float32"}, "dtype"),
         ({"mode": "server", "urls": ("http://a",), "kv_cache": "keep"}, "kv_cache"),

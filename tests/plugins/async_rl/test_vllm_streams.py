@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress
-from spurline_async_rl.engines.vllm.member import VllmMember
+from spurline_async_rl.engines.vllm.engine import VllmMember
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_text.testing.inputs import tiny_tokenizer
 

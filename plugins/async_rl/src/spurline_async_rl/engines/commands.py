@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -114,6 +115,27 @@ def from_plain(plain: Mapping[str, Any]) -> Command:
     if "bucket" in values:
         values["bucket"] = WeightBucket.from_plain(values["bucket"])
     return _KINDS[plain["name"]](**values)
+
+
+class Gate:
+    """A gate that requests can pass while no hold has shut it."""
+
+    def __init__(self) -> None:
+        self.holds: set[str] = set()
+        self._opened = asyncio.Event()
+
+    def shut(self, hold: str) -> None:
+        self.holds.add(hold)
+        self._opened.clear()
+
+    def open(self, hold: str) -> None:
+        self.holds.discard(hold)
+        if not self.holds:
+            self._opened.set()
+
+    async def wait(self) -> None:
+        while self.holds:
+            await self._opened.wait()
 
 
 class ControlledEngine(TakesWeights):

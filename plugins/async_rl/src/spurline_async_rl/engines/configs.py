@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -257,8 +256,7 @@ class VllmEngineConfig(PoolConfig):
     `--logprobs-mode processed_logprobs` and
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
-    """`mode: server`: name of the environment variable with the API key of the servers. A variable other than the
-    default must be set."""
+    """`mode: server`: name of the environment variable with the API key of the servers, if they need one."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -344,12 +342,6 @@ class VllmEngineConfig(PoolConfig):
         for url in self.urls:
             if not _is_base_url(url):
                 yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")
-        if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
-            yield Problem(
-                "api_key_env",
-                f"names the environment variable {self.api_key_env}, which is not set. Set it to the servers' API key, "
-                "or remove the setting if they need no key.",
-            )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
         given = {name for name in self.model_fields_set if not name.endswith("_timeout_s")}

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from spurline_rl.engines.in_process.response import ExpertRecord
+from spurline.errors import DataError
+from spurline_rl.engines.in_process.response import ExpertRecord, check_request
 from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.trajectory import FinishReason
@@ -23,6 +24,9 @@ from spurline_text.stop_texts import StopTexts
 
 TokenIds = Sequence[int] | NDArray[np.int32]
 Logprobs = Sequence[float] | NDArray[np.float32]
+
+_SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
+"""vLLM takes seeds below 2**63."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,55 @@ class Response:
                 self._so_far.cut(self._num_searched)
                 return True
         return False
+
+
+class VllmResponse(Response):
+    """A response of vLLM.
+
+    Stop texts are found here, not by vLLM, so a response ends at the same token as with engine `in_process`.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_model_len: int,
+        vocabulary: int | None = None,
+    ):
+        """Raise DataError if the prompt is too long, or has tokens outside the vocabulary."""
+        check_request(request)
+        prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
+        if len(prompt) >= max_model_len:
+            raise DataError(
+                f"{request.name}: the prompt has {len(prompt)} tokens, and the engine's context of {max_model_len} "
+                "holds prompt and response. Shorten the prompt, or raise max_model_len and kv_cache_gb where the model "
+                "allows it."
+            )
+        for token in (min(prompt), max(prompt)):
+            if token < 0 or (vocabulary and token >= vocabulary):
+                raise DataError(
+                    f"{request.name}: the prompt has token {token}, but the model knows only tokens from 0 to "
+                    f"{(vocabulary or 0) - 1}. Does the tokenizer belong to another model?"
+                )
+        asked, eos = request.sampling, tokenizer.eos_token_id
+        sampling = replace(
+            asked,
+            max_new_tokens=min(asked.max_new_tokens, max_model_len - len(prompt)),
+            stop_token_ids=(*asked.stop_token_ids, *([eos] if isinstance(eos, int) else [])),
+        )
+        known = replace(request, prompt_ids=prompt, sampling=sampling, seed=request.seed & _SEED_BITS)
+        super().__init__(known, tokenizer, progress, finds_stop_texts=True)
+        self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
+
+    def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
+        """Add the next tokens, and return the finish reason if the response is complete."""
+        part = Progress()
+        part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
+        if delta.experts is not None:
+            self._so_far.experts.add(delta.experts_start, delta.experts)
+        return self.add(part, delta.finish_reason)
 
 
 def _append(column: array[Any], values: Sequence[Any] | NDArray[Any]) -> None:

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
-from spurline_async_rl.weights.buckets import BucketSync, weights_on_gpu
+from spurline_async_rl.weights.buckets import BucketSync, end_of, pack, room, unpack, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
-from spurline_async_rl.weights.packing import end_of, pack, room, unpack
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_ranks.store import open_store
 

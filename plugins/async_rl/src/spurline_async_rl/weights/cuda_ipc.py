@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError, listing
-from spurline_async_rl.weights.buckets import BucketSync
-from spurline_async_rl.weights.packing import pack, unpack
+from spurline_async_rl.weights.buckets import BucketSync, pack, unpack
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 

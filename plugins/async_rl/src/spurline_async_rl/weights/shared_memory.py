@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.weights.buckets import BucketSync
-from spurline_async_rl.weights.packing import end_of, fill, places_of, unpack
+from spurline_async_rl.weights.buckets import BucketSync, end_of, fill, places_of, unpack
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 

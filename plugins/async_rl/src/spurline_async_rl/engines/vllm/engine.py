@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import ConfigError
+from spurline.errors import ConfigError, DataError
+from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
 from spurline_async_rl.engines.configs import VllmEngineConfig, trains_on_gpu_here
 from spurline_async_rl.engines.gpus import own_gpus
-from spurline_async_rl.engines.member import EngineMember
+from spurline_async_rl.engines.member import EngineDiedError, EngineMember
 from spurline_async_rl.engines.pool import EnginePool
+from spurline_async_rl.engines.response import Progress, VllmResponse
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec
-from spurline_async_rl.engines.vllm.member import VllmMember
 from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
+from spurline_rl.protocols.rollout_engine import GenerationRequest
+from spurline_rl.trajectory import FinishReason
+
+if TYPE_CHECKING:
+    from spurline_async_rl.engines.vllm.ray import RayEngine
+
+
+class VllmMember:
+    """An `EngineMember`. Its engine generates only if there is no hold."""
+
+    def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
+        self.name = name
+        self.num_workers = engine.num_workers
+        self.weights_dtype: str | None = None
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._version = 0
+        self._gate = Gate()
+        self._request_ids = map(str, itertools.count())
+
+    async def start(self) -> None:
+        await self._engine.start()
+        self.weights_dtype = self._engine.weights_dtype
+        self.name = f"{self.name} ({self._engine.where})"
+
+    async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
+        engine = self._engine
+        response = VllmResponse(
+            request, progress, self._tokenizer, max_model_len=engine.max_model_len, vocabulary=engine.vocabulary
+        )
+        if response.ended is not None:
+            return response.ended
+        await self._gate.wait()
+        # With this salt, vLLM does not reuse prompts that were computed with other weights.
+        number, salt, each_step = next(self._request_ids), str(self._version), bool(request.sampling.stop)
+        deltas = engine.generate(number, response.rest(), salt, each_step=each_step)
+        async with contextlib.aclosing(deltas):
+            try:
+                async for delta in deltas:
+                    reason = response.add_delta(delta, self._version)
+                    if reason is not None:
+                        return reason
+            except DataError as error:
+                raise DataError(f"{request.name}: {error}") from error
+        raise EngineDiedError(f"{self.name} left a response without an end.")
+
+    async def control(self, command: Command) -> None:
+        if command.begins:
+            self._gate.shut(command.hold)
+        if isinstance(command, FinishUpdate):
+            # The engine may generate tokens of this version as soon as it gets the command.
+            self._version = command.version
+        await self._engine.control(command)
+        if command.ends:
+            self._gate.open(command.hold)
+
+    async def wait_dead(self) -> str:
+        return await self._engine.wait_ended()
+
+    async def close(self) -> None:
+        await self._engine.close()
 
 
 class VllmEngine(EnginePool):

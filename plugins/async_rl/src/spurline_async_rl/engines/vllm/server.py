@@ -20,12 +20,11 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError
-from spurline_async_rl.engines.commands import Command, FinishUpdate
+from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.engines.response import Delta, Progress
+from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
-from spurline_async_rl.engines.vllm.member import Gate, VllmResponse
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
