@@ -1,12 +1,11 @@
 """A part of a decoder on this rank.
 
 Place on the way: this rank's tokens, or hidden states from the previous stage -> `HiddenGPT` -> hidden states for the
-next stage. On the last stage `loss_inputs` computes logprobs, or a critic's values, at the positions with loss.
+next stage. On the last stage `scores` computes logprobs, or a critic's values, at the positions with loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +17,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid, Place
 from spurline_megatron_backend.parts import padded_vocabulary
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_models.streams.stream_model import ValueHead
-from spurline_models.streams.token_stream import TokenStream
-from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 @dataclass(frozen=True)
@@ -111,37 +107,13 @@ class HiddenGPT(GPTModel):
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
-    def loss_inputs(
-        self,
-        hidden: Tensor,
-        part: TokenStream,
-        mine: slice,
-        stream: TokenStream,
-        sharing: SequenceSharing,
-        needs: Collection[str],
-        temperature: float,
-    ) -> TokenLossInputs:
-        """Compute the inputs of a loss, on every rank of the tensor and context group.
-
-        Args:
-            hidden: Hidden states [tokens, 1, H].
-            part: The tokens of the stream that this rank has.
-            mine: The positions with loss that this rank predicts.
-            stream: The whole stream.
-            sharing: The ranks that share the stream.
-            needs: The columns and values that the loss needs.
-            temperature: Logits are divided by it.
-        """
-        chosen = hidden.squeeze(1).index_select(0, part.source)
-        entropy = None
+    def scores(
+        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the logprobs of targets, or a critic's values, and the entropy or None, for hidden states [N, H]."""
         if self.score is None:
-            values = self.value_head(chosen)
-        else:
-            values, entropy = self.score(chosen, part.targets, ENTROPY in needs, temperature)
-        joined = sharing.joined(values, mine, stream)
-        if entropy is not None:
-            entropy = sharing.joined(entropy, mine, stream)
-        return TokenLossInputs(joined, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+            return self.value_head(hidden), None
+        return self.score(hidden, targets, want_entropy, temperature)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's columns of the logits, [N, H] -> [N, V / tensor]."""

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from spurline.protocols.loss import TokenLossInputs
+from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_megatron_backend.core_attention import Rotary, packed_params
 from spurline_megatron_backend.gpt import HiddenGPT
 from spurline_megatron_backend.grid import Grid
@@ -139,11 +139,14 @@ class StagedModel:
         self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the scalar, and an unused number of tokens and no metrics, which the schedules expect."""
-        last = self.parts[-1]
-        inputs = last.loss_inputs(
-            hidden, microbatch.part, microbatch.mine, microbatch.stream, self._sharing, needs, temperature
-        )
-        scalar = visit(microbatch.rows, microbatch.stream, inputs)
+        stream, part = microbatch.stream, microbatch.part
+        chosen = hidden.squeeze(1).index_select(0, part.source)
+        values, entropy = self.parts[-1].scores(chosen, part.targets, ENTROPY in needs, temperature)
+        values = self._sharing.joined(values, microbatch.mine, stream)
+        if entropy is not None:
+            entropy = self._sharing.joined(entropy, microbatch.mine, stream)
+        inputs = TokenLossInputs(values, stream.segment_index, stream.plan.num_segments, stream.columns, entropy)
+        scalar = visit(microbatch.rows, stream, inputs)
         return scalar, torch.ones((), dtype=torch.int, device=scalar.device), {}
 
     @contextmanager
