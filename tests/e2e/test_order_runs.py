@@ -222,7 +222,7 @@ def test_an_order_that_does_not_fit_is_refused_with_the_fix(sft_config: Config, 
 
 def test_orders_that_rollouts_cannot_have_are_refused(graded_rl_config: Config) -> None:
     graded_rl_config["data"]["order"] = "length_grouped"
-    with pytest.raises(ConfigError, match=r"data\.order\.name is length_grouped, which needs the tokens .*rollouts"):
+    with pytest.raises(ConfigError, match=r"data\.order\.name is length_grouped, which needs the length .*rollouts"):
         load_config(graded_rl_config)
     graded_rl_config["data"]["order"] = {**ADAPTIVE, "solved": -1}
     with pytest.raises(ConfigError, match=r"data\.order\.solved is -1, which is not above failed: 0"):

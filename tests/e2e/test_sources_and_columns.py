@@ -170,7 +170,7 @@ def test_a_decorated_source_of_rollouts_makes_the_attempts_of_evaluations(base: 
     few = {"name": "rollouts", "data": base["data"]["train"], "max_prompts": 2}
     lines, _ = train(base, source=source, evaluations={"few": few}, steps=2)
     assert "eval/few/pass@1" in lines[-1]
-    with pytest.raises(ConfigError, match="which makes attempts at prompts, and the source 'short_first' makes none"):
+    with pytest.raises(ConfigError, match="which needs attempts at prompts, but the source 'short_first' makes none"):
         train(base, source={**source, "of": "sft"}, evaluations={"few": few})
 
 

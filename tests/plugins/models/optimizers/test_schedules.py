@@ -77,7 +77,7 @@ def test_warm_up_that_outlasts_the_run_is_said() -> None:
     [note] = notes(6, name="cosine", warmup_steps=100)
     assert note.startswith("schedule: warm-up takes 100 optimizer steps and the run has 6, so the learning rate never")
     [note] = notes(6, name="wsd", warmup_steps=6, decay_steps=6)
-    assert "reaches its peak in the last one only" in note
+    assert "reaches its peak only in the last step" in note
     assert notes(6, name="cosine", warmup_steps=5) == []
 
 
