@@ -45,9 +45,8 @@ from timing import (
 )
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
 from spurline.data.collators.packing import PackingAlgorithm, pack
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal, clone

@@ -37,7 +37,7 @@ import torch
 from timing import Gate, gates_as_json, print_gates
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective

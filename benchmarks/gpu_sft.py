@@ -130,7 +130,7 @@ Step = Callable[[], float]
 def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
     """The backend `local`, without the loop around it: see `loop_overhead.py` for that."""
     from spurline import load_config
-    from spurline.data.collators.packed import PackedCollator
+    from spurline.data.collators.reference import PackedCollator
     from spurline.data.configs import PackedCollatorConfig
     from spurline.data.token_store import TokenStoreBuilder
     from spurline.protocols.collator import ParallelLayout

@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.plugins.hookspecs import hookimpl

@@ -41,7 +41,7 @@ from prefetch_jitter import measure_jitter
 from timing import Gate, gates_as_json, print_gates
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.reference import PackedCollator
 from spurline.data.configs import PackedCollatorConfig, SerialPrefetchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.data.token_store import TokenStore

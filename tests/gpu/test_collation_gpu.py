@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("spurline_collation_fast")
 
-from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.reference import PackedCollator
 from spurline.data.configs import PackedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import assert_batches_equal

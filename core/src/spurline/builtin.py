@@ -39,8 +39,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_kind(BackendConfig, "spurline.protocols.backend:Backend")
     registry.add_kind(TrackerConfig, "spurline.protocols.tracker:Tracker")
     add = registry.add
-    add(data.PaddedCollatorConfig, "spurline.data.collators.padded:PaddedCollator")
-    add(data.PackedCollatorConfig, "spurline.data.collators.packed:PackedCollator", default=True)
+    add(data.PaddedCollatorConfig, "spurline.data.collators.reference:PaddedCollator")
+    add(data.PackedCollatorConfig, "spurline.data.collators.reference:PackedCollator", default=True)
     add(data.UniformOrderConfig, "spurline.data.orders.epochs:UniformOrder", default=True)
     add(data.SequentialOrderConfig, "spurline.data.orders.epochs:SequentialOrder")
     add(data.LengthGroupedOrderConfig, "spurline.data.orders.epochs:LengthGroupedOrder")

@@ -21,7 +21,6 @@ from spurline.errors import ConfigError, SpurlineError, UserError, listing, sugg
 from spurline.importing import importing
 from spurline.plugins.host import PluginHost, installed_commands, installed_plugins
 from spurline.plugins.official import DEFAULT_PLUGINS, install_command, plugin_with
-from spurline.plugins.registry import group_by_kind
 from spurline.terminal import printable
 
 if TYPE_CHECKING:
@@ -190,7 +189,10 @@ def _contents(host: PluginHost, name: str) -> Iterator[str]:
     commands = [entry.name for entry in installed_commands().values() if entry.distribution == plugin.distribution]
     hooks = [hook for hook in plugin.hooks if hook != "register_components"]
     yield f"{name}  {plugin.version}  ({plugin.distribution})"
-    for label, values in {**group_by_kind(host.registry.entries(name)), "hooks": hooks, "commands": commands}.items():
+    provided: dict[str, list[str]] = {}
+    for entry in host.registry.entries(name):
+        provided.setdefault(entry.kind, []).append(entry.name)
+    for label, values in {**provided, "hooks": hooks, "commands": commands}.items():
         if values:
             yield f"  {label}: {', '.join(values)}"
 

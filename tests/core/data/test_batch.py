@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import LazyRagged, TrainingBatch
-from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.reference import PackedCollator
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import SEGMENT_COLUMNS, Ragged, TrainingBatch
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD, make_view

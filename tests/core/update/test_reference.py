@@ -9,7 +9,7 @@ from bare_components import BesideReference, BesideReferenceConfig, LogLikelihoo
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout

@@ -11,7 +11,7 @@ from bare_components import LogLikelihood, LogLikelihoodConfig, Squared, Squared
 
 from spurline.config.run_config import ReductionConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective

@@ -13,7 +13,7 @@ from run_helpers import assert_same_weights, deterministic, read_metrics, wait_f
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
+from spurline.data.collators.reference import PackedCollator
 from spurline.data.token_store import TokenView
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoints.checkpoint import CheckpointStore

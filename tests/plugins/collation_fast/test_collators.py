@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.errors import DataError
 from spurline.protocols.collator import ParallelLayout

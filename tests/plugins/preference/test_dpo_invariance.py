@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spurline.data.batch import Ragged, TrainingBatch
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenStore, TokenStoreBuilder
 from spurline.protocols.collator import Collator, ParallelLayout

@@ -7,7 +7,7 @@ Factories are `"module:attribute"` strings that are imported on first use, so th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -354,11 +354,3 @@ def resolve(reference: str, what: str) -> Callable[..., Any]:
     if not hasattr(module, attribute):
         raise PluginError(f"The {what} names '{reference}', but {module_name} has no '{attribute}'.")
     return getattr(module, attribute)
-
-
-def group_by_kind(entries: Iterable[Registration]) -> dict[str, list[str]]:
-    """Return the names of components by kind."""
-    grouped: dict[str, list[str]] = {}
-    for entry in entries:
-        grouped.setdefault(entry.kind, []).append(entry.name)
-    return grouped

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PaddedCollator
 from spurline.data.configs import PaddedCollatorConfig
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Loss, TokenLossInputs

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.packed import PackedCollator
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PackedCollator, PaddedCollator
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
