@@ -47,7 +47,7 @@ DEFAULT_ORDER = 500
 
 
 class ReportPanel(Protocol):
-    """A section of the report, made by `Class(config)`.
+    """A section of the report. Factory: `Class(config)`.
 
     `title` is the heading of the panel. A panel may also have a number `order`. If the config chooses no panels, they
     are sorted by it, and `DEFAULT_ORDER` stands for a missing one. The panels of this package have 0 (the summary) to

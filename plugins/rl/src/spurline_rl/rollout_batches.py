@@ -14,7 +14,7 @@ from spurline.config.run_config import RunConfig
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.layout import Segment, turn_segments
 from spurline.data.collators.packing import round_up
-from spurline.data.collators.padded import PaddedCollator
+from spurline.data.collators.reference import PaddedCollator
 from spurline.errors import RunFailedError, listing
 from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
