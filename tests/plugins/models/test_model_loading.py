@@ -135,7 +135,7 @@ def test_a_folder_without_weights_names_init_random(architecture: Path) -> None:
 
 
 def test_a_hub_name_that_cannot_be_reached_says_what_to_check() -> None:
-    with pytest.raises(ModelError, match=r"(?s)nobody/nothing-here is neither a local folder.*without network"):
+    with pytest.raises(ModelError, match=r"(?s)nobody/nothing-here is neither a local folder.*hf download"):
         load("nobody/nothing-here")
 
 
