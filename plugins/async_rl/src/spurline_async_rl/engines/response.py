@@ -101,7 +101,7 @@ class Progress:
         sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
         assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
         if count:
-            self._add(token_ids, logprobs, raw_logprobs, (version,) * count)
+            self._add(token_ids, logprobs, raw_logprobs, array("i", (version,)) * count)
 
     def extend(self, other: Progress) -> None:
         """Add all tokens of the next part of the response, without experts."""
@@ -115,7 +115,7 @@ class Progress:
                 del column[length:]
 
     def _add(
-        self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, versions: Sequence[int]
+        self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, versions: array[int]
     ) -> None:
         _append(self._token_ids, token_ids)
         _append(self._logprobs, logprobs)
