@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -285,6 +286,25 @@ def test_what_fails_beside_the_training_ends_it(
     with pytest.raises(KeyError) as ended, closing(keeper):
         raise KeyError("first")
     assert ended.value.__notes__ == ["Writing the rollouts failed too: the disk is full"]
+
+
+def test_a_disk_that_does_not_answer_ends_the_run(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("spurline_rl.kept_rollouts.keeper.write_step", lambda *_: answers.wait(60) and 0)
+    monkeypatch.setattr("spurline_rl.kept_rollouts.keeper._LIMIT_S", 0.05)
+    keeper = RolloutKeeper(tmp_path, tokenizer, MB)
+    keeper.start(0)
+    keeper.keep(make_step(1))
+    [writer] = [thread for thread in threading.enumerate() if thread.name == "spurline-kept-rollouts"]
+    with pytest.raises(RunFailedError, match=r"source\.keep_rollouts"):
+        keeper.flush()
+    keeper.close()
+    assert writer.is_alive()
+    assert writer.daemon, "the interpreter would wait for it"
+    answers.set()
+    writer.join(30)
 
 
 def test_a_removed_folder_is_no_place_to_write(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:

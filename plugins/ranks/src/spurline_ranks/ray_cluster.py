@@ -14,7 +14,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from spurline.errors import RunFailedError, UserError
+from spurline.threads import call_on_daemon
 from spurline_ranks.group import ClusterRequest
 
 Bundle = Mapping[str, float]
@@ -166,18 +166,9 @@ def free_of(nodes: Sequence[Node]) -> str:
 
 
 def _join_in_time(request: ClusterRequest) -> None:
-    joined: Future[None] = Future()
-
-    def join() -> None:
-        try:
-            joined.set_result(_join(request))
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            joined.set_exception(error)
-
-    # On the main thread Ray would replace the handler of SIGTERM.
-    threading.Thread(target=join, name="spurline-ray", daemon=True).start()
     try:
-        joined.result(CONNECT_TIMEOUT_S)
+        # On the main thread Ray would replace the handler of SIGTERM.
+        call_on_daemon("spurline-ray", _join, request).result(CONNECT_TIMEOUT_S)
     except TimeoutError:
         raise UserError(f"The Ray cluster has not answered for {CONNECT_TIMEOUT_S:g} s. {_RESTART}") from None
 

@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import errno
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from spurline.errors import RunFailedError
 from spurline.files import write_bytes, write_failure
+from spurline.threads import call_on_daemon
 from spurline_rl.kept_rollouts.reader import ROLLOUTS_FOLDER, step_files
 from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_text.token_pieces import TokenPieces
+
+_LIMIT_S = 600.0
+"""Seconds to write one step, more than any disk takes that still answers."""
 
 
 class RolloutKeeper:
@@ -31,7 +36,6 @@ class RolloutKeeper:
         self._run_dir, self._most_bytes = run_dir, most_bytes
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._pieces = TokenPieces(tokenizer)
-        self._thread = ThreadPoolExecutor(1, "spurline-kept-rollouts")
         self._writing: Future[None] | None = None
         self._sizes: dict[int, int] = {}
 
@@ -61,16 +65,27 @@ class RolloutKeeper:
     def keep(self, taken: KeptStep) -> None:
         """Begin to write a step. Raises RunFailedError if the step before could not be written."""
         self.flush()
-        self._writing = self._thread.submit(self._write, taken)
+        self._writing = call_on_daemon("spurline-kept-rollouts", self._write, taken)
 
     def flush(self) -> None:
-        """Wait until the last step is on the disk. Raises RunFailedError if it could not be written."""
+        """Wait until the last step is on the disk.
+
+        Raises:
+            RunFailedError: If the step cannot be written, or is not written within a time limit.
+        """
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        if writing is None:
+            return
+        try:
+            writing.result(_LIMIT_S)
+        except TimeoutError as error:
+            raise RunFailedError(
+                f"{self._folder}: writing the rollouts of a step takes more than {_LIMIT_S:g} s. Check the disk, or "
+                "set source.keep_rollouts: 0 to go on without them."
+            ) from error
 
     def close(self) -> None:
-        """End the thread. If another error is being raised, an error of the thread becomes a note of it."""
+        """Flush. If another error is being raised, an error of the thread becomes a note of it."""
         ended_by = sys.exception()
         try:
             self.flush()
@@ -78,8 +93,6 @@ class RolloutKeeper:
             if ended_by is None:
                 raise
             ended_by.add_note(f"Writing the rollouts failed too: {failure}")
-        finally:
-            self._thread.shutdown()
 
     def _write(self, taken: KeptStep) -> None:
         self._sizes[taken.step] = write_step(self._folder, taken.step, step_table(taken, self._pieces))
