@@ -64,7 +64,7 @@ def test_sequences_that_share_a_row_stand_apart(base_config: Config) -> None:
     row = data.rows[0]
     assert len(row.sequences) > 1
     last = data.rows[-1]
-    assert re.search(rf": {len(last.sequences)} of the \d+ sequences that share its \d+ places", last.title)
+    assert re.search(rf": {len(last.sequences)} of the \d+ sequences that share its \d+ token positions", last.title)
     assert all(text_of(sequence, trained=True).endswith("<|im_end|>") for sequence in row.sequences)
     assert len({sequence.uid for sequence in row.sequences}) == len(row.sequences)
 

@@ -64,7 +64,7 @@ def test_a_model_that_cannot_be_read_is_a_finding_and_not_an_end(config: dict[st
 def test_few_open_files_are_found(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 1024))
     findings = found(config)
-    assert findings["open files"] == Finding("open files", "256", "run `ulimit -n 1024` before")
+    assert findings["open files"] == Finding("open files", "256", "run `ulimit -n 1024` before the run")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu", None])

@@ -191,7 +191,7 @@ def test_ranks_with_gpus_are_put_on_as_few_machines_as_are_asked_for(joined: Ray
         ({"count": 16, "per_node": 4}, (8, 8), 4),
         ({"count": 2, "per_node": 4}, (8, 8), 2),
         ({"count": 4}, (), 4),
-        ({"count": 12}, (8, 4), "room for node0 8, node1 4. Set ranks_per_node"),
+        ({"count": 12}, (8, 4), "machines, at most 8 on node0, at most 4 on node1. Set ranks_per_node"),
         ({"count": 12}, (8, 8), "12 ranks, which do not fill machines with 8 ranks each. Set ranks to a multiple of 8"),
     ],
 )

@@ -18,7 +18,7 @@ class TensorPlace:
         name: Hugging Face name of the weight.
         dtype: Dtype such as `float32`.
         shape: Shape of the tensor.
-        offset: Bytes from the beginning of the bucket's memory or file, if it has one.
+        offset: Where the tensor begins in the bucket's memory or file, in bytes.
     """
 
     name: str
@@ -40,8 +40,8 @@ class WeightBucket:
         places: The tensors in the bucket.
         where: JSON values that name the memory or file. Their content depends on the transport.
         tensors: The tensors, in the order of `places`, if the bucket stays in this process.
-        machine: The `this_machine` of the only machine that can read the bucket, or an empty text.
-        receiver: The one of an engine's `receivers` that reads this copy. It is set when the bucket is sent.
+        machine: The result of `this_machine` on the only machine that can read the bucket, or an empty text.
+        receiver: The entry of an engine's `receivers` that reads this copy. It is set when the bucket is sent.
     """
 
     transport: str
@@ -70,7 +70,7 @@ class WeightBucket:
 
 
 PublishedPart = Literal["model", "adapter"]
-"""The part of the weights that engines are sent."""
+"""The part of the weights that is sent to engines."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class MakerChoice:
 
     Attributes:
         maker: The maker as "module:Class".
-        settings: Its arguments by name, as JSON values.
+        settings: The maker's arguments by name, as JSON values.
         max_bytes: Most bytes of the weights in a bucket. A larger tensor has its own bucket.
         dtype: The dtype of floating point weights, such as `bfloat16`. None keeps the backend's dtype.
         part: The whole model with merged adapters, or only the adapters.
         made_by: The processes that make a bucket. With `first`, the first process makes all buckets. With `owners`, the
-            process that holds most of a bucket makes it. With `all`, every process makes a copy, and their `where` are
-            joined. Unless this is `first`, a maker also gets the number of its process, `sender`, and their count,
-            `senders`.
+            process that holds most of a bucket makes it. With `all`, every process makes a copy of the bucket, and the
+            `where` of all copies are joined. Unless this is `first`, a maker also gets two arguments: `senders`, how
+            many processes make buckets, and `sender`, the number of its process among them, counted from 0.
     """
 
     maker: str
@@ -98,17 +98,18 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """Makes the buckets of a transport in a process that holds weights. The transport's `WeightSync` tells engines.
+    """Makes the buckets of a transport in a process that holds weights. The transport's `WeightSync` tells
+    engines about them.
 
     Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
     previous one, or earlier if the `WeightSync` makes buckets ahead.
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Free the previous bucket, and make the bucket of this number, counted from 1, without `tensors`.
+        """Free the previous bucket, and make the bucket with this number, counted from 1. It has no `tensors`.
 
-        The maker must take all `weights`, pairs (hf_name, tensor), once and in order, even after an error. If engines
-        did not get the bucket, the same number is asked for again.
+        `weights` are pairs (hf_name, tensor). The maker must iterate over all of them once, even after an error. If
+        engines did not get the bucket, `make` is called again with the same number.
         """
         ...
 
@@ -129,11 +130,11 @@ class MakesBuckets(Protocol):
         """Yield all weights of `named_weights` in buckets.
 
         The caller asks for the next bucket when every engine has taken the previous one, or earlier if the maker can
-        work ahead. The maker is kept until another choice is made or the backend is closed.
+        work ahead. The maker is kept until this is called with another choice, or the backend is closed.
 
         Args:
             version: Version of the weights.
             choice: The maker to use.
-            first: Number of the first bucket, counted from 1. Engines have the earlier ones.
+            first: Number of the first bucket to make, counted from 1. Engines have received the earlier buckets.
         """
         ...

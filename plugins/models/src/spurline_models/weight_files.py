@@ -58,8 +58,8 @@ def check_weight_files(model: ModelConfig) -> None:
     refuse_adapter("model.path", model.path)
     if (folder / SETTINGS_FILE).is_file():
         raise ModelError(
-            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Set model.path to a model in which it "
-            "is merged, or remove the file if the weights beside it are whole."
+            f"model.path: {folder} has an {SETTINGS_FILE}, so it is an adapter. Set model.path to a model in which the "
+            "adapter is merged. If the folder has the weights of a whole model, remove the file."
         )
     paths = _files_in(folder)
     if not paths:
@@ -73,8 +73,8 @@ def _without_weights(folder: Path) -> str:
     if pickled:
         return (
             f"model.path: {folder / pickled[0]} is a pickle, which can run code when it is opened, and {folder} has no "
-            "safetensors files. Use a copy of the model in safetensors. If you trust its makers, make one with "
-            "from_pretrained and save_pretrained of transformers."
+            "safetensors files. Use a copy of the model in safetensors. If you trust the model's makers, make a copy "
+            "with from_pretrained and save_pretrained of transformers."
         )
     files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
     return (
@@ -85,7 +85,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def safetensors_files(model: ModelConfig) -> list[Path]:
-    """Return the safetensors files of a model. They are downloaded if the model is on the hub, which may have none.
+    """Return the safetensors files of a model, or [] if a model on the hub has none. They are downloaded from the hub.
 
     Raises:
         ModelError: If files are missing or broken.
@@ -119,7 +119,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Return the dtype of the weights in their files, or fp32 if there are several dtypes or no safetensors files."""
+    """Return the dtype of a model's floating point weights in its files, or fp32 for several dtypes or no files."""
     found: set[torch.dtype] = set()
     for path in [] if model.init == "random" else safetensors_files(model):
         found |= {tensor.dtype for tensor in layout_of(path).values()}
@@ -173,7 +173,7 @@ def _check_readable(path: Path) -> None:
 
 
 def values_of_tensor(tensor: Tensor) -> Values:
-    """Return a tensor's values for a safetensors file, copied from a device block by block.
+    """Return a tensor's values for a safetensors file. They are copied from the device block by block.
 
     Raises:
         CheckpointWriteError: If safetensors files cannot hold the dtype.
@@ -224,7 +224,7 @@ class FilePlan:
     """The files that weights are written to, named as transformers names them.
 
     Attributes:
-        files: The layout of each file, in the dtype of the files, by file name.
+        files: The layout of each file, by file name. It has the dtypes that weights have in the file.
         file_of: The file name of each weight.
         total_bytes: Size of all weights.
     """
@@ -262,7 +262,7 @@ class WeightFile:
         self._places: dict[str, int] = {}
         self._path = path
         end = 0
-        # The widest dtypes come first, as in safetensors, so that every tensor begins at a multiple of its width.
+        # Tensors with the widest dtypes come first, as in safetensors. So each begins at a multiple of its width.
         ordered = dict(sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])))
         for name, tensor in ordered.items():
             self._places[name], end = end, end + tensor.nbytes

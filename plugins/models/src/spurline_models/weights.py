@@ -1,7 +1,8 @@
 """Give a model's weights their Hugging Face names for export and publishing, and identify weights by digests.
 
-A checkpoint has a digest of the frozen weights, which it does not hold. The digest covers all names, shapes and dtypes,
-and blocks of values that are spread over each tensor. It is quick for large models, and any fine-tuning changes it.
+A checkpoint contains a digest of the frozen weights instead of these weights. The digest covers all names, shapes and
+dtypes, and blocks of values that are spread over each tensor. The digest takes little time even for a large model,
+and changes with any fine-tuning.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Parts that are converted together: one part, or all parts of a layer whose names or shapes differ in files.
+    """Parts that are converted together: one part, or all parts of one layer whose names or shapes change.
 
     Attributes:
         parts: The parts.
@@ -78,7 +79,7 @@ class GroupedWeights:
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Make the weights of a group from its whole `tensors`. The result may share their memory."""
+        """Make the weights of a group from whole tensors, by name. The result may share memory with `tensors`."""
         raise NotImplementedError
 
 
@@ -88,7 +89,7 @@ class NamedWeights(GroupedWeights):
     Args:
         causal: The model.
         adapted: Whether the model carries LoRA adapters.
-        read: Returns a tensor of the model, or a copy on the host if its memory is given away.
+        read: Returns a tensor of the model, or an equal one on the host while an engine uses the tensor's memory.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class NamedWeights(GroupedWeights):
         return revert_weight_conversion(self._causal, {part.name: self._whole(part, tensors) for part in group.parts})
 
     def _value(self, source: str) -> Tensor:
-        """Return the model's own tensor, or the values of a quantized one."""
+        """Return a tensor of the model. A quantized weight is converted back to floating point."""
         layer = self._quantized.get(source)
         return self._read(self.tensors[source]) if layer is None else layer.held(self._read).values(layer.wide_dtype)
 
@@ -128,7 +129,7 @@ class NamedWeights(GroupedWeights):
         return merged_weight(self._layers[part.layer], part.sources[0].removeprefix(f"{part.layer}."), own)
 
     def _parts(self) -> Iterator[WeightPart]:
-        # Layers by the names that their weights have in a model without adapters.
+        # Paths of the adapted layers, by the names that their weights have in a model without adapters.
         merged = {
             f"{without_adapters(path)}.{getattr(layer, 'parameter_name', 'weight')}": path
             for path, layer in self._layers.items()
@@ -214,8 +215,9 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
     """Raise CheckpointError unless the reference model has the `expected` digest of the run's initial weights."""
     if found != expected:
         raise CheckpointError(
-            f"model.path: the weights of {path} are not the ones that this run started from. The reference model "
-            "needs them. Restore them, model.revision and backend.weights, or start over with another run_dir."
+            f"model.path: the weights of {path} are not the ones that this run started from, which the reference "
+            "model needs. Restore the old weights, model.revision and backend.weights, or start over with another "
+            "run_dir."
         )
 
 

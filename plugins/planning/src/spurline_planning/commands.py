@@ -27,7 +27,7 @@ def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", min=1, help="Memory of the GPUs, if the run trains elsewhere.")
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of one GPU, if the run trains elsewhere.")
     ] = None,
 ) -> None:
     """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
@@ -53,7 +53,7 @@ def data(
     config: ConfigArgument,
     overrides: SetOption = None,
     rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
-    whole: Annotated[bool, typer.Option("--whole", help="Read all of large data, as training does.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", help="Read all rows of large data, as training does.")] = False,
 ) -> None:
     """Show the first rows of a run: every token, whether it is trained, and what was cut or left out."""
     loaded = load(config, overrides)

@@ -1,7 +1,7 @@
 """Check machine, folders, devices and ranks before a run, for `spurline doctor RUN.yaml`.
 
-The findings have the order in which a run would meet them. No weights are loaded. A backend with ranks starts them, and
-adds their findings.
+The findings have the order in which a run would meet them. No weights are loaded. A backend with ranks starts its
+ranks, and adds their findings.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _machine() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < OPEN_FILES
     shown = "without limit" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    yield Finding("open files", shown, f"run `ulimit -n {min(OPEN_FILES, hard)}` before" if few else "")
+    yield Finding("open files", shown, f"run `ulimit -n {min(OPEN_FILES, hard)}` before the run" if few else "")
     yield Finding("memory", f"{gib(memory_bytes())}, {num_cores()} cores")
 
 
@@ -72,7 +72,7 @@ def _shared_memory() -> Iterator[Finding]:
     if shared.is_dir():
         free = shutil.disk_usage(shared).free
         small = free < SHARED_MEMORY
-        fix = "give the container more, as with `docker run --shm-size=8g`, or delete files there"
+        fix = "give the container more shared memory, as with `docker run --shm-size=8g`, or delete files in /dev/shm"
         yield Finding(str(shared), f"{gib(free)} free for NCCL between ranks of a machine", fix if small else "")
 
 
@@ -81,7 +81,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPUs", "torch sees none: the run trains on the CPU")
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         free, total = torch.cuda.mem_get_info(index)
-        fix = "end other programs on it: see `nvidia-smi`" if free < total // 2 else ""
+        fix = "end other programs on this GPU: see `nvidia-smi`" if free < total // 2 else ""
         yield Finding(f"GPU {index}", f"{torch.cuda.get_device_name(index)}, {gib(free)} of {gib(total)} free", fix)
 
 
@@ -93,7 +93,7 @@ def _run_dir(path: Path) -> Iterator[Finding]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             free = shutil.disk_usage(path).free
     except OSError as error:
-        fix = "choose another: --set run_dir=PATH, or change its permissions"
+        fix = "choose another folder: --set run_dir=PATH, or change the permissions of this one"
         yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
         return
     fix = "free some space, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""

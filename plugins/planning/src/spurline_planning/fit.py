@@ -20,10 +20,10 @@ from spurline_planning.protocols import PlansLayouts, PlansMemory
 _Section = TypeVar("_Section", bound=BaseModel)
 
 SHARE_USED = 0.9
-"""Share of a device's memory that a plan uses. Kernels, network buffers and the allocator take the rest."""
+"""Share of a device's memory that a run may use. Kernels, network buffers and the allocator need the rest."""
 
 BUCKETS = 4
-"""Buckets of weights on a device while weights are published: two of the sender and two of the receiver."""
+"""Number of buckets on a device while weights are published: two of the sender and two of the receiver."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Load:
         row_length: Tokens of the longest row; 0 if no batch is known.
         tokens: Tokens of the step; 0 if no batch is known.
         generation: Bytes by part that the trainer's device needs for generation, between updates.
-        engine: The engine that takes turns with the trainer on its devices, if there is one.
+        engine: The engine that takes turns with the trainer on the trainer's devices, if there is one.
     """
 
     row_length: int = 0
@@ -46,7 +46,7 @@ class Load:
 def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryEstimate | None:
     """Estimate the memory of this step and of generation. Return None if the backend has no estimate.
 
-    `backend` replaces the backend of the run.
+    If `backend` is given, it is used instead of the run's backend.
     """
     backend = backend or run.backend
     if not isinstance(backend, PlansMemory):
@@ -59,24 +59,24 @@ def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryE
 
 
 def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return memory by part on the fullest device, the total, and whether it fits.
+    """Return lines with the memory of each part on the fullest device, the total, and whether the run fits.
 
-    Without an estimate of the backend, there are no lines.
+    There are no lines if the backend has no estimate.
 
     Args:
         run: The run to plan.
-        load: Its largest step.
+        load: The run's largest step.
         device_bytes: Memory of a device. If None, the backend looks at the devices of this machine.
 
     Raises:
         ModelError: If the model's config cannot be read.
-        ConfigError: If an optimizer's group fits no parameter.
+        ConfigError: If a parameter group of an optimizer matches no parameter.
     """
     estimate = estimate_load(run, load)
     if estimate is None:
         return []
     lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
-    turns = ", since not all parts are in memory at once" if len(estimate.moments) > 1 else ""
+    turns = " (not the sum: not all parts are in memory at once)" if len(estimate.moments) > 1 else ""
     unknown = ", without activations and logits, whose size depends on the batches" if not load.tokens else ""
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
@@ -93,7 +93,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
 
 def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
-    """Return the cheapest changes of the backend's settings that make it fit, or all changes if it still does not."""
+    """Return the cheapest changes of backend settings with which the run fits. If it never fits, return all changes."""
     backend = run.backend
     assert isinstance(backend, PlansMemory)
     changes: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return other ways to divide the model among the same ranks. Arguments and errors are as in `memory_lines`.
 
-    Without a batch or a device to fit, there are none.
+    There are no lines if no batch or no device is known.
     """
     limit = _device_limit(run.backend, device_bytes)
     if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
@@ -167,7 +167,7 @@ def _device_limit(backend: object, device_bytes: int | None) -> int | None:
 
 
 def _with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Return a copy of the section with these values. A key such as `lora.base_dtype` names a setting further in."""
+    """Return a copy of the section with these values. A key such as `lora.base_dtype` is for an inner section."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")

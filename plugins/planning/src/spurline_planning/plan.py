@@ -37,7 +37,7 @@ from spurline_planning.protocols import PlansLayouts, planned
 BATCHES_SHOWN = 3
 
 EXAMPLE_TOKENS = 120
-"""Tokens of the example that are shown. If it is longer, its middle is left out."""
+"""How many tokens of the example are shown at most. The middle of a longer example is left out."""
 
 T = TypeVar("T")
 
@@ -74,9 +74,9 @@ def make_plan(
 
     Args:
         loaded: The config of the run.
-        row_limit: Rows of each dataset that are read; None reads all.
+        row_limit: How many rows of each dataset to read at most. None reads all.
         progress: Called before each slow part.
-        device_bytes: Memory of the devices of the run. If None, this machine's devices are planned for.
+        device_bytes: Memory of one device. If None, the plan is for the devices of this machine.
     """
     plan, config = Plan(), loaded.config
     backend = config.backend
@@ -124,8 +124,8 @@ def make_plan(
 class _Model:
     """Facts about a model from its files, without its weights.
 
-    `context` is the number of tokens that the model can see, or None without a limit. `vocabulary` is the number of its
-    embeddings, or None if its config has no number.
+    `context` is the number of tokens that the model can see, or None without a limit. `vocabulary` is the number of the
+    model's embeddings, or None if the config does not say it.
     """
 
     parameters: int
@@ -215,7 +215,7 @@ def _early_end(config: RunConfig) -> list[str]:
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches, or show the first prompt. Return the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # Other sources give a batch only once, and `_first_batches` needs it.
+        # A source that is not pure gives each batch only once, and `_first_batches` needs the first ones.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
@@ -230,7 +230,7 @@ def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model)
         plan.sections["batches"] = [f"made by the source '{name}' during training; their shapes are not known yet"]
         return Load()
     update = rollouts.largest_update(config, prompt, model.context)
-    known = "" if longest is not None else ", without the prompts, whose lengths only the environment knows"
+    known = "" if longest is not None else ". Prompts are not counted, since only the environment knows them"
     plan.sections["batches"] = [
         f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
         f"{update.row_length:,}, if every response has the largest allowed length{known}"

@@ -1,6 +1,6 @@
 """Protocols of component settings that only `spurline plan` and `spurline doctor` use.
 
-A config may implement the methods without importing this package. If it does not, the plan leaves these parts out.
+A config may implement the methods without importing this package. If it does not, the plan says less.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from spurline_models.machine import Finding
 
 @runtime_checkable
 class PlansMemory(Protocol):
-    """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all of them."""
+    """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all these methods."""
 
     beyond: ClassVar[str]
     """A sentence with advice if a model does not fit with any settings of this backend; may be empty."""
@@ -33,10 +33,10 @@ class PlansMemory(Protocol):
         ...
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of this section that need less memory. The changes that cost the least time come first.
+        """Return changes of the backend's settings that save memory. The changes that cost the least time come first.
 
         A plan adds one change after another. A key names a setting, such as `compile`, or a setting of an inner
-        section, such as `lora.base_dtype`. The section must stay valid with each change.
+        section, such as `lora.base_dtype`. The settings must stay valid after each change.
         """
         ...
 
@@ -46,7 +46,7 @@ class PlansLayouts(Protocol):
     """Settings of a backend that divides a model among ranks."""
 
     def describe_layout(self, run: RunConfig) -> Sequence[str]:
-        """Return sentences about its ranks: their number, machines and groups."""
+        """Return sentences about the backend's ranks: their number, machines and groups."""
         ...
 
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
@@ -86,11 +86,11 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return the bytes by part that generation needs on the trainer's device, or {} if it runs elsewhere."""
+        """Return what generation needs on the trainer's device, in bytes by part. {} if engines use other devices."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """Return the engine that takes turns with the trainer on its devices, if there is one."""
+        """Return the engine that takes turns with the trainer on the trainer's devices, if there is one."""
         ...
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:

@@ -32,12 +32,13 @@ class PreferenceSourceConfig(SourceConfig):
             yield Problem(
                 "name",
                 f"is {self.name}, but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set "
-                "loss: dpo, or remove the line.",
+                "loss: dpo, or remove the setting `loss`.",
             )
         if run.reduction.name == "fixed_norm":
             yield Problem(
                 "name",
-                f"is {self.name}, where all pairs weigh the same, but reduction: fixed_norm counts tokens. Remove it.",
+                f"is {self.name}, where all pairs weigh the same, but reduction: fixed_norm counts tokens. Remove "
+                "reduction.",
             )
         if run.data.too_long == "split":
             yield Problem(
@@ -50,7 +51,7 @@ class PreferenceSourceConfig(SourceConfig):
                 yield Problem(
                     "name",
                     f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
-                    f"{entry.format}. Remove the format. `columns` renames columns.",
+                    f"{entry.format}. Remove the format. If columns have other names, set `columns`.",
                 )
         capacity = run.collator.row_capacity
         if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
@@ -76,7 +77,7 @@ class DpoConfig(LossConfig):
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
     """Share of pairs whose answers are assumed to be exchanged, for `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the mean negative log-likelihood of the chosen answer (RPO, arXiv:2404.19733)."""
+    """This times the mean negative log-likelihood of the chosen answer is added to the loss (RPO, arXiv:2404.19733)."""
 
     @property
     def uses_reference(self) -> bool:

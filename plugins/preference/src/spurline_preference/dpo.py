@@ -34,8 +34,8 @@ from spurline_preference.configs import DpoConfig
 class PairIndex:
     """Finds the segments of the two answers of each pair in a micro-batch, by the column `pair_ids`.
 
-    The number of pairs follows from the number of segments, so this does not wait for the device. If a pair lacks an
-    answer, its loss is NaN, and the update is refused before it changes anything. No source makes such a pair.
+    The number of pairs follows from the number of segments, so computing it does not wait for the device. If a pair
+    lacks an answer, its loss is NaN, and the update is refused before it changes anything. No source makes such a pair.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:
@@ -116,9 +116,9 @@ class Dpo:
         kinds = {
             "sigmoid": "DPO: minus the log-sigmoid of the margin between the chosen and the rejected answer",
             "hinge": "DPO with a hinge: how far the margin between the chosen and the rejected answer is below 1",
-            "ipo": "IPO: squared distance of the mean margin per token between both answers from 1 / (2 beta)",
+            "ipo": "IPO: squared difference of 1 / (2 beta) and the mean margin per token between both answers",
         }
-        parts = [f"{kinds[config.loss_type]}, with beta {config.beta:g} to the reference model"]
+        parts = [f"{kinds[config.loss_type]}, with beta {config.beta:g}, relative to the reference model"]
         if config.label_smoothing > 0:
             parts.append(f"{config.label_smoothing:.0%} of the pairs are assumed to be in the wrong order")
         if config.sft_weight > 0:

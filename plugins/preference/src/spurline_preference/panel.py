@@ -1,4 +1,4 @@
-"""Show how training on pairs separates the chosen and the rejected answers, for runs with such a loss."""
+"""Show how training on pairs separates the chosen and the rejected answers, for runs whose loss compares them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PreferencePanel(Panel):
         head = f"Margin {margins[-1]:.4g} at step {steps[-1]:,}"
         _, accuracies = record.series("dpo/accuracy")
         if accuracies:
-            head += f"; {accuracies[-1]:.1%} of its training pairs are in the right order"
+            head += f"; {accuracies[-1]:.1%} of this step's training pairs are in the right order"
         return block(caption(head), columns(*(plot for plot in plots if plot)), wide=True)
 
 

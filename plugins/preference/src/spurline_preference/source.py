@@ -1,6 +1,6 @@
 """Source `preference`: pairs of a chosen and a rejected answer, in an order that is known before training.
 
-Place on the way: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization of each side ->
+Data flow: row -> two `PreferenceSide` rows, each a prompt with its completion -> tokenization of each side ->
 pairs -> one joint sample per pair -> collator -> `split_pairs` -> TrainingBatch. The collator gets a pair as one
 sample, and micro-batches and ranks do not divide rows, so pairs stay together. In the batch each answer is its own
 segment, which does not attend to the other answer.
@@ -8,9 +8,9 @@ segment, which does not attend to the other answer.
 | form of a row | prompt | chosen, rejected |
 |---|---|---|
 | text | text | text |
-| turns as text | text, in `instruction`, which `input` adds to | text |
+| turns as text | text, in `instruction` and, if there is one, `input` | text |
 | messages | messages, in `prompt` or `messages` | messages, or a single one |
-| whole conversations | none, or its text | messages; the first messages that both share are the prompt |
+| whole conversations | none, or text | messages; the first messages that both share are the prompt |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
 class PreferenceSide(DerivedDataset):
     """A `Dataset` around another one. Each row has the prompt and the answer of one side in separate columns.
 
-    `columns` is the setting of the dataset. The answer keeps the name of its column.
+    `columns` is the dataset's setting `columns`. The answer keeps the name of its column.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
@@ -107,13 +107,13 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
         raise BadRowError(
             view.label("prompt"),
             f"is missing, and {view.label('chosen')} and {view.label('rejected')} begin with different messages. Give "
-            "the messages before the answers in a column, and name it with `columns: {prompt: NAME}`.",
+            "a column with the messages that come before the answers, and name it with `columns: {prompt: NAME}`.",
         )
     return [{"role": "user", "content": prompt}], whole[side]
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the first messages that both share. The last message of each is always its answer."""
+    """Count the first messages that both conversations share. The last message of each is always its answer."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -133,7 +133,7 @@ def join_pairs(
         samples: The samples chosen, rejected, chosen, rejected, ...
         labels: Names of the datasets.
         datasets: int64 [pairs], the dataset of each pair.
-        rows: int64 [pairs], the row of each pair. Dataset and row make its uid.
+        rows: int64 [pairs], the row of each pair. The uid of a pair is made of dataset and row.
         align_to: The rejected answer starts at a multiple of this.
         pad_token_id: The token that fills the gap between the answers.
 
@@ -207,7 +207,7 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
 Pairs = NDArray[np.int64]
 
 OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""Reason to leave a usable answer out: the other answer of its pair is not usable."""
+"""Reason why a usable answer is left out: the other answer of its pair is not usable."""
 
 
 class PairSet(SampleSet):

@@ -42,7 +42,7 @@ class RankBackend:
     def __init__(self, config: RankBackendConfig, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._config = config
         self._run = run
-        # Checks come before ranks start and read weights.
+        # These checks come before the ranks start and read weights.
         config.check_model(run)
         check_losses(run, registry)
         self._model_config = load_model_config(run.model)
@@ -124,7 +124,7 @@ class RankBackend:
         return buckets_of_ranks(self._ranks, version, choice, first)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        # Ranks return errors of files: an error that they raise would end all ranks.
+        # Ranks return errors of files instead of raising them. A raised error would end all ranks.
         _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
 
     def facts(self) -> Mapping[str, int | str]:
@@ -180,7 +180,7 @@ class RankBackend:
         return [answer for rank, answer in enumerate(answers) if self._config.counts(rank)]
 
     def _check_device_here(self, what: str) -> None:
-        """Raise RunFailedError while the devices are yielded to others."""
+        """Raise RunFailedError if engines use the devices at the moment."""
         if self._is_device_given:
             refuse(what)
 

@@ -1,7 +1,7 @@
 """Write and read the checkpoints of backends with ranks.
 
 Each trained model, `policy` or `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`). Weights
-have their names in the Hugging Face model. The optimizer's tensors for the weight NAME are called NAME/KEY. The first
+have their names in the Hugging Face model. The optimizer's tensor KEY of the weight NAME is called NAME/KEY. The first
 rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the names of the
 weights, the optimizer's name and numbers, and the layout of the ranks. Random generators are seeded in each step, so
 their state is not saved.
@@ -41,7 +41,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of the files. Raises CheckpointError if it is damaged, or written by another backend."""
+        """Read the headers of the files. Raises CheckpointError if they are damaged, or of another backend."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
@@ -101,7 +101,7 @@ class StoredModel:
             Digests by path. Paths begin with the name of the folder.
 
         Raises:
-            CheckpointWriteError: If they cannot be written.
+            CheckpointWriteError: If files cannot be written.
         """
         try:
             folder.mkdir(exist_ok=True)
@@ -133,8 +133,8 @@ class StoredModel:
         Args:
             weights: A description of each weight of the model, by `optimizers.state.describe`.
             frozen_weights: The digest of the frozen weights.
-            check_optimizer: Raises CheckpointError unless the optimizer can take this state. Its tensors are on device
-                `meta`.
+            check_optimizer: Raises CheckpointError unless the optimizer can load a state. The state's tensors are on
+                device `meta`.
         """
         where = self.index.folder
         check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
@@ -146,7 +146,7 @@ class StoredModel:
 
     @classmethod
     def read_saved(cls, folder: Path, digests: Mapping[str, FileDigest], frozen_dtype: torch.dtype) -> SavedTensors:
-        """Open the policy in a single process, which reads one whole tensor after another.
+        """Open the policy of a checkpoint in a single process. Each tensor is read as a whole.
 
         `frozen_dtype` is the dtype in which ranks hold frozen weights.
         """
@@ -189,7 +189,7 @@ def digest_of_ranks(
         mine = ((places >= 0) & (places < torch.tensor(box.shape)[:, None])).all(0)
         sampled = values.detach()[tuple(places[:, mine].to(values.device))]
         found[name][mine.to(device)] = sampled.to(device, tensors[name].dtype)
-    # A rank that does not hold a value has zeros, so the maximum of each byte comes from a rank that does.
+    # A rank has zeros for values that it does not hold, so the maximum of each byte is the byte of the value.
     joined = torch.cat([values.view(torch.uint8) for values in found.values()])
     dist.all_reduce(joined, dist.ReduceOp.MAX)
     parts = joined.split([values.nbytes for values in found.values()])

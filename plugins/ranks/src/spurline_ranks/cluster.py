@@ -33,13 +33,13 @@ class ClusterConfig(Section):
     """The Ray cluster for the whole run. A bare string is short for its `address`."""
 
     address: str = Field(default="none", min_length=1)
-    """`auto` takes the cluster of RAY_ADDRESS, or else the cluster that `ray start` started on this machine.
-    `HOST:PORT` is the head of a cluster. With either, ranks and engines are placed on the cluster by default. `none`
-    places them there only if they have `launch: ray` or `placement: ray`."""
+    """`auto` joins the cluster at RAY_ADDRESS, or, if that is not set, the cluster that `ray start` started on this
+    machine. `HOST:PORT` is the head of a cluster. With `auto` or `HOST:PORT`, ranks and engines are placed on the
+    cluster by default. With `none`, only ranks with `launch: ray` and engines with `placement: ray` are."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
     """The environment of all processes on the cluster."""
     room_timeout_s: float = Field(default=180.0, ge=0)
-    """Seconds to wait for free resources: other machines may join, or other runs may end."""
+    """If too few resources are free: seconds to wait until machines join the cluster or other runs end."""
 
     @model_validator(mode="before")
     @classmethod
@@ -62,14 +62,14 @@ class ClusterConfig(Section):
             yield Problem(
                 "address",
                 f"is {self.address}, but nothing of this run is placed on a cluster. Choose a backend with ranks, such "
-                "as fsdp, or remove it.",
+                "as fsdp, or remove cluster.address.",
             )
 
 
 def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
     """Yield (key of a section, its need) for everything that this run places on its cluster.
 
-    A section of such things has a method `cluster_need(run)`, which returns its need or None. Ranks come first: they
+    The section of a component has a method `cluster_need(run)` if it may need a cluster. Ranks come first: they
     need whole machines, and engines take parts of machines.
     """
     sections = [(path, getattr(section, "cluster_need", None)) for path, section in sections_within(run)]

@@ -1,6 +1,6 @@
 """Check that the machines of a cluster have the same software and share the run directory, before weights are loaded.
 
-A process on each machine answers. A difference is a ConfigError that names the machines. Imports no torch.
+A process on each machine answers questions. A difference is a ConfigError that names the machines. Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
     """Return the versions of the software on this machine.
 
     Args:
-        plugins: The list in the config. Default plugins are added, unless `-NAME` leaves one out.
+        plugins: The setting `plugins`. Default plugins are added, unless `-NAME` leaves one out.
         needed: Modules to look for besides the usual libraries.
     """
     known = installed_plugins()

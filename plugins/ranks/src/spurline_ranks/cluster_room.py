@@ -1,7 +1,7 @@
 """Reserve room on a Ray cluster for everything that a run places there, before anything loads.
 
-Code that starts actors takes the room that is reserved for its `ClusterNeed`. If none is reserved, the code reserves it
-then. Only runs that place something on Ray import this module.
+Code that starts actors gets the room that is reserved for its `ClusterNeed` from `room_for`. If no room is reserved,
+`room_for` reserves it. Only runs that place something on Ray import this module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ANSWER_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Place:
-    """A placement group, its bundles, and the machine of each bundle. It holds room until `RayCluster.release`."""
+    """A placement group with its bundles and their machines. Its room stays reserved until `RayCluster.release`."""
 
     group: PlacementGroup
     bundles: Sequence[Bundle]
@@ -56,7 +56,7 @@ class RunRoom:
         self._places: list[Place] = []
 
     def reserve(self, needs: Sequence[ClusterNeed]) -> None:
-        """Wait for room for all needs. Raises ConfigError with the numbers if there is too little."""
+        """Wait for room for all needs. Raises ConfigError, which says what is free, if there is too little."""
         self._cluster.open()
         found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
         self._places = [place for places in found for place in places]
@@ -111,13 +111,13 @@ def room_for(
 
     Args:
         cluster: The cluster.
-        need: The processes. If they are `together` they get one place, otherwise each gets its own.
+        need: The processes. If they are `together` they get one `Place` for all, otherwise one `Place` each.
         setting: The section that an error names.
         timeout_s: Seconds to wait for room.
         given_up: A function that ends the wait by returning True.
 
     Raises:
-        ConfigError: If there is too little room. It has the numbers.
+        ConfigError: If there is too little room. It says what is wanted and what is free.
         RunFailedError: If `given_up` returns True.
     """
     with _reserved_lock:
@@ -141,7 +141,7 @@ def _reserve(
     try:
         for plan in plans:
             groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
-            # Ranks come first, as they need whole machines. Engines would take parts of these machines.
+            # Wait for ranks first: they need whole machines, and engines could use parts of all machines.
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
                     if not told:
@@ -152,8 +152,8 @@ def _reserve(
                     if time.monotonic() >= until:
                         raise ConfigError.at(
                             setting,
-                            f"does not fit on the cluster: {lack}. Ask for fewer, add machines with `ray start "
-                            "--address=...`, or wait until other runs end.",
+                            f"does not fit on the cluster: {lack}. Ask for fewer resources, add machines with `ray "
+                            "start --address=...`, or wait until other runs end.",
                         )
         machines = cluster.nodes()
         return [
@@ -167,7 +167,7 @@ def _reserve(
 
 
 def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[Node]) -> Place:
-    """Return the place of a placement group that is ready. `machines` are all machines of the cluster."""
+    """Return the `Place` of a placement group that is ready. `machines` are all machines of the cluster."""
     place_of_bundle = placement_group_table(group)["bundles_to_node_id"]
     by_id = {node.id: node for node in machines}
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
@@ -208,9 +208,9 @@ def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
     most = max(room.values(), default=need.count)
     per_machine = min(need.count, need.per_machine or most)
     if need.per_machine is None and most < need.count and len(set(room.values())) > 1:
-        listed = ", ".join(f"{name} {count}" for name, count in room.items())
+        listed = ", ".join(f"at most {count} on {name}" for name, count in room.items())
         raise ConfigError.at(
-            "backend", f"has to spread {need.count} ranks over machines with room for {listed}. Set ranks_per_node."
+            "backend", f"has to spread {need.count} ranks over unequal machines, {listed}. Set ranks_per_node."
         )
     if need.count % per_machine:
         raise ConfigError.at(

@@ -25,24 +25,24 @@ from spurline_ranks.group import TimeLimits
 class RankBackendConfig(ModelBackendConfig):
     """The settings of a backend whose model is divided among ranks.
 
-    A config must not import torch. So the code of some methods is in the module `planning` of the backend's package: in
-    functions `check_model`, `describe_layout`, `savings` and `estimate_memory`. A function takes the config, and then
-    the arguments of the method.
+    This module must not import torch. So the methods `check_model`, `describe_layout`, `savings` and `estimate_memory`
+    call functions with these names in the module `planning` of the backend's package. A function takes the config, and
+    then the arguments of the method.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
         "runtime_env": "Write it in the section `cluster`: it is for all processes on the cluster."
     }
     package: ClassVar[str] = ""
-    """The package with this module, such as `spurline_fsdp_backend`."""
+    """The package with the module `planning`, such as `spurline_fsdp_backend`."""
     worker: ClassVar[str] = ""
     """`module:Class` of the `RankWorker` in every rank."""
     doctor_rank: ClassVar[str] = ""
     """`module:Class` of the backend's `DoctorRank`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Number of processes, each with one GPU. null takes all GPUs of this machine, or 2 processes on CPU. `launch: ray`
-    needs a number."""
+    """Number of processes, each with one GPU. null means one for each GPU of this machine, or 2 on CPU. With
+    `launch: ray`, a number is needed."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
     """`local` starts the ranks on this machine, `ray` starts them on a Ray cluster. If `cluster.address` is set, the
     default is `ray`."""
@@ -51,12 +51,12 @@ class RankBackendConfig(ModelBackendConfig):
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks on each machine of a cluster. null takes one machine if it has enough GPUs, else all GPUs of each."""
+    """Ranks on each machine of a cluster. null fills one machine if it has enough GPUs, else all machines."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
-    """Numbers of the GPUs of this machine that ranks use. Rollout engines get the other GPUs. null takes all."""
+    """Numbers of the GPUs of this machine that ranks use. Rollout engines get the other GPUs. null means all."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Most tokens in one micro-batch of a rank, or of the ranks that share sequences, without padding. A row is never
-    divided. null puts all rows of a step in one micro-batch."""
+    """Most tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row is
+    never divided. null puts all rows of a step in one micro-batch."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Number of positions of a rank whose logits are in memory at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -123,7 +123,10 @@ class RankBackendConfig(ModelBackendConfig):
         return rank
 
     def counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with its share. Such ranks are in the order of the shares."""
+        """Return whether this rank answers for all ranks with the same share.
+
+        Sorted by number, these ranks are in the order of the shares.
+        """
         return True
 
     def _launch_problems(self) -> Iterable[Problem]:
@@ -132,7 +135,7 @@ class RankBackendConfig(ModelBackendConfig):
                 yield Problem("ranks_per_node", "is for the machines of a cluster. Set launch: ray, or remove it.")
             return
         if self.ranks is None:
-            yield Problem("ranks", "is needed with launch: ray. Set it to the number of machines times GPUs of each.")
+            yield Problem("ranks", "is needed with launch: ray. Set it to the number of GPUs of all machines.")
         if self.device == "auto" and not num_gpus():
             yield Problem(
                 "device",
@@ -142,7 +145,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     def _gpu_problems(self, gpus: tuple[int, ...]) -> Iterable[Problem]:
         if self.launch == "ray":
-            yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove one.")
+            yield Problem("gpus", "names GPUs of this machine, and launch: ray lets the cluster choose. Remove gpus.")
         different = len(set(gpus))
         if self.num_ranks > different:
             yield Problem(
@@ -169,7 +172,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def computes_in(self) -> Literal["fp32", "bf16"]:
-        """The precision, with `auto` replaced by the usual one of the device."""
+        """The precision, with `auto` replaced by the usual precision of the device."""
         if self.precision == "auto":
             return "bf16" if self.on == "cuda" else "fp32"
         return self.precision

@@ -29,7 +29,7 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
     seen = visible_gpus()
     if wrong := [gpu for gpu in request.gpus or () if gpu >= len(seen)]:
         exists = f"this machine has {', '.join(map(str, range(len(seen))))}" if seen else "this machine has none"
-        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. The numbers are those of CUDA.")
+        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. CUDA gives GPUs their numbers.")
     usable = seen if request.gpus is None else tuple(seen[gpu] for gpu in request.gpus)
     if request.count > len(usable):
         fix = f"Set it to {len(usable)}, or device: cpu." if usable else "Set device: cpu."
@@ -51,12 +51,13 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
-    """Return environment variables that keep exchanges on this machine's loopback. Variables that are set stay.
+    """Return environment variables that keep exchanges on the loopback interface, without those that are already set.
 
     Neither gloo nor NCCL authenticates peers, and by default other machines can reach both.
 
     Args:
-        peers_elsewhere: Whether NCCL also exchanges with other machines. It has one interface for all groups.
+        peers_elsewhere: Whether NCCL also connects to other machines. If so, NCCL is not limited to loopback, since it
+            uses one interface for all groups.
     """
     if _INTERFACE not in (name for _, name in socket.if_nameindex()):
         return {}

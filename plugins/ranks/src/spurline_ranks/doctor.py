@@ -27,9 +27,9 @@ from spurline_ranks.group import ClusterRequest, Place, RankGroup, open_ranks
 from spurline_ranks.messages import plain_run, read_run
 
 EXCHANGED_BYTES = 64 * 2**20
-"""Bytes that each rank has in one exchange."""
+"""Bytes that each rank contributes to one exchange."""
 LIMIT_S = 120.0
-"""Seconds for an exchange and for a call. Ranks that need longer for 64 MB are too slow to train."""
+"""Seconds that one exchange, or one call, may take. Ranks that need longer for 64 MB are too slow to train."""
 _REPEATS = 3
 
 
@@ -38,9 +38,9 @@ class Exchange:
     """The result of a few all-reduces in one rank."""
 
     seconds: float
-    """The time of the fastest one."""
+    """Seconds of the fastest all-reduce."""
     sent: float
-    """The bytes that the rank sent in each."""
+    """Bytes that the rank sent in each all-reduce."""
     right: bool
     """True if all values were right."""
 
@@ -49,7 +49,7 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
     """Start the ranks and yield their findings. `worker` is the `module:Class` of the backend's `DoctorRank`."""
     limits = replace(config.limits, call_s=LIMIT_S, collective_s=min(LIMIT_S, config.collective_timeout_s))
     began = time.monotonic()
-    # Logs would stay in the run directory.
+    # Without a log folder, no logs are left in the run directory.
     cluster = replace(cluster_request(run), log_dir=None)
     request = replace(config.rank_request(), peers_elsewhere=run.source.facts.engines_elsewhere)
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Find out whether the cluster asks for a token. Without one it is safe only in a private network."""
+    """Find out whether the cluster asks for a token. A cluster without a token is safe only in a private network."""
     from spurline_ranks.ray_cluster import RayCluster
 
     cluster = RayCluster(request)
@@ -152,7 +152,7 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Open the other groups of this rank, by name. The value None stands for a group of one rank. A collective."""
+        """Open the backend's groups that include this rank, by name. None means a group of one rank. A collective."""
         return {}
 
     def look(self) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from spurline_models.machine import check_ray
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
 START = "start"
-"""The name that messages give to the start: processes come up, join each other and make their workers."""
+"""The name of the start in messages: processes come up, join each other and make their workers."""
 PATIENCE_S = 60.0
-"""After so many seconds without an answer, a line names the missing ranks. The line comes again at this interval."""
+"""After so many seconds without an answer, a line with the missing ranks is printed, and again at this interval."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class RankGroup(ABC):
         """Return the stacks of each rank's threads, or the reason why there are none."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Ask the machines which of these ranks are gone. Their outcomes have not come yet."""
+        """Ask the machines which of these ranks, whose outcomes have not come yet, are gone."""
         return {}
 
     @abstractmethod
@@ -183,7 +183,7 @@ class RankGroup(ABC):
             self._release()
 
     def _start(self) -> None:
-        """Wait in the constructor until all are ready."""
+        """Wait until all ranks are ready. Constructors of subclasses call this."""
         try:
             with self._lock:
                 self._collect(START, self._limits.start_s, time.monotonic())
@@ -234,7 +234,7 @@ class RankGroup(ABC):
         raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return a text on what each rank does, with its stacks, and the first rank that does not answer."""
+        """Return a text on what missing ranks do, with stacks, and the first rank that does not answer, or None."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)

@@ -1,4 +1,4 @@
-"""Describe for `spurline plan` how ranks lie on machines."""
+"""Describe for `spurline plan` how many ranks each machine has."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def device_bytes(config: RankBackendConfig) -> int | None:
 
 
 def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
-    """Yield sentences on the machines of the ranks and their `groups`, such as `4 data x 2 context`."""
+    """Yield sentences about the ranks and their machines. `groups` is a text such as `4 data x 2 context`."""
     local = ranks_of_machine(config)
     if config.launch == "local":
         where = "this machine"
@@ -58,7 +58,7 @@ def divisors(number: int) -> list[int]:
 
 
 def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield settings with ever smaller micro-batches, down to one row."""
+    """Yield settings with smaller and smaller micro-batches, down to one row."""
     share = math.ceil(tokens / config.layout().data)
     bound = min(share, config.max_tokens_per_microbatch or share)
     while bound > row_length:

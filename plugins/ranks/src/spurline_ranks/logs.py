@@ -19,7 +19,7 @@ _WRITING_S = 0.1
 """When a file has not grown for so many seconds, the process has finished writing."""
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
-"""Ray writes lines that begin so into the output of a process."""
+"""Beginnings of the lines that Ray writes into the output of a process."""
 
 
 def write_into(log: str) -> None:
@@ -42,7 +42,7 @@ def begin_log(log: str) -> int:
 
 
 def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of the output that the last process has written into this file, a path or an open file."""
+    """Return the end of what the last process wrote into this log, which is a path or an open file."""
     if isinstance(log, str):
         if not Path(log).is_file():
             return ""
@@ -54,7 +54,7 @@ def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
 
 
 def stacks_of(pid: int, log: int, limit_s: float) -> str:
-    """Let a process write the stacks of its threads into its open log. Return them, or why there are none."""
+    """Let a process write the stacks of its threads into its open log. Return the stacks, or why there are none."""
     begin = size = os.fstat(log).st_size
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)

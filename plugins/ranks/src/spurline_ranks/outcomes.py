@@ -32,7 +32,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        # The first frame is our call of the rank's code.
+        # Leave out the first frame, in which this package calls the rank's code.
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return cls(f"{type(error).__name__}: {error}", shown, _ours(error))
@@ -114,7 +114,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
         return who.failed(text, call)
     if failure.error is not None:
         failure.error.add_note(f"This is from {who}, during `{call}`.")
-        # Python shows the cause in its tracebacks, but the user's message has none.
+        # Python shows the cause in its tracebacks. The message to the user does not contain the cause.
         failure.error.__cause__ = _TracebackOfRank(failure.traceback)
         return failure.error
     text = f"{name} failed during `{call}`: {failure.text}\n{failure.traceback}"
@@ -122,7 +122,7 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
 
 
 def _ours(error: BaseException) -> SpurlineError | None:
-    """Return the error if it is a SpurlineError that another process can unpickle."""
+    """Return the error if it is a SpurlineError that another process can unpickle, else None."""
     if not isinstance(error, SpurlineError):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Write tensors that many processes hold parts of, and read any parts of them in any number of processes.
+"""Write tensors that are divided among many processes, and read any part of them in any number of processes.
 
 A *piece* is a part of one tensor: a box, or a range of the values of a box, counted row by row. Every process writes
 its pieces into its own safetensors files, such as `rank-00003.part-001.safetensors`, and hashes the files meanwhile.
@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function tells it
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function does this
 
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, DamagedCheckpointError
@@ -78,7 +78,7 @@ class Piece:
         key: The name of the tensor.
         shape: The shape of the whole tensor.
         box: The box that the values come from.
-        values: All values of the box in its shape, or with a `span` a vector of some of them.
+        values: All values of the box, in its shape. With a `span`, a vector of the values in the span.
         span: The range of the box's values, counted row by row. If None, the piece has all values.
     """
 
@@ -134,7 +134,7 @@ def write_pieces(
         The digests of the files by name.
 
     Raises:
-        CheckpointWriteError: If they cannot be written.
+        CheckpointWriteError: If files cannot be written.
     """
     digests: dict[str, FileDigest] = {}
     try:
@@ -174,7 +174,7 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in a file, under this name."""
+    """A piece in a file. `name` is the name of its values there."""
 
     file: str
     name: str
@@ -242,7 +242,7 @@ class PieceIndex:
         return result
 
     def fill(self, target: Tensor, key: str) -> None:
-        """Fill the part of a tensor of the same shape and dtype that this process holds."""
+        """Read the part of `target` that this process holds. `target` has the stored tensor's shape and dtype."""
         local, box = held_values(target), held_box(target)
         if local.device.type == "cpu":
             self._read_into(local, key, box)
@@ -270,9 +270,9 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """Read the part of a stored tensor that is the part of `like` in this process, onto the same device.
+        """Return a stored tensor as a DTensor, divided and placed on a device as `like` is.
 
-        A stored tensor whose shape is not the shape of `like` is read whole, onto the CPU.
+        If `like` is no DTensor, or has another shape, the whole tensor is read onto the CPU.
         """
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:

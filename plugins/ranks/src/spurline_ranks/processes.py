@@ -2,7 +2,7 @@
 
 For each worker module the controller keeps a server process (`rank_server`), which has imported torch, transformers and
 the module. Ranks are forked from the server, so they start without waiting for imports. Each rank has one connection
-for its calls. The controller hosts the store where ranks meet; only this machine can reach it.
+for its calls. The controller hosts the store where ranks meet. Only this machine can reach the store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LocalRanks(RankGroup):
         for rank, process in enumerate(self._ranks):
             own = packed(() if per_rank is None else (per_rank[rank],))
             if not process.send(message, own):
-                # One rank's failure ends the call.
+                # The rank has failed, and this ends the call.
                 break
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
@@ -118,7 +118,7 @@ class _Process:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `release`
         ours, theirs = socket.socketpair()
         with theirs:
-            # A rank that reads nothing for so long counts as dead.
+            # A rank that reads nothing for this time counts as dead.
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(order.limits.call_s) or 1, 0))
             self._connection = Connection(ours.detach())
             self.pid = server.fork(self, theirs.fileno(), self._log.fileno())
@@ -236,7 +236,7 @@ class _Server:
             )
 
     def fork(self, rank: _Process, connection: int, log: int) -> int:
-        """Fork a rank. It gets these two open files. Return its process id."""
+        """Fork a rank, and give it these two open files. Return the rank's process id."""
         with self._lock:
             try:
                 socket.send_fds(self._control, [b"f"], [connection, log])
@@ -278,7 +278,7 @@ _servers_lock = threading.Lock()
 
 
 def _server_for(module: str, limit_s: float) -> _Server:
-    """Return the server for a worker's module, which lives as long as this process."""
+    """Return the server for a worker's module. The server lives as long as this process."""
     with _servers_lock:
         server = _servers.get(module)
         if server is None or server.has_ended:

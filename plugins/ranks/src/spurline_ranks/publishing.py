@@ -1,6 +1,6 @@
 """Make buckets of weights in the ranks. Weights never pass through the controller.
 
-Place on the way: parts of weights -> one whole bucket at a time, in the first rank, its owner or all ranks -> a
+Data flow: parts of weights -> one whole bucket at a time, in the first rank, the bucket's owner or all ranks -> a
 `BucketMaker` there -> a description of the bucket, which the controller passes on. Each call makes one bucket, so a
 consumer may stop after any bucket.
 """
@@ -32,7 +32,7 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
     """Join the descriptions of the same weights from several processes.
 
-    Only mappings within `where` may differ. They are joined. If several have a key, the value of the first is kept.
+    Only mappings within `where` may differ. They are joined. For a key in several buckets, the first value is kept.
     """
     first, *others = buckets
     where = dict(first.where)
@@ -67,7 +67,7 @@ class Publishing:
 
     Args:
         place: The place of this rank.
-        gatherings: The gathering of each part that may be published, `model` and `adapter`.
+        gatherings: The `WeightGathering` of each part that may be published, `model` and `adapter`.
         dtype: The dtype in which the weights of the model are gathered, unless a choice names another dtype.
     """
 
@@ -98,7 +98,7 @@ class Publishing:
             self._maker.taken()
 
     def _planned(self, choice: Mapping[str, Any]) -> _Plan:
-        """Return the plan of this choice. A new choice closes the old maker, and needs a new one if this rank sends."""
+        """Return the plan of this choice. If it is new, close the old maker, and make a new one if this rank sends."""
         if self._plan is not None and choice == self._choice:
             return self._plan
         maker, self._maker, self._plan = self._maker, None, None
@@ -128,6 +128,6 @@ class Publishing:
 
 
 def _one_by_one(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (hf_name, tensor), and free each tensor before the next, since the maker has copied it."""
+    """Yield (hf_name, tensor). Each tensor is freed before the next one, since the maker has copied it by then."""
     for name in [*weights]:
         yield name, weights.pop(name)

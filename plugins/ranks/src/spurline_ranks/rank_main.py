@@ -93,7 +93,7 @@ class RankMain:
         profile = device_profile(order.request.device)
         host, port = order.store
         self.say(f"joining the other ranks at {host}:{port}")
-        # The store waits for ranks that start late. The group's limit is for each exchange.
+        # The store's timeout is for ranks that start late. The group's timeout is for each exchange.
         store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
         dist.init_process_group(
             profile.process_group,

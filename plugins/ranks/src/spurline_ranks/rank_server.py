@@ -1,8 +1,8 @@
 """The server process, from which ranks of this machine are forked. It has imported everything that is slow to import.
 
 For each rank the controller sends a connection and a log file over a socket. The server answers with the id of the new
-process, and reports its exit code later. Every rank has a session of its own, so that only the controller handles
-Ctrl-C. Linux kills the server when the controller dies, and the ranks when the server dies.
+process, and later reports the exit code of the process. Every rank has a process session of its own, so that only the
+controller handles Ctrl-C. Linux kills the server when the controller dies, and the ranks when the server dies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
     """Fork ranks until the controller is gone.
 
     Returns:
-        In each forked rank the files of its connection and its log. In the server None, at the end.
+        In each forked rank, the files of its connection and its log. In the server, None when the controller is gone.
     """
     # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

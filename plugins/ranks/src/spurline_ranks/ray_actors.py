@@ -36,13 +36,13 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Seconds that a machine has to answer for a rank."""
+"""Seconds to wait for an answer about a rank."""
 _PING_TIMEOUT_S = 15.0
 """Seconds without an answer after which a machine counts as lost."""
 _TELLING_S = 10.0
 """Seconds to wait until Ray reports the end of a process."""
 _WATCH = "watch"
-"""The name of the thread with which an actor answers while it computes."""
+"""The concurrency group, with a thread of its own, in which an actor answers questions while it computes."""
 _LOST = Died("was lost with its machine, which no longer answers,")
 
 
@@ -59,7 +59,7 @@ class RankActor:
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Return (process id, log file, host and port of this rank's store or None), packed as an outcome."""
+        """Return (process id, log file, store), packed as an outcome. `store` is its host and port, or None."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -207,7 +207,7 @@ class RayRanks(RankGroup):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor has answered; return the address of each actor's store, or None."""
+        """Wait until every actor has answered. For each, return the address of its store, or None without one."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())

@@ -1,7 +1,7 @@
 """The Ray cluster that this process has joined.
 
 All code of this process shares one connection to the cluster, from the first `RayCluster.open` to the last `close`.
-Modules that import Ray are imported only if a run places something on it.
+Modules that import Ray are imported only if a run places something on a cluster.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Bundle = Mapping[str, float]
 """Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds that joining a cluster may take, or asking it without a token."""
+"""Seconds that joining a cluster may take. Also the limit for the question of `obeys_strangers`."""
 _ANSWER_TIMEOUT_S = 5.0
 """Seconds within which the head of a cluster must answer at its address."""
 _RESTART = (
     "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set cluster.address or RAY_ADDRESS to "
-    "another one."
+    "another cluster."
 )
 _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
@@ -174,7 +174,7 @@ def _join_in_time(request: ClusterRequest) -> None:
 
 
 def _join(request: ClusterRequest) -> None:
-    """Raise UserError if there is no such cluster, or it does not answer."""
+    """Join the cluster. Raises UserError if there is none, or it does not answer."""
     try:
         # If the address is None, Ray chooses one.
         wanted: Any = None if request.address == "auto" else request.address

@@ -14,7 +14,7 @@ from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Raised, Value, pack
 
 _RAYS_TIME_S = 2.0
-"""Seconds that Ray has to kill a rank. If others kill it, Ray prints a report on the terminal."""
+"""Seconds that Ray gets to kill a rank before this actor does. If this actor kills it, Ray prints a report."""
 
 
 class NodeActor:
@@ -44,7 +44,7 @@ class NodeActor:
             return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """Wait until ranks that Ray has killed have ended; return the ranks that are left after the limit.
+        """Wait until ranks that Ray has killed have ended; return those that have not ended by the limit.
 
         This also kills what Ray does not kill: stopped ranks, and other processes of a rank's group.
         """

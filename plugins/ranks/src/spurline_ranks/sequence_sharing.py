@@ -1,6 +1,6 @@
 """Share sequences that are too long for one rank among several ranks.
 
-Place on the way: `TokenStream` -> this rank's part -> model -> logprobs of the part -> logprobs of the stream, on every
+Data flow: `TokenStream` -> this rank's part -> model -> logprobs of the part -> logprobs of the stream, on every
 rank of the group. Each rank runs the model on consecutive tokens. In attention each rank computes some heads of all
 tokens: one exchange before attention swaps tokens for heads, and one after it swaps them back (DeepSpeed-Ulysses,
 Jacobs et al. 2023, arXiv:2309.14509).
@@ -30,7 +30,7 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 class SequenceSharing:
     """The group of ranks that share the sequences of this rank.
 
-    If the group is None, this rank has its sequences alone: streams are only padded, and no method is a collective.
+    If the group is None, this rank shares no sequences: streams are only padded, and no method is a collective.
     """
 
     def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
@@ -50,7 +50,7 @@ class SequenceSharing:
             at_least: The padded stream has at least this number of tokens.
 
         Returns:
-            This rank's tokens, and the slice of the stream's positions with loss that they predict.
+            This rank's tokens, and a slice: which of the stream's positions with loss these tokens predict.
         """
         total = self.padded_length(max(stream.num_tokens, at_least), multiple)
         padding = total - stream.num_tokens
@@ -78,7 +78,7 @@ class SequenceSharing:
         return part, mine
 
     def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
-        """Return the length of a padded stream. Every rank has a multiple of `multiple` tokens of it."""
+        """Return the length of a stream after padding. Ranks get equal parts, in multiples of `multiple`."""
         unit = self._size * multiple
         return math.ceil(num_tokens / unit) * unit
 
@@ -91,7 +91,7 @@ class SequenceSharing:
         return joined
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Keys and values are repeated until the ranks can divide them evenly.
+        # Heads of keys and values are repeated until each rank can get the same number of heads.
         times = math.lcm(key.shape[1], self._size) // key.shape[1]
         if times > 1:
             key, value = key.repeat_interleave(times, dim=1), value.repeat_interleave(times, dim=1)
@@ -109,18 +109,18 @@ class SequenceSharing:
         return values.unflatten(0, (self._size, -1))[self._rank]
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        """Exchange [ranks, ...] by rank; differentiable."""
+        """Send entry r of [ranks, ...] to rank r, and return the entries that arrive here. Differentiable."""
         assert self._group is not None
         return all_to_all_single_autograd(by_rank.contiguous(), None, None, self._group)
 
 
 def _in_front(values: Tensor, padding: int) -> Tensor:
-    """Put padding in front of [1, T]: tokens 0, each a segment of its own at position 0."""
+    """Put zeros in front of [1, T]: padding has token id 0, and position 0 since each token is its own segment."""
     return torch.nn.functional.pad(values, (padding, 0))
 
 
 def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
-    """Cut this rank's tokens out of [T, layers, top_k]. With -1 the padding's experts are chosen by the router."""
+    """Pad [T, layers, top_k] in front, and cut out this rank's tokens. -1 lets the router choose the expert."""
     if experts is None:
         return None
     return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
@@ -144,7 +144,7 @@ class _Join(torch.autograd.Function):
 
 _PROBE_LENGTHS = (2, 5, 9)
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
-"""Allowed differences of a logprob, in standard deviations. Matrices of other sizes round differently."""
+"""Allowed differences of a logprob, in standard deviations. Matrix products of other sizes round differently."""
 
 
 def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:

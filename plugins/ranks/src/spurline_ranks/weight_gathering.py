@@ -1,6 +1,6 @@
 """Gather whole tensors from the parts that ranks hold, a few at a time.
 
-Place on the way: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
+Data flow: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
 the ranks write, or numpy arrays from the first rank. A process never holds more than one bucket and its converted copy.
 """
 
@@ -48,7 +48,7 @@ class Gathers(Protocol):
 
 
 class WeightGathering:
-    """Gathers the weights of a divided model or adapter. Ranks agree, as names and shapes determine the plan."""
+    """Gathers the weights of a divided model or adapter. All ranks make the same plan, from names and shapes."""
 
     def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
         self._named, self._gathers = named, gathers
@@ -84,7 +84,7 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Return the whole tensors of a bucket on these ranks, on the device; other ranks get {}. A collective."""
+        """Return the whole weights of a bucket, on the device, or {} on ranks not in `destinations`. A collective."""
         return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
 
     def write(

@@ -39,7 +39,7 @@ Wire = Mapping[str, Any]
 """A share of a batch as plain data: see `RankShare.to_wire`."""
 
 _CLIP_EPSILON = 1e-6
-"""The epsilon of torch.nn.utils.clip_grad_norm_, with which the local backend clips."""
+"""The epsilon of torch.nn.utils.clip_grad_norm_, which the local backend uses."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class RankWorker:
     - build(): loads the models. It is the first call.
     - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter on the first
       rank. It changes nothing.
-    - evaluate(wire, plain objective): returns the `SumsPart` on ranks that count.
-    - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather` on ranks that count.
+    - evaluate(wire, plain objective): returns the `SumsPart` on ranks with `_counts`.
+    - logprobs(wire, role, temperature): returns float32 values for `Dealing.gather` on ranks with `_counts`.
     - facts(): returns `Backend.facts` on the first rank.
     """
 
     _saved_model: ClassVar[type[StoredModel]]
     _gatherings: Mapping[str, WeightGathering]
-    """Gather the weights of the policy: `model` all weights, and `adapter` its adapter if it has one."""
+    """Gather weights of the policy. `model` gathers all weights, `adapter` only the adapter, if there is one."""
     publishing: Publishing
     """Makes buckets. The controller calls its methods, such as `publishing.num_buckets`."""
     _policy: Any
@@ -110,9 +110,9 @@ class RankWorker:
         """Take one optimizer step, or change nothing if loss or gradient norm are not finite.
 
         Returns:
-            `loss` is the sum of weight * loss over all ranks, `updates` the number of steps so far, `rates` are the
-            metrics of `Optimization.step`, and `part` is the `SumsPart`, or None on ranks that do not count. Times are
-            in seconds.
+            `loss` is the sum of weight * loss over all ranks, `updates` the number of optimizer steps until now,
+            `rates` are the metrics of `Optimization.step`, and `part` is the `SumsPart`, or None on ranks without
+            `_counts`. Times are in seconds.
         """
         trained = self._trained[role]
         started = time.perf_counter()

@@ -46,7 +46,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         if datasets is None:
-            # The source may read held-out rows in its own way.
+            # If the source reads held-out rows in a way of its own, use its rows.
             own = context.source.held_out(config.data)
             registry = context.run.host.registry
             datasets = (
@@ -137,7 +137,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         async def terms() -> list[dict[str, float]]:
             return await terms_of_all(self._rewards, answers, retries=self._config.retries)
 
-        # A notebook already runs an event loop on this thread.
+        # Use another thread, since a notebook already runs an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
                 return scoring.submit(asyncio.run, terms()).result()

@@ -32,7 +32,7 @@ class Attempts:
             made, since an environment would have to be closed.
 
     Attributes:
-        engine: The engine. A source may wrap it in one that observes its calls, before it reads `training`.
+        engine: The engine. Before a source reads `training`, it may replace this by a wrapper that observes calls.
         given_up: The prompts that training gave up.
     """
 
@@ -91,7 +91,7 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """Make a runner. With `temperature` it is for held-out attempts, which sample from all tokens."""
+        """Make a runner. With `temperature` it is for held-out attempts, for which top_p and top_k are off."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
@@ -131,8 +131,8 @@ class Attempts:
         if OVERLONG in trajectory.rewards:
             raise ConfigError.at(
                 "source.overlong",
-                f"adds a reward term '{OVERLONG}', but the environment gives one of that name too. Rename the "
-                "environment's, or remove source.overlong.",
+                f"adds a reward term '{OVERLONG}', but the environment gives a term of that name too. Rename the "
+                "environment's term, or remove source.overlong.",
             )
         if not punishes_length:
             return score(trajectory, {name: weight for name, weight in weights.items() if name != OVERLONG})

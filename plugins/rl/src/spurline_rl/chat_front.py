@@ -3,7 +3,7 @@
 The chat template makes text of the messages, the tokenizer encodes it, and the policy answers. The prompt of each turn
 consists of the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has
 added since. Some templates change earlier text when messages follow. A prompt made in this way would then differ from
-the prompts at inference, so this is a PrefixError, which shows the change.
+the prompts at inference, so a PrefixError that shows the change is raised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PrefixError(DataError):
 
     Args:
         message: The text of the error.
-        turn: Number of the model's turn that is rewritten, or None if it is another message.
+        turn: Number of the model's turn that is rewritten, or None if another message is rewritten.
     """
 
     def __init__(self, message: str, turn: int | None) -> None:
@@ -84,7 +84,7 @@ class ChatFront:
         messages: The first messages of the conversation.
         tools: Schemas for the template.
         history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
-            the whole text again for each turn, so a prompt may differ from the earlier turns.
+            the whole text again for each turn, so a prompt may not begin with the tokens of earlier turns.
         where: The name of the row for errors.
     """
 
@@ -139,7 +139,7 @@ class ChatFront:
         return self._opened
 
     async def reply(self, sampling: Sampling | None = None) -> Reply:
-        """Let the model take its turn, and append it to the messages.
+        """Let the model answer, and append the answer to the messages.
 
         Raises the errors of `open_turn` and of the policy.
         """

@@ -39,7 +39,7 @@ class Recorded:
 
 
 class SourceContract:
-    """Subclass with `source_settings`. Override other attributes, `rows` or `data` if the source needs it.
+    """Make a subclass that sets `source_settings`. If needed, set other attributes, or override `rows` or `data`.
 
     Attributes:
         source_settings: The config's `source:` section.
@@ -56,7 +56,7 @@ class SourceContract:
     refuses_other_data: ClassVar[bool] = True
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
-        """Return the rows of a JSONL file for the source. Another word makes other rows."""
+        """Return the rows of a JSONL file for the source. They contain `word`, so another word gives other rows."""
         return [
             {
                 "messages": [
@@ -68,7 +68,7 @@ class SourceContract:
         ]
 
     def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
-        """Write files to the folder, and return the config's `data:` section. Another word makes other rows."""
+        """Write the `rows` with this word into the folder, and return the config's `data:` section."""
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
         return {"train": str(path), "max_length": 128}
@@ -93,7 +93,7 @@ class SourceContract:
 
     @pytest.fixture
     def train(self, config: Config) -> Train:
-        """Train with changed top-level settings, and record the batches of updates."""
+        """Return a function that trains with changed top-level settings, and returns what was recorded."""
 
         def run(**changes: Any) -> Recorded:
             loaded, recorder = load_config(config | changes), _Recorder()
@@ -126,8 +126,8 @@ class SourceContract:
                 for step in (STEPS, 2, 1, 2):
                     assert _equal(_columns(source.build(step)), in_order[step])
                 assert _state(source) == before, (
-                    "building a batch changed the state of a source that says it is pure: batches built ahead would be "
-                    "in the checkpoint. Set `self.pure = False`"
+                    "building a batch changed the state of a source that says it is pure. A checkpoint would then "
+                    "count batches that were only built ahead. Set `self.pure = False`"
                 )
 
     def test_the_same_config_gives_the_same_batches(self, train: Train, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ class SourceContract:
 
 
 class _Recorder:
-    """Checks and keeps each batch before training, which may reuse its buffers."""
+    """Checks each batch and copies it before training, because training may reuse the buffers of the batch."""
 
     def __init__(self) -> None:
         self.batches: dict[int, dict[str, np.ndarray]] = {}

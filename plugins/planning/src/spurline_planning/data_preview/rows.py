@@ -31,7 +31,7 @@ class ShownSequence:
 
     Attributes:
         uid: Id of the sample or prompt.
-        kind: `sample`, `prompt`, or `chosen` or `rejected` for an answer of a pair.
+        kind: `sample` or `prompt`. For an answer of a pair: `chosen` or `rejected`.
         pieces: Text of each token, with signs or escapes for invisible characters.
         ids: Id of each token.
         weights: Loss weight of each token. A token is trained if its weight is not 0.
@@ -49,7 +49,7 @@ class ShownSequence:
 
     @property
     def heading(self) -> str:
-        """Return its kind, id, number of tokens, and number of trained tokens."""
+        """Return a line with the kind, id, number of tokens, and number of trained tokens."""
         trained = f", {np.count_nonzero(self.weights):,} trained" if self.kind != "prompt" else ""
         return f"{self.kind} {self.uid}: {len(self.ids):,} tokens{trained}"
 
@@ -75,8 +75,8 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
 
     Args:
         loaded: The config of the run.
-        num_rows: Rows of the data that are shown. A packed row of a batch holds many.
-        row_limit: Rows of each dataset that are read; None reads all, as training does.
+        num_rows: How many rows of the data to show. A packed row of a batch contains several of them.
+        row_limit: How many rows of each dataset to read at most. None reads all, as training does.
         progress: Called before each slow part.
 
     Raises:
@@ -90,13 +90,13 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         facts = facts_of(data)
         if data.source.summary().get("read_in_part"):
             facts.append(
-                f"read: the first {row_limit:,} rows of each dataset; in the run, these rows come at other steps "
-                "(--whole reads all)"
+                f"read: the first {row_limit:,} rows of each dataset. The run reads all rows, so there these rows "
+                "appear at other steps than shown here. --whole reads all"
             )
         if not rows:
             facts.append(
                 f"nothing to show: the source '{loaded.config.source.name}' makes its batches during training, and "
-                "knows no prompts before"
+                "does not know its prompts earlier"
             )
         return ShownData(tuple(facts), tuple(rows))
 
@@ -144,10 +144,10 @@ def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -
 def _title(batch: TrainingBatch, step: int, row: int, num_shown: int) -> str:
     place, count = f"step {step}, row {row + 1} of {batch.num_rows}", len(batch.segments["uid"][row])
     if num_shown < count:
-        return f"{place}: {num_shown} of the {count} sequences that share its {batch.length:,} places"
+        return f"{place}: {num_shown} of the {count} sequences that share its {batch.length:,} token positions"
     used = int((batch.tokens["segment_ids"][row] != 0).sum())
     shared = f"{count} sequences share it, " if count > 1 else ""
-    return f"{place}: {shared}{used:,} of {batch.length:,} places hold tokens"
+    return f"{place}: {shared}{used:,} of {batch.length:,} positions have tokens"
 
 
 def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces) -> Iterator[ShownSequence]:

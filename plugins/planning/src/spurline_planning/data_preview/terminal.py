@@ -16,13 +16,13 @@ from spurline.terminal import printable
 from spurline_planning.data_preview.rows import ShownData, ShownSequence
 
 _MOST_TOKENS = 1_500
-"""Tokens of a sequence that are shown. If it is longer, its middle is left out."""
+"""How many tokens of a sequence are shown at most. The middle of a longer sequence is left out."""
 _STYLES = {(True, 0): "bold green", (True, 1): "bold cyan", (False, 0): "default", (False, 1): "bright_black"}
-"""Styles for trained and other tokens, with an even and an odd number."""
+"""Styles by (whether the token is trained, 0 if its number is even or 1 if it is odd)."""
 
 
 def print_data(data: ShownData, file: IO[str]) -> None:
-    """Print the rows. There are no colours in a file, and if `NO_COLOR` is set."""
+    """Print the rows. Colours are left out in a file, or if `NO_COLOR` is set."""
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines_of(data):
         console.print(line)

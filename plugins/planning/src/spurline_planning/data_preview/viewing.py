@@ -27,7 +27,7 @@ _NUMBER = TypeAdapter(int)
 
 
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
-    """Return the request that this module answers: `samples`, for the run with the number `run`."""
+    """Return a function by the name of its request, `samples`. The query's `run` is the number of the run."""
 
     def samples(query: Mapping[str, str]) -> Any:
         run = _NUMBER.validate_python(query.get("run"))
@@ -39,7 +39,7 @@ def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str
 
 
 def read_samples(run_dir: Path) -> dict[str, Any]:
-    """Read `facts` about the data, and `rows`, in a child process. Raises RunDirectoryError on failure."""
+    """Read `facts` about the data, and the `rows` to show, in a child process. Raises RunDirectoryError on failure."""
     command = [sys.executable, "-m", "spurline_planning.data_preview.viewing", str(run_dir)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=_WAIT_S, check=False)
@@ -48,7 +48,7 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunDirectoryError(f"{run_dir}: the process that reads its data ended with {done.returncode}: {last}")
-    # Libraries may have printed lines before it.
+    # Libraries may have printed lines before the JSON.
     read = json.loads(done.stdout.splitlines()[-1])
     if "error" in read:
         raise RunDirectoryError(f"{run_dir}: its samples cannot be shown: {read['error']}")
@@ -56,7 +56,7 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
 
 
 def samples_of(run_dir: Path) -> dict[str, Any]:
-    """Read `facts` about the data, and `rows`, in this process. Return an `error` if that fails."""
+    """Read `facts` about the data, and the `rows` to show, in this process. If that fails, return an `error`."""
     # Imported here, since the server of the page does not need it.
     from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
 

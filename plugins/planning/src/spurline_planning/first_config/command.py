@@ -1,4 +1,4 @@
-"""Write a config for `spurline init`, from facts about data and model, options, and answers of the user.
+"""Write a config for `spurline init`, from facts about data and model, from options, and from the user's answers.
 
 The values in the file are usual starting points. Comments explain the settings.
 """
@@ -59,7 +59,7 @@ class Choices:
         eval: Held-out rows.
         reward: A component, or `file.py:function`.
         plugins: Plugins to enable.
-        source: Lines with the source of a run with rollouts.
+        source: Lines of the section `source:`, for a run with rollouts.
     """
 
     model: str
@@ -132,7 +132,7 @@ def write_first_config(path: Path, options: Options, ask: Asker, progress: Progr
     return [printable(line) for line in found]
 
 
-_SYNCHRONOUS_SOURCE = ["  name: rollouts  # `spurline init --task async` generates beside training"]
+_SYNCHRONOUS_SOURCE = ["  name: rollouts  # with `spurline init --task async`, the run generates while it trains"]
 
 
 def _asynchronous_source() -> list[str]:
@@ -144,11 +144,11 @@ def _asynchronous_source() -> list[str]:
     engine = "vllm" if gpus and find_spec("vllm") else "child_process"
     lines = [
         "  name: async_rollouts  # generates while the model trains; `spurline simulate` predicts its speed",
-        f"  max_staleness: {1 if gpus == 1 else 2}  # updates that a token's weights may be behind; 0 is synchronous",
-        "  correction: tis  # weighs tokens of older weights",
+        f"  max_staleness: {1 if gpus == 1 else 2}  # how many updates old a token's weights may be; 0 is synchronous",
+        "  correction: tis  # reweighs tokens that older versions of the model generated",
     ]
     if gpus == 1:
-        placed = "    placement: colocated  # engine and trainer take turns on one GPU; remove it if there is a second"
+        placed = "    placement: colocated  # engine and trainer take turns on one GPU; with two GPUs, remove this line"
         return [*lines, "  engine:", f"    name: {engine}", placed]
     comment = "Hugging Face, in its own process" if engine == "child_process" else "on its own GPUs"
     return [*lines, f"  engine: {engine}  # {comment}"]
@@ -160,7 +160,7 @@ def _length(options: Options, rows: DataFacts) -> str:
     if options.epochs is not None:
         return f"epochs: {options.epochs:g}"
     if rows.task == "rl":
-        return "steps: 200  # each generates, scores and trains on a batch"
+        return "steps: 200  # each step generates, scores and trains on a batch"
     return "epochs: 1  # passes over the data"
 
 
@@ -192,7 +192,7 @@ def _heading(data: DataFacts) -> str:
     task = {"sft": "Supervised fine-tuning", "dpo": "Direct preference optimisation", "rl": "Reinforcement learning"}
     return (
         f"# {task[data.task]} on {data.words}. `spurline schema` and the config reference explain all settings.\n"
-        "# `spurline plan` on this file says what it will do, `spurline data` shows the tokens.\n"
+        "# `spurline plan` says what a run of this file will do. `spurline data` shows its tokens.\n"
     )
 
 
@@ -222,7 +222,7 @@ def _dataset(key: str, path: str, data: DataFacts) -> list[str]:
     if not data.columns:
         return [f"  {key}: {_scalar(path)}"]
     comment = (
-        "guessed from their names; check with `spurline data`" if data.has_guessed else "meaning: name in the data"
+        "guessed from their names; check with `spurline data`" if data.has_guessed else "usual name: name in the data"
     )
     named = [f"      {name}: {_scalar(column)}" for name, column in data.columns.items()]
     return [f"  {key}:", f"    path: {_scalar(path)}", f"    columns:  # {comment}", *named]
@@ -237,7 +237,7 @@ def _rollouts(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
             "  prompts_per_step: 32",
             "  samples_per_prompt: 8  # attempts at each prompt",
             "  environment:",
-            "    name: single_turn  # tools and agents: docs, Environments",
+            "    name: single_turn  # for tools and agents, see Environments in the docs",
             f"    rewards: {_scalar(choices.reward or '')}",
             "  advantage: grpo",
             "  sampling:",
@@ -271,14 +271,14 @@ def _training(choices: Choices, data: DataFacts) -> str:
         "  device: auto  # a GPU if there is one",
     ]
     if choices.lora:
-        lines += ["  lora:  # adapters; remove to train all weights", "    rank: 16"]
+        lines += ["  lora:  # adapters; remove this section to train all weights", "    rank: 16"]
     if choices.eval:
-        lines += ["", "evaluation:", "  at_start: true  # what the model can do before training", "  every_steps: 50"]
+        lines += ["", "evaluation:", "  at_start: true  # also evaluate before training", "  every_steps: 50"]
     lines += [
         "",
         "checkpoint:",
-        "  every_minutes: 15  # the same command continues from the last one",
-        "  export_hf: true  # RUN_DIR/model at the end, for from_pretrained",
+        "  every_minutes: 15  # the same command continues from the last checkpoint",
+        "  export_hf: true  # write RUN_DIR/model at the end, for from_pretrained",
     ]
     return "\n".join([*lines, ""])
 

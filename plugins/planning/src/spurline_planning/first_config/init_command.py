@@ -17,7 +17,7 @@ _TASKS = ("sft", "dpo", "rl", "async")
 
 
 class Asker:
-    """Asks questions on a terminal. If it may not ask, it takes the default, or raises UserError without one."""
+    """Asks questions on a terminal. If it may not ask, it returns the default, or raises UserError if there is none."""
 
     def __init__(self, *, may_ask: bool) -> None:
         self._may_ask = may_ask
@@ -56,7 +56,7 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run.")] = False,
 ) -> None:
-    """Write a config with comments for a model and data, and plan it. Asks for missing options."""
+    """Write a config with comments for a model and data, and plan the run. Asks for missing options."""
     if task not in (None, *_TASKS):
         raise UserError(f"--task {task} is not one of {', '.join(_TASKS)}.")
     if epochs is not None and steps is not None:

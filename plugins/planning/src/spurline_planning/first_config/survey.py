@@ -1,6 +1,6 @@
 """Find facts for a config: the task of the rows, their lengths, and the size and context of the model.
 
-The components of a run open and tokenize the data, so the facts hold for the run.
+The same components as in the run open and tokenize the data, so the facts are true of the run.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def data_facts(
 
     Args:
         model_path: Folder or name of the model.
-        model: The facts about it.
+        model: Facts about the model.
         data: The dataset, as in `data.train`.
         task: The task. If None, the rows decide.
-        columns: Names of the columns. Without them, columns are guessed if the rows fit no format.
+        columns: The setting `data.train.columns`. If it is empty and the rows fit no format, columns are guessed.
 
     Raises:
         DataError: If the rows fit no format.
-        UserError: If they do not fit the task.
+        UserError: If the rows do not fit the task.
     """
     template = {} if model.has_chat_template else {"model": {"path": model_path, "chat_template": "chatml"}}
     loaded = _provisional(model_path, data, template, columns)
@@ -162,7 +162,7 @@ def _provisional(
 
 
 def _lacks_answer(row: Mapping[str, Any], loaded: LoadedConfig) -> bool:
-    """Return whether the row is a prompt that waits for an answer."""
+    """Return whether the row is a prompt without an answer."""
     config = loaded.config.data.train[0]
     try:
         detect_format(config, row)

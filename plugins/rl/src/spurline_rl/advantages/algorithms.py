@@ -1,4 +1,4 @@
-"""The advantage algorithms. The first four compare the samples of a prompt, so all tokens of a sample have the same.
+"""The advantage algorithms. These four compare samples of a prompt. All tokens of a sample get the same advantage.
 
     GRPO        A_i = (R_i - mean(R)) / (std(R) + eps)      Shao et al. 2024, arXiv:2402.03300
     Dr. GRPO    A_i = R_i - mean(R)                         Liu et al. 2025, arXiv:2503.20783
@@ -7,7 +7,7 @@
 
 R are the returns of the n samples of a prompt. If they are all equal, the advantages are exactly 0.
 
-GRPO: std has n - 1 in the denominator, as in other trainers. The paper does not say.
+GRPO: std has n - 1 in the denominator, as in other trainers. The paper does not define std.
 Dr. GRPO (GRPO done right): there is no division by std, so prompts that nearly all or nearly no samples solve do not
 weigh more than others. The paper also divides by a constant instead of the answer's length: `reduction: fixed_norm`.
 RLOO (REINFORCE leave-one-out): the formula equals R_i minus the mean of the other returns. This baseline does not
@@ -86,7 +86,7 @@ class Grpo(_GroupRelative[GrpoConfig]):
         return center(returns) / spread
 
     def describe(self) -> str:
-        return f"{self.formula}{', over its standard deviation' if self.config.normalize_std else ''}."
+        return f"{self.formula}{', divided by their standard deviation' if self.config.normalize_std else ''}."
 
 
 class DrGrpo(_GroupRelative[DrGrpoConfig]):
@@ -113,7 +113,7 @@ class MaxRl(_GroupRelative[MaxRlConfig]):
     """The return relative to the group's mean, divided by the mean."""
 
     name = "maxrl"
-    formula = "MaxRL: each sample's return minus the mean of its prompt's samples, over that mean."
+    formula = "MaxRL: each sample's return minus the mean of its prompt's samples, divided by that mean."
 
     def _compare(self, returns: Returns, uid: str) -> Returns:
         if returns.min() < 0:
@@ -131,15 +131,15 @@ class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
 
         B_i = R_i - mean(R of the prompt),  A_i = B_i / (std(B) + eps)
 
-    std is computed over all samples passed in. Their mean is 0 already. Every sample counts once, whatever its length.
-    If longer ones counted more, groups with equal returns would get an advantage.
+    std is computed over all samples passed in. The mean of B is 0. Every sample counts once, whatever its length.
+    If longer samples counted more, groups with equal returns would get an advantage.
 
     `baseline: batch`, for any number of samples per prompt:
 
         G_t = r_t + gamma * G_{t+1},  A_t = (G_t - mean(G)) / (std(G) + eps)
 
-    along the tokens of a trajectory. mean and std are computed over all trained tokens passed in. In both variants std
-    divides by the count.
+    along the tokens of a trajectory. mean and std are computed over all trained tokens passed in. In both variants, std
+    has the count in the denominator, not the count minus 1.
     """
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
@@ -159,7 +159,7 @@ class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
 
     def describe(self) -> str:
         if self.config.baseline == "group":
-            return "REINFORCE++: return minus the mean of the prompt's samples, over the spread of all samples."
+            return "REINFORCE++: return minus the mean of the prompt's samples, divided by the spread of all samples."
         return f"REINFORCE++: returns of each token, discounted by {self.config.gamma:g}, normalised over all tokens."
 
 
@@ -171,7 +171,7 @@ class Gae(_Configured[GaeConfig]):
 
     along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t. It is 0
     after the last token, even if the answer was cut off. The critic is trained on the returns. The advantages are then
-    normalised over all trained tokens passed in. Their std divides by the count.
+    normalised over all trained tokens passed in, with the count, not the count minus 1, in the denominator of std.
     """
 
     needs = frozenset({"values"})

@@ -1,4 +1,4 @@
-"""Settings of the advantages. Light: imports no torch."""
+"""Settings of the advantages. Imports no torch."""
 
 from __future__ import annotations
 
@@ -88,6 +88,6 @@ class GaeConfig(AdvantageConfig):
     lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
     """Decay of later temporal differences. 0 relies on the critic alone, 1 on the rewards alone."""
     normalize: Annotated[bool, OnResume.BY_NAME] = True
-    """Give the advantages of all trained tokens together mean 0 and standard deviation 1."""
+    """Shift and scale the advantages: over all trained tokens they get mean 0 and standard deviation 1."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""

@@ -1,6 +1,6 @@
 """Helpers of advantages: compare the samples of a prompt, and walk along the tokens of a trajectory.
 
-An algorithm that compares samples has one number per trajectory, the same for all its tokens:
+An algorithm that compares samples computes one number per trajectory, and gives it to all tokens:
 
     class Centred:
         needs: frozenset[str] = frozenset()
@@ -39,7 +39,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
     Args:
         group: The group.
         name: The name of the algorithm for messages.
-        rule: Returns the advantages of these returns.
+        rule: A function that takes the returns, and returns the advantages.
 
     Raises:
         DataError: If the group has one sample, which has nothing to compare with.
