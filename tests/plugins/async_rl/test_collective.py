@@ -253,7 +253,7 @@ def test_who_waits_for_a_member_that_never_comes_is_told_its_name(monkeypatch: p
     sync.prepare({"engine 0": 1, "engine 1": 2}, is_lost=False)
     backend: Any = Weights(weights())
     sent = {**next(sync.make_buckets(1, backend)).to_plain(), "receiver": "engine 0"}
-    with pytest.raises(BucketLostError, match=r"worker 0 of engine 1, worker 1 of engine 1 did not come within 0\.5 s"):
+    with pytest.raises(BucketLostError, match=r"worker 0 of engine 1, worker 1 of engine 1 did not join within 0\.5 s"):
         BroadcastReader().read(WeightBucket.from_plain(sent))
     sync.close()
 

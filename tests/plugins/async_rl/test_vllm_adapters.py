@@ -246,7 +246,7 @@ def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_n
         for change, message in (({"r": 99}, "rank 99"), ({"use_dora": True}, "DoRA")):
             with pytest.raises(RunFailedError, match=message):
                 await workers._call("spurline_begin_adapter_update", settings | change)
-        with pytest.raises(RunFailedError, match="for adapters, and whole weights came"):
+        with pytest.raises(RunFailedError, match="for adapters, but was sent whole weights"):
             await workers._call("spurline_begin_update")
         return await engine.generate(asked)
 

@@ -1,7 +1,7 @@
 """Commands that list, check and clean the cache of tokenized data.
 
-They are mounted by an entry point. Only the commands themselves import numpy and the cache, so `spurline --help` stays
-quick.
+An entry point adds them to `spurline`. Only the commands themselves import numpy and the cache, so `spurline --help`
+stays quick.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def verify(cache_dir: CacheDirOption = None) -> None:
 @app.command()
 def prune(
     older_than: Annotated[
-        float | None, typer.Option(min=0, metavar="DAYS", help="Also remove entries unused for so long.")
+        float | None, typer.Option(min=0, metavar="DAYS", help="Also remove entries unused for this many days.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
     cache_dir: CacheDirOption = None,

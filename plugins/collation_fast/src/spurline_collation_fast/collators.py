@@ -26,7 +26,7 @@ from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placeme
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
-"""Sample positions row by row, row offsets into them, and a zero for each sample."""
+"""Sample positions row by row, row offsets into them, and the first column of each sample, which is 0."""
 
 
 def flat_samples(view: TokenView) -> FlatSegments:
@@ -140,12 +140,12 @@ class FastPackedCollator:
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         """Return rows [R, L]: R is a multiple of the ranks, L is at most `max_tokens`.
 
-        Raises DataError naming a sample that is longer than `max_tokens` when aligned.
+        Raises DataError if a sample, rounded up to the alignment, is longer than `max_tokens`.
         """
         return self._pack(flat_samples(samples), "lower data.max_length")
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Lay out turns, each in one segment. Raises DataError naming a turn that cannot fit."""
+        """Lay out turns, each in one segment. Raises DataError if a turn cannot fit."""
         return self.collate_flat([FlatTurns.of(trajectories)])
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
@@ -197,7 +197,7 @@ def pack_rows(
 
     Returns:
         Sample positions row by row [S], row offsets into them [R + 1], the column at which each segment begins [S],
-        the tokens of the fullest row, and the straggler factor.
+        the tokens of the fullest row, and the tokens of the fullest rank divided by the mean of all ranks.
     """
     aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
     order, row_of, scratch = (np.empty(len(lengths), np.int64) for _ in range(3))

@@ -1,6 +1,6 @@
 """Report panel `collation`: how long batches took to build, and how long training waited for them.
 
-It reads the metrics of prefetch `async`. The time panel shows the totals.
+It reads the metrics of prefetch `async`. The report's time panel shows the totals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefetch `async`: build the batches of the next steps on another thread while a step trains.
 
 Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. The order of the data is a pure
-function of the step, so `core/serial` makes equal batches. A resumed run builds its batches again.
+function of the step, so `core/serial` makes equal batches. A resumed run builds again what was built ahead.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class AsyncPrefetch:
         self._handled_outside = sys.exc_info()[1]
 
     def start(self, step: int) -> None:
-        """Begin at this step (1-based), and release the batches of other steps."""
+        """Begin at this step (1-based), and release the batches that were built before."""
         self._clear()
         self._next_to_submit = step
         self._fill()
@@ -54,7 +54,7 @@ class AsyncPrefetch:
     def next(self, step: int) -> TrainingBatch:
         """Wait for the batch of this step. Steps must be asked for in order.
 
-        Raises the error of its build, or RunFailedError if it is not ready after `timeout_s`.
+        Raises the error of a failed build, or RunFailedError if the batch is not ready after `timeout_s`.
         """
         begin = time.perf_counter()
         assert self._in_flight, f"step {step} is asked for, but nothing is in flight"
@@ -79,7 +79,8 @@ class AsyncPrefetch:
     def close(self) -> None:
         """Release the batches that were built ahead, and end the thread. May be called again.
 
-        If a build hangs or a buffer cannot be released, raises an error, or adds a note to the error of the loop.
+        If a build hangs or a buffer cannot be released, this raises an error. If another error is ending the run, this
+        adds a note to that error instead.
         """
         ending = sys.exc_info()[1]
         try:
@@ -158,7 +159,7 @@ class AsyncPrefetch:
         # This wait needs no limit: `close` wakes the thread, and a daemon thread ends with the process.
         while (work := self._work.get()) is not None:
             self._build_one(*work)
-            # The future holds its batch, and this thread must not keep it alive while it waits.
+            # `work` keeps the batch alive, which must not happen while this thread waits for more work.
             del work
 
     def _build_one(self, step: int, future: Future[Timed]) -> None:

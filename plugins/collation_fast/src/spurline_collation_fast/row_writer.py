@@ -35,7 +35,7 @@ _ALIGNMENT = 64
 class FlatColumn(NamedTuple):
     """Values of one token column [V, ...].
 
-    Segment i has `skips[i]` zeros. The values from `values[begins[i]]` on follow, up to the end of the segment.
+    Segment i begins with `skips[i]` zeros. The rest of the segment is filled with values from `values[begins[i]]` on.
     """
 
     values: NDArray[Any]
@@ -51,7 +51,8 @@ class FlatSegments(NamedTuple):
         begins: int64 [n].
         lengths: int64 [n].
         values: `loss_weights` and optional columns, by name.
-        uids: Returns the uids of the segments at some positions. A batch keeps this function, so it holds no tokens.
+        uids: Returns the uids of the segments at some positions. A batch keeps this function, so it must not keep
+            the tokens alive.
         samples: int32 [n], number of the sample of each segment.
         turns: int32 [n], number of the turn of each segment.
         name: Returns the name of the segment at a position, for messages.
@@ -71,7 +72,7 @@ class Placement(NamedTuple):
     """The places of S segments in R rows.
 
     Attributes:
-        positions: Which segments, row by row [S].
+        positions: Positions of the segments in `FlatSegments`, row by row [S].
         row_offsets: Where each row begins in `positions` [R + 1].
         columns: The column at which each segment begins [S].
         length: Tokens in a row.
@@ -93,7 +94,7 @@ class Lease:
         self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def release(self) -> None:
-        """Give the memory back. Nothing may read, write or copy the columns at this time or later."""
+        """Return the memory to the pool. Nothing may read, write or copy the columns at this time or later."""
         pool = self._pool
         with pool.lock:
             buffer, self._buffer = self._buffer, None
@@ -125,7 +126,7 @@ class BufferPool:
 
     def _take(self, size: int) -> Buffer:
         with self.lock:
-            # The buffer that was released last is the likeliest to be in a cache.
+            # The buffer that was released last is the likeliest to be in a cache of the processor.
             for place in reversed(range(len(self.free))):
                 if len(self.free[place]) >= size:
                     return self.free.pop(place)
@@ -180,7 +181,7 @@ class RowWriter:
             self._pad_token_id,
             *(lease.arrays[name] for name in _ALWAYS),
         )
-        # The batch computes these columns when somebody reads them, and must not keep the tokens of the segments.
+        # The batch computes these columns when somebody reads them, and must not keep the tokens of the segments alive.
         uids, samples, turns, lengths = segments.uids, segments.samples, segments.turns, segments.lengths
         return TrainingBatch(
             tokens=lease.tensors,

@@ -2,7 +2,8 @@
 
 If training is slower than generation, groups that start early only get old in the buffer. The depth D is the number of
 untrained groups at which no more groups start. It applies only while the trainer is busy, because engines should never
-stand still while the trainer waits. After every batch, D
+stand still while the trainer waits. B is the number of groups per batch, K the number of groups that may run at a time,
+and S the bound on staleness. After every batch, D
 
     rises by K / 4 + 2 B w     if the trainer lacked groups for a share w of the time, and D held a group back for this
                                batch or one of the 8 batches before,
@@ -26,9 +27,9 @@ _LACKING = 1e-3
 _RISE_PER_WAIT = 2.0
 """Batches by which D rises if the trainer waited all the time."""
 _FALL = 1 / 128
-"""Batches by which D falls."""
+"""Part of a batch by which D falls."""
 _MEMORY = 8
-"""Batches until a group that was held back no longer matters. A buffer empties slowly."""
+"""Batches for which D may rise after it held a group back. A buffer empties slowly."""
 
 
 class AdmissionDepth:
@@ -55,7 +56,7 @@ class AdmissionDepth:
         self._held_back_ago = 0
 
     def adapt(self, lacked_s: float, seconds: float) -> None:
-        """Adapt D after a batch that came `seconds` after the last one, and was lacking for `lacked_s` of them."""
+        """Adapt D after a batch. The trainer lacked groups for `lacked_s` of the `seconds` since the batch before."""
         held_back = self._held_back_ago <= _MEMORY
         self._held_back_ago += held_back
         if not self._adapts:

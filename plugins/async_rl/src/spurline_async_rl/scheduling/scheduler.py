@@ -23,15 +23,15 @@ Admission keeps (1). A new group has the latest deadline of all, v + S. It is ad
 restart: the interrupted groups are admitted again before all others, with later deadlines.
 
 Taking a batch must keep (1) with d - t in place of d - t + 1.
-- `window` takes the groups with the earliest deadlines first, and waits until (1) would hold afterwards. It holds as
-  soon as the groups with the earliest deadlines are finished, so the waiting ends.
-- `fifo` takes groups in draw order, in which they were also admitted. A group that is admitted behind
-  p < (v + S - t + 1) * B others never gets more groups before it, even by a restart. So it is trained no later than in
-  batch t + p // B <= v + S.
-If draws run out, a batch takes all finished groups, and then groups that were filtered since the last batch. Their
-deadlines are not before t either.
+- `window` takes the groups with the earliest deadlines first, and waits until (1) would hold afterwards. (1) holds
+  as soon as the groups with the earliest deadlines are finished, so the waiting ends.
+- `fifo` takes groups in draw order, which is also their order of admission. A group that is admitted behind
+  p < (v + S - t + 1) * B others never has more than p groups ahead of it, even after a restart. So it is trained no
+  later than in batch t + p // B <= v + S.
+If draws run out, a batch takes all finished groups, and then groups that were filtered since the last batch. The
+deadlines of filtered groups are not before t either.
 
-AReaL (Fu et al. 2025, arXiv:2505.24298) has the same admission rule, and bounds the average; (1) bounds each group.
+AReaL (Fu et al. 2025, arXiv:2505.24298) has the same admission rule, but bounds the average age; (1) bounds all ages.
 
 A group also starts only if there are fewer untrained groups than the depth D. The depth does not apply while training
 waits for a batch. It only refuses admissions, so (1) still holds.
@@ -103,7 +103,7 @@ class SchedulerLimits:
     def most_untrained(self, version: int, taken: int) -> int:
         """Return how many groups may be untrained after `taken` batches, if engines have weights of `version`.
 
-        They fill all batches up to version + S, which is the last batch that may train on tokens of this version.
+        These groups fill all batches up to batch version + S, the last one that may train on tokens of this version.
         """
         last = min(version + self.max_staleness, self.num_batches - 1)
         return (last - taken + 1) * self.batch_size
@@ -181,7 +181,7 @@ class Scheduler:
         self._move(draw, State.SKIPPED)
 
     def end(self, draw: int, state: State) -> None:
-        """End a running group: buffered, filtered, given up or skipped.
+        """End a running group. Its new state is buffered, filtered, given up or skipped.
 
         A skipped prompt does not count towards `draw_limit`.
         """
@@ -254,7 +254,7 @@ class Scheduler:
         return {draw: int(self._states[draw]) for draw in self.in_state(State.TRAINED)}
 
     def counts(self) -> dict[str, int]:
-        """Return the number of prompts in each state, by its name."""
+        """Return the number of prompts in each state, by the name of the state."""
         kinds = self._kinds()
         return {state.name.lower(): int((kinds == state).sum()) for state in State}
 
@@ -270,8 +270,8 @@ class Scheduler:
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
         """Restore the state after the last batch taken.
 
-        Groups that were running become pending. Without `keep_groups`, finished ones do so too, because under other
-        limits (1) need not hold for them.
+        Groups that were running become pending. Without `keep_groups`, finished groups become pending too, because (1)
+        of the module's docstring need not hold for them under this run's limits.
         """
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
@@ -344,7 +344,7 @@ class Scheduler:
         return self.num_running == 0 and not self._has_room() and self._num_used_up() > 0
 
     def _candidates(self) -> list[int]:
-        """Return the finished groups that may be taken, in their order."""
+        """Return the finished groups that may be taken, in the order in which batches take them."""
         if self.limits.order == "window":
             return sorted(self._buffered, key=lambda draw: (self._buffered[draw], draw))
         first_missing = min([*self._running, *self._pending], default=self.num_drawn)

@@ -1,6 +1,6 @@
 """The `spurline simulate` command, which predicts throughput and staleness of an asynchronous run.
 
-The model is imported only inside the command, because `spurline --help` must be quick.
+The simulation is imported only inside the command, because `spurline --help` must be quick.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FEWEST_STEPS, _MOST_STEPS = 12, 60
 _WIDTH = 120
 _HEADINGS = ("", "S", "B", "K", "E", "D", "steps/s", "of possible", "staleness", "by age", "training", "generation")
 _BELOW = ("", "", "", "", "", "", "", "", "mean/max", "0, 1, ...", "waits", "waits")
-_LEGEND = "S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines, D depth (~: auto, its mean)"
+_LEGEND = "S max_staleness, B prompts_per_step, K max_concurrent_groups, E engines, D depth (~: mean of depth auto)"
 
 
 def simulate(
@@ -38,14 +38,15 @@ def simulate(
     ] = None,
     sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
     saturation: Annotated[
-        int | None, typer.Option(min=1, help="Groups that saturate one engine; by default as many as the config runs.")
+        int | None,
+        typer.Option(min=1, help="Groups that saturate one engine; by default as many as the config runs on each."),
     ] = None,
     step_seconds: Annotated[
         float | None, typer.Option(min=1e-6, help="Time of one step without waiting and publishing.")
     ] = None,
     publish_seconds: Annotated[float | None, typer.Option(min=0, help="Time to publish the weights.")] = None,
     pause_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Time in a publish in which engines stand still; by default all of it.")
+        float | None, typer.Option(min=0, help="Seconds of a publish in which engines stand still; by default all.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default about 1,500 groups.")

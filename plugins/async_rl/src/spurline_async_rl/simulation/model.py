@@ -1,8 +1,8 @@
 """Simulate a whole asynchronous run on a virtual clock.
 
-The model uses the real scheduler; engines and trainer only take time. An event is the end of a group or of a phase of
-the trainer. After each event all groups start that may start, and a waiting trainer takes the next batch if it is
-ready. Equal input gives the same run.
+The model uses the real scheduler, but engines and trainer only let time pass. An event is the end of a group or of a
+phase of the trainer. After each event all groups start that may start, and a waiting trainer takes the next batch if it
+is ready. Equal input gives the same run.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class _Running:
 class Model:
     """One simulated run of source `async_rollouts`.
 
-    All running groups share the engines equally and progress at the same speed. So the model only counts the work that
-    a group would have done since the beginning of the run. The work of a group is the difference of two such counts.
+    All running groups share the engines equally and progress at the same speed. So the model keeps only one count: the
+    work of an imagined group that runs from the beginning of the run. The work of a real group is the difference of
+    this count between two times.
 
     Attributes:
         records: The timeline of the run.
         work: The work of each group with each version of the weights, by draw, in the order of admission.
         depths: The depth of admission after each batch was taken.
-        busy_s: The total seconds of all groups until the end of each record, without pauses.
+        busy_s: The running times of all groups added up, without pauses, until the end of each record.
     """
 
     def __init__(self, workload: Workload, limits: SchedulerLimits, engines: int = 1, publish_every: int = 1) -> None:
@@ -168,7 +169,7 @@ class Model:
         group.done = self._done
 
     def _begin(self, phase: _Phase, seconds: float) -> None:
-        """Begin the trainer's next phase; `wait` ends when a batch is there."""
+        """Begin the trainer's next phase. `wait` has no length; it ends when a batch is ready."""
         if self._phase == "pause":
             self._note_span("publish", self._began["transfer"])
         elif self._phase != "transfer":

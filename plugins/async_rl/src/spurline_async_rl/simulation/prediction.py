@@ -1,6 +1,6 @@
 """Compare settings of the scheduler, and recommend some.
 
-Each prediction is one run of the model. Its first steps do not count, because the buffer is still empty.
+Each prediction is one run of the model. The first steps of a run do not count, because the buffer is empty at first.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Figures:
     """The figures of a simulated run.
 
     Attributes:
-        staleness: The share of trained tokens by their age in updates.
+        staleness: Shares of the trained tokens, by their age in updates.
         trainer_idle: The share of the time in which training waited for a batch.
-        generation_idle: The share of the capacity for groups that was unused.
+        generation_idle: The share of `max_running` that no group used, as a mean over time.
         depth: The mean depth of admission, in groups.
     """
 
@@ -51,8 +51,9 @@ class Figures:
 class Prediction:
     """The figures of a run with these knobs, without its first steps.
 
-    `generation_groups_per_second` and `training_groups_per_second` are what each side could do if it never waited and
-    nothing was published. `efficiency` is the throughput divided by the smaller of the two.
+    `generation_groups_per_second` and `training_groups_per_second` are the groups that engines could generate and
+    training could take if neither waited and nothing was published. `efficiency` is the throughput divided by the
+    smaller of these two numbers.
     """
 
     knobs: Knobs
@@ -85,7 +86,7 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The output of `spurline simulate`. `alternatives` has predictions by the letter of the one changed knob."""
+    """The output of `spurline simulate`. `alternatives` has predictions with one knob changed, by its letter."""
 
     basis: Sequence[str]
     steps_simulated: int
@@ -168,14 +169,14 @@ def alternatives(knobs: Knobs) -> dict[str, list[Knobs]]:
 
 
 def search(predict: Predict, knobs: Knobs) -> list[Prediction]:
-    """Return predictions for each pair of a bound and a number of groups at once."""
+    """Return predictions for each pair of values of `max_staleness` and `max_running`."""
     bounds = [replace(knobs, max_staleness=bound) for bound in _bounds(knobs)]
     tried = [replace(bound, max_running=groups) for bound in bounds for groups in _groups(bound)]
     return [predict(other) for other in tried if other.is_allowed]
 
 
 def _groups(knobs: Knobs) -> list[int]:
-    """Return numbers of groups at once to try."""
+    """Return values of `max_running` to try."""
     wanted = {math.ceil(knobs.batch_size * part) for part in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4)}
     wanted |= {knobs.max_running, knobs.most_running}
     return sorted(groups for groups in wanted if knobs.engines <= groups <= knobs.most_running)
@@ -198,7 +199,7 @@ def recommended(found: Sequence[Prediction]) -> Prediction:
 def _on_sides(current: Prediction) -> str:
     generation, training = current.generation_groups_per_second, current.training_groups_per_second
     numbers = f"engines can make {generation:.3g} groups a second, training can take {training:.3g}"
-    reached = f"The config reaches {current.per_s:.3g}, which is {min(1.0, current.efficiency):.0%} of the possible."
+    reached = f"The config reaches {current.per_s:.3g}, {min(1.0, current.efficiency):.0%} of what is possible."
     if max(generation, training) < _BALANCED * min(generation, training):
         return f"Generation and training are balanced: {numbers}. {reached}"
     slower = "Generation" if generation < training else "Training"
@@ -208,7 +209,7 @@ def _on_sides(current: Prediction) -> str:
 def _on_settings(current: Prediction, best: Prediction) -> str:
     gain, now, then = best.per_s / current.per_s, current.knobs, best.knobs
     if now == then or (gain < _WORTH_SAYING and then.max_staleness == now.max_staleness):
-        return "The settings are good: no other bound or number of groups at once gains 2% without older tokens."
+        return "The settings are good: no other max_staleness or max_concurrent_groups gains 2% without older tokens."
     settings = {
         "max_staleness": (now.max_staleness, then.max_staleness),
         "max_concurrent_groups": (now.max_running, then.max_running),

@@ -49,14 +49,14 @@ class Knobs(SchedulerLimits):
         )
 
     def with_engines(self, engines: int) -> Knobs:
-        """Return knobs with another number of engines. Each runs as many groups as now, if the bound allows it."""
+        """Return knobs with another number of engines. Each engine runs as many groups as now, if the bound allows."""
         groups = max(1, self.max_running * engines // self.engines)
         return replace(self, engines=engines, max_running=min(self.most_running, groups))
 
 
 @dataclass(frozen=True)
 class Times:
-    """Random times by number. A time is one of `values`, multiplied by a lognormal factor of mean 1.
+    """A random time for each number of a draw or step: one of `values`, multiplied by a lognormal factor of mean 1.
 
     `sigma` is the standard deviation of the factor's logarithm. A share `late_share` of the times is also multiplied by
     `late_factor`.
@@ -119,7 +119,7 @@ class Workload:
     basis: Sequence[str] = ()
 
     def but(self, told: str, **changes: Any) -> Self:
-        """Return a copy with these fields changed. `told` explains the change in `basis`."""
+        """Return a copy with these fields changed. The sentence `told` about the change is added to `basis`."""
         return replace(self, basis=[*self.basis, told], **changes)
 
     def speed(self, groups: int, engines: int = 1) -> float:
@@ -139,7 +139,7 @@ class Workload:
     def generation_per_s(self, knobs: Knobs, num_draws: int) -> float:
         """Return how many trainable groups the engines finish in a second if they are always full.
 
-        Only the first `num_draws` draws count, because a sample with a heavy tail may have another mean than all draws.
+        Only the first `num_draws` draws count, because with a heavy tail their mean may differ from that of all draws.
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
         kept = 1 - self.filtered - self.quarantined
@@ -169,7 +169,7 @@ def workload_of(
         knobs: The settings of the config.
         measured: The workload of an earlier run. If None, `group_s` and `step_s` are required.
         origin: The name of the config in errors.
-        group_s: See option `--group-seconds`; the others are options too.
+        group_s: See option `--group-seconds`; the remaining arguments are options too.
 
     Raises:
         UserError: If a time is missing or contradicts another one.
@@ -187,7 +187,7 @@ def workload_of(
         told = f"{group_s:g} s for a group, lognormal with sigma {sigma:g}, as given"
         workload = workload.but(told, group_s=Times([group_s], sigma))
         if saturation is None:
-            saturation, why = max(1, -(-knobs.max_running // knobs.engines)), "as many as the config runs"
+            saturation, why = max(1, -(-knobs.max_running // knobs.engines)), "as many as the config runs on each"
     elif sigma:
         raise UserError("--sigma spreads --group-seconds, which is missing. Give both, or neither.")
     if saturation is not None:
@@ -212,7 +212,8 @@ def workload_of(
 def measured_workload(run_dir: Path) -> Workload:
     """Return the workload of an earlier run, from its timeline and metrics.
 
-    The largest number of groups on one engine counts as its saturation, because the run shows no speed beyond it.
+    The largest number of groups on one engine counts as its saturation, because the run does not show how fast more
+    groups would be.
 
     Raises:
         UserError: If the run was too short.

@@ -5,10 +5,11 @@ The engines get the memory in these steps, one after the other:
 2. The engines load their weights, and the new weights are published.
 3. The trainer frees the memory of the publish, and with `offloads_trainer` its weights.
 4. The engines allocate their cache.
-The trainer gets it back when the engines have freed their cache and weights. So the cache and the optimizer's state are
-never on a device together.
+The trainer gets the memory back when the engines have freed their cache and weights. So the cache and the optimizer's
+state are never on a device together.
 
-If a step fails, the run ends. If an engine dies, the others go on. It is started again in the engines' next turn.
+If a step fails, the run ends. If an engine dies, the others go on, and the dead one is started again in the engines'
+next turn.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from spurline_rl.protocols.weight_sync import SyncReport
 
 
 class Colocation:
-    """The state of the memory. All methods are called on the training thread.
+    """Passes the memory, and knows which weights the engines have. All methods are called on the training thread.
 
-    They raise RunFailedError if this or an earlier step has failed. `engines_have` is the version of the weights in all
+    They raise RunFailedError if this or an earlier call fails. `engines_have` is the version of the weights in all
     engines, or None if it is unknown.
     """
 
@@ -62,7 +63,7 @@ class Colocation:
         self.take_back(keep_weights=False)
 
     def give(self, version: int) -> SyncReport | None:
-        """Give the memory to the engines, which then generate with the backend's weights, of this version.
+        """Give the memory to the engines, which then generate with the backend's weights. These have version `version`.
 
         Returns:
             The report of the publish, or None if the engines had these weights already.
@@ -70,13 +71,13 @@ class Colocation:
         report: SyncReport | None = None
         with self._passing("engines", "giving it to the engines"):
             self._backend.yield_device(keep_weights=True)
-            self._run(self._engine.wake("weights"), "Giving the engines the memory of their weights")
+            self._run(self._engine.wake("weights"), "Giving the engines the memory for their weights")
             if self.engines_have != version:
                 report = self._publisher.publish(version, cast("Backend", self._backend))
                 self.engines_have = version
             # This also frees the memory of the publish.
             self._backend.yield_device(keep_weights=not self._offloads_trainer)
-            self._run(self._engine.wake("cache"), "Giving the engines the memory of their cache")
+            self._run(self._engine.wake("cache"), "Giving the engines the memory for their cache")
         return report
 
     def take_back(self, *, keep_weights: bool) -> None:
@@ -102,16 +103,16 @@ class Colocation:
         self.give(version)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds since the last call in which memory was passed, as metrics."""
+        """Return how many seconds passing the memory took since the last call, as metrics."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     @contextmanager
     def _passing(self, to: Literal["trainer", "engines"], what: str) -> Generator[None]:
-        """Pass the memory with the code inside. After an error, all later steps fail too."""
+        """Time the code inside, which passes the memory. After an error, all later calls fail too."""
         if self._failure is not None:
             raise RunFailedError(
-                f"Passing the memory of the devices had failed before {what}: {self._failure}"
+                f"Passing the memory of the devices failed earlier, before {what}: {self._failure}"
             ) from self._failure
         began = time.perf_counter()
         try:
@@ -122,7 +123,7 @@ class Colocation:
         self._seconds[f"time/to_{to}"] += time.perf_counter() - began
 
     def _run(self, work: Coroutine[Any, Any, None], what: str) -> None:
-        # Engines that are starting fall asleep only afterwards.
+        # An engine that is starting can sleep only after its start.
         limit = self._engine.longest_start_s + GRACE_S
         with ends_the_run(what):
             self._loop.run(work, limit, what, every_s=self._watchdog_s)

@@ -33,29 +33,29 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     update, even if it has several optimizer steps. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Groups that run at the same time, at most prompts_per_step x (max_staleness + 1). Few groups finish sooner; many
-    keep the engines busier. `spurline simulate` shows the trade-off. null is prompts_per_step with max_staleness 0, and
-    otherwise a quarter of it."""
+    keep the engines busier. `spurline simulate` shows the trade-off. null is prompts_per_step if max_staleness is 0,
+    and otherwise a quarter of prompts_per_step."""
     depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
     """Number of untrained groups, finished or running, at which no more groups start while the trainer is busy. While
-    it waits, only max_staleness limits them. `auto` finds the smallest number that keeps the trainer busy. `full` is
-    prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives fresher
-    tokens."""
+    the trainer waits, only max_staleness limits the number. `auto` finds the smallest number that keeps the trainer
+    busy. `full` is prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives
+    fresher tokens."""
     order: Annotated[Order, OnResume.BY_NAME] = "window"
     """`window` lets a finished group overtake slower ones, unless that would make one of them too old. `fifo` trains in
-    draw order, so the groups of a batch do not depend on time."""
+    draw order, so the groups of a batch do not depend on timing."""
     at_bound: Annotated[AtBound, OnResume.BY_NAME] = "wait"
-    """`wait` waits for a slow group if it would get too old otherwise. `mask` trains finished groups first, and takes
-    the loss from tokens of slow groups that are too old then. `mask` needs order: window."""
+    """`wait` waits for a slow group that would otherwise get too old. `mask` trains finished groups first. Tokens that
+    are too old when their slow group is trained get no loss. `mask` needs order: window."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
-    """Transport of weights to the engines; null chooses the best one for the engine."""
+    """Transport of weights to the engines; null chooses the best transport for the engine."""
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
-    """Seconds without a finished group after which a waiting run reports what it waits for."""
+    """Seconds without a finished group or an answered request after which a waiting run reports what it waits for."""
     stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=7200.0, gt=0)
-    """Seconds without a finished group after which a waiting run ends."""
+    """Seconds without a finished group or an answered request after which a waiting run ends."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,11 +118,11 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         bound, most = self.max_staleness, self.prompts_per_step * (self.max_staleness + 1)
         ahead = f"At most {most} groups are ahead of training, and {self.groups_at_once} of them run at a time."
         if bound == 0:
-            return [f"Training is synchronous: each token comes from the weights that train on it. {ahead}"]
+            return [f"Training is synchronous: no update comes between generating a token and training on it. {ahead}"]
         # Colocated engines generate only while the trainer waits, and then depth does not apply.
         if self.depth != "full" and not self.engine.is_colocated:
-            fewer = "as few as it needs" if self.depth == "auto" else f"at most {self.depth}"
-            ahead += f" While the trainer is busy, {fewer} (depth: {self.depth})."
+            fewer = "only as many as it needs" if self.depth == "auto" else f"at most {self.depth}"
+            ahead += f" While the trainer is busy, {fewer} are ahead (depth: {self.depth})."
         updates = "1 update" if bound == 1 else f"{bound} updates"
         kept = "All groups are trained before they get older."
         if self.at_bound == "mask":
@@ -143,7 +143,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             yield Problem(
                 "max_concurrent",
                 f"is {self.max_concurrent}, but {self.groups_at_once} groups of {self.samples_per_prompt} attempts are "
-                f"started at a time, so most of them would only wait and get older. Raise it to {attempts}, or lower "
+                f"started at a time, so some of them would only wait and get older. Raise it to {attempts}, or lower "
                 f"max_concurrent_groups to {max(1, self.max_concurrent // self.samples_per_prompt)}.",
             )
         if self.publish_every > self.max_staleness + 1:
@@ -192,7 +192,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
 
 class RecordedRolloutsConfig(AsyncRolloutsConfig):
-    """Train on the groups that another run has recorded, with the other settings of `async_rollouts`."""
+    """Train on the groups that another run has recorded. All settings of `async_rollouts` exist here too."""
 
     name: str = "recorded_rollouts"
     recorded: Annotated[str, PathSetting(reads=True), OnResume.BY_NAME] = Field(min_length=1)

@@ -20,7 +20,7 @@ from spurline.errors import RunFailedError, SpurlineError
 T = TypeVar("T")
 
 GRACE_S = 60.0
-"""Extra seconds for work on the loop that has its own time limit, because its own error says more."""
+"""Extra seconds for work on the loop that has its own time limit, because the error of that limit says more."""
 _THRESHOLDS = 4_000, 5, 1_000_000
 """Thresholds of the garbage collector with which it never visits old objects by itself."""
 _MANY_ATTEMPTS = 2048
@@ -68,10 +68,10 @@ class LoopThread:
         every_s: float | None = None,
         waits_for: Callable[[], str] | None = None,
     ) -> T:
-        """Return the coroutine's result, and print a message every `every_s` seconds.
+        """Return the coroutine's result. While it runs, print a message every `every_s` seconds.
 
         Raises:
-            RunFailedError: If it takes longer than `timeout_s`. Then it is cancelled.
+            RunFailedError: If the coroutine takes longer than `timeout_s`. It is cancelled then.
         """
         future = self.start(coroutine)
         began = time.monotonic()

@@ -22,7 +22,7 @@ from spurline_rl.prompt_source import Collected
 from spurline_rl.trajectory import Group, has_equal_returns
 
 _ADMITTED_AT_ONCE = 32
-"""Groups that start together before other work of the loop. A publish may allow thousands of attempts."""
+"""Groups that start before other work of the loop gets its turn. A publish may let thousands of attempts start."""
 
 
 class Producer:
@@ -71,7 +71,7 @@ class Producer:
         self._admit()
 
     def publish(self, version: int) -> None:
-        """Note that all engines generate with these weights, and start more groups."""
+        """Note that all engines generate with weights of this version, and start more groups."""
         self.scheduler.publish(version)
         self._admit()
 
@@ -84,7 +84,7 @@ class Producer:
             seconds: Seconds since the last groups were taken.
 
         Raises:
-            RunFailedError: If the step cannot be filled. The error that ended generation is raised too.
+            RunFailedError: If the step cannot be filled. If an error has ended generation, that error is raised.
         """
         scheduler = self.scheduler
         if self._failure is not None:
@@ -117,11 +117,11 @@ class Producer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        # The current group takes only milliseconds.
+        # Preparing the current group takes only milliseconds.
         self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
-        """Return the state without the finished groups, and these groups, which take long to encode."""
+        """Return the state without the finished groups, and the finished groups. Encoding these groups takes long."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 

@@ -1,4 +1,4 @@
-"""Publish weights to the engines, which run on the event loop, while the training thread waits."""
+"""Publish weights to the engines. This runs on the event loop, while the training thread waits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Publisher:
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
-        """Publish the backend's weights to these engines, or to all, and return when they generate with them.
+        """Publish the backend's weights to these engines, or to all. Return when engines generate with these weights.
 
         Raises:
             RunFailedError: If that fails. Nothing may be trained afterwards.

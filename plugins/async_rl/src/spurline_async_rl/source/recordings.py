@@ -1,10 +1,11 @@
 """Record the groups that a run trained on, and train on them again.
 
-Checkpoints and recordings have groups as plain arrays and JSON, which are read back bit for bit. They are written in
-blocks, because each block is in memory twice. Within a block the arrays of all turns are joined to a few long ones.
+Checkpoints and recordings store groups as plain arrays and JSON, which are read back bit for bit. Groups are written in
+blocks, so that only one block is in memory twice. In a block, the arrays of all turns are joined into a few long ones.
 
 A run with source `recorded_rollouts` generates nothing. It depends only on its config and the recording. It can show
-the effect of another loss on the same data, and prove that training on asynchronous rollouts is exact.
+the effect of another loss on the same data. With the settings of the recorded run, it trains the same weights, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _BLOCK_BYTES = 32 << 20
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Return the state of groups. They must not change, because blocks are made while they are written."""
+    """Return the state of groups. The groups must not change, because each block is made only when it is written."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
@@ -121,7 +122,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "retries": trajectory.retries,
-        # Text keeps an environment's own values apart from arrays of this state.
+        # As text, an environment's values cannot be mistaken for arrays of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }
 

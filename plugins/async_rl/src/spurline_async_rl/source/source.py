@@ -1,8 +1,8 @@
-"""Source `async_rollouts`: generate groups while the model trains, and keep a bound on their age.
+"""Source `async_rollouts`: generate groups while the model trains, and limit the age of their tokens.
 
 There are two threads. The Producer generates on an event loop. The training thread takes batches from it, and publishes
 the weights after an update. The scheduler alone decides which group may start and which batch is ready. Colocated
-engines have the devices only while the training thread waits for them.
+engines have the devices only while the training thread waits for attempts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class AsyncRolloutSource(PromptSource):
         self._publisher: Publisher | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
-        # Metrics of publishes since they were last taken.
+        # Metrics of publishes since the last call of `_take_synced`.
         self._synced: dict[str, float] = {}
         self._taken_at = time.perf_counter()
 
@@ -129,7 +129,7 @@ class AsyncRolloutSource(PromptSource):
         begin = time.perf_counter()
         self._collector.step()
         self._timeline.began("wait")
-        # After the update, the engines get new weights.
+        # The engines need not keep these weights, because they get new ones after the update.
         with self._engines_turn(keep_weights=False):
             if self._colocation is not None:
                 # The engines have new weights, so more groups may start.
@@ -169,8 +169,8 @@ class AsyncRolloutSource(PromptSource):
     def _load(self) -> dict[str, float]:
         """Return the load of the loop since the last call.
 
-        `controller/cpu_share` is the CPU time of its thread per second. A value near 1 limits generation, because all
-        tokens come through the loop.
+        `controller/cpu_share` is the CPU time per second of the loop's thread. If it is near 1, it limits generation,
+        because all tokens come through the loop.
         """
         began, cpu_s, tokens = self._looked
         self._looked = now, now_cpu_s, now_tokens = time.perf_counter(), time.thread_time(), self._observed.num_tokens
@@ -229,11 +229,11 @@ class AsyncRolloutSource(PromptSource):
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
     def close(self) -> None:
-        """End generation, engines and threads. Errors on the way never hide the error that ended the run."""
+        """End generation, engines and threads. Errors while closing never hide the error that ended the run."""
         self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
-            # Engines end together with this process.
+            # The loop cannot end the engines. They end when this process ends.
             steps = (self._end_transport, super().close)
         else:
             steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
@@ -268,7 +268,7 @@ class AsyncRolloutSource(PromptSource):
         while True:
             self._changed.clear()
             now = time.perf_counter()
-            # The wait counts from the first answer, because a busy loop may answer late even if groups are ready.
+            # The wait counts from the first None of `take`: a busy loop may answer late although groups are ready.
             wait_s = 0.0 if missing_since is None else now - missing_since
             taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
             if taken is not None:

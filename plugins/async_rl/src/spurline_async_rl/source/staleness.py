@@ -15,7 +15,7 @@ from spurline_rl.trajectory import FlatTurns, Group, turns_of, with_turns
 
 
 def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> tuple[Sequence[Group], int]:
-    """Take the loss from tokens that are older than the bound.
+    """Set the loss mask to 0 for tokens that are older than the bound.
 
     Args:
         groups: The groups of a batch.
@@ -23,7 +23,7 @@ def mask_over_age(groups: Sequence[Group], updates: int, max_staleness: int) -> 
         max_staleness: The bound.
 
     Returns:
-        The groups, and the number of trained tokens that lost their loss.
+        The groups, and the number of masked tokens that had a loss before.
     """
     oldest = updates - max_staleness
     kept, num_masked = list(groups), 0
@@ -43,7 +43,7 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
     """Return the metrics of the ages of tokens, and assert that no trained token is too old.
 
     `staleness/tokens_D` is the number of trained tokens that are D updates old. `updates` is the version of the weights
-    that are trained, and `masked` the number of tokens that have lost their loss.
+    that are trained, and `masked` the number of tokens that `mask_over_age` has masked.
     """
     found = [_checked(group).trained_versions for group in groups]
     ages = updates - np.concatenate([np.empty(0, np.int64), *(versions for versions, _ in found)])

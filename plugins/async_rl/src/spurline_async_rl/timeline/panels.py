@@ -97,7 +97,7 @@ class TimelinePanel:
 
 
 class StalenessPanel(Panel):
-    """Trained tokens by age, and waiting and buffered groups over the steps."""
+    """Plots of the trained tokens by age, and of ages, waiting times and numbers of groups over the steps."""
 
     title = "Staleness"
 
@@ -172,7 +172,7 @@ def _histogram(tokens: dict[int, float]) -> str:
 
 
 def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
-    """Return a line for each (metric, name, color) that the run has. With `is_share`, values are parts of a step."""
+    """Return a line for each (metric, name, color) that the run has. With `is_share`, values are shares of a step."""
     seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
     style: Trace = {"hovertemplate": "%{y:.1%}"} if is_share else {}
     traces: list[Trace] = []
@@ -276,7 +276,7 @@ def _describe(group: GroupSpan, step: int | None) -> str:
     fate = _UNTRAINED[group.state][0] if step is None else f"trained at step {step}"
     return (
         f"draw {group.draw}: {group.seconds:.3g} s, {group.tokens:,} tokens<br>"
-        f"admitted at version {group.version}, tokens of {versions}; {fate}"
+        f"admitted at version {group.version}, tokens of version {versions}; {fate}"
     )
 
 

@@ -1,7 +1,7 @@
 """Record the timeline of an asynchronous run, one line of JSON per step in RUN_DIR/timeline.jsonl.
 
 The panels of the report and `spurline simulate --from` read it. Times are in seconds since the run began. After a
-resume the clock continues at the last kept line.
+resume the clock continues at the time of the last line that was kept.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STATE_NAMES: Mapping[State, GroupState] = {
     State.GIVEN_UP: "quarantined",
     State.SKIPPED: "skipped",
 }
-"""Names in the file of the states in which a group ends."""
+"""The states in which a group ends, with their names in the file."""
 
 
 class GroupSpan(NamedTuple):
     """The time of one group, from its admission with weights of `version` to its last token or reward.
 
-    `tokens` is the sum over all its attempts. `oldest` and `newest` are versions of the weights that generated them; in
-    a group without tokens, they equal `version`.
+    `tokens` is the sum over all its attempts. `oldest` and `newest` are the oldest and the newest version of the
+    weights that generated these tokens. In a group without tokens, both are the published version at its end.
     """
 
     draw: int
@@ -139,7 +139,7 @@ class Timeline:
         self._taken: list[Taken] = []
 
     def resume(self, step: int) -> None:
-        """Continue after this step, or begin a run with 0. Later lines are removed from the file.
+        """Continue after this step; step 0 begins a run. Lines of later steps are removed from the file.
 
         Raises:
             RunFailedError: If the file cannot be written.
@@ -166,7 +166,7 @@ class Timeline:
             self._groups.append(GroupSpan(draw, began, self._now(), version, state, tokens, oldest, newest))
 
     def began(self, kind: SpanKind) -> None:
-        """Note the begin of a span. Spans of one kind do not overlap."""
+        """Note the beginning of a span. Spans of one kind do not overlap."""
         with self._lock:
             assert kind not in self._open, f"'{kind}' has begun already"
             self._open[kind] = self._now()
@@ -192,7 +192,7 @@ class Timeline:
         line = encode_record(record)
         try:
             with open(self._path, "ab", buffering=0, opener=own_file) as file:
-                # With a single call, a kill can cut off only this line.
+                # The line is written by a single call, so a kill can damage only this line.
                 if file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 """Seconds between two checks for engines that have died, while weights are being sent."""
 _MOST_LOSSES = 3
-"""A publish fails if one bucket is lost more often."""
+"""A publish fails if one bucket is lost more often than this."""
 
 _ALIGNMENT = 64
 
@@ -72,7 +72,7 @@ class BucketSync:
     _own_choice: MakerChoice | None = None
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """Prepare to send the weights of this run's backend. Without a run, they are in this process.
+        """Prepare to send the weights of this run's backend. Without a run, the weights are in this process.
 
         Raises:
             ConfigError: If the transport needs weights on GPUs, and they are on CPUs.
@@ -89,7 +89,7 @@ class BucketSync:
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
         lora = None if run is None else adapters_of(run)
-        # If it is None, the first publish decides.
+        # None means that the first publish decides.
         self._sends_adapters = None if config.adapters and (lora is None or lora.merged_because is None) else False
 
     def maker_settings(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class BucketSync:
     def make_buckets(
         self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
     ) -> Iterator[WeightBucket]:
-        """Yield buckets, on a thread; see `MakerChoice` for `dtype` and `part`."""
+        """Yield the buckets from number `first` on. This runs on a thread. See `MakerChoice` for `dtype` and `part`."""
         settings = self.maker_settings()
         choice = MakerChoice(self.maker, settings, self.max_bucket_bytes, dtype, part, self.made_by)
         if isinstance(backend, MakesBuckets):
@@ -172,7 +172,7 @@ class BucketSync:
         if self._sends_adapters is None:
             self._sends_adapters = settings is not None and engines_take_them
         elif not engines_take_them:
-            # Another adapter may be merged into the engine's weights.
+            # The weights of such an engine may have an older adapter merged into them.
             raise RunFailedError(
                 "An engine was started that takes no adapters, but earlier engines were sent only adapters. Start "
                 "engines of one kind, or set source.weight_sync.adapters: false."
@@ -188,8 +188,8 @@ class BucketSync:
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         progress = _Progress()
         while True:
-            self.waits_for = "a place where sender and engines meet"
-            # It may use the network, so it runs on a thread.
+            self.waits_for = "the preparation of the transport"
+            # `prepare` may use the network, so it runs on a thread.
             await in_thread(self.prepare, _receivers(engines), is_lost=progress.losses > 0)
             buckets = self.make_buckets(version, backend, progress.taken + 1, dtype, part)
             watch = asyncio.ensure_future(self._watch(engines))
@@ -225,8 +225,8 @@ class BucketSync:
                 await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
             except BucketLostError:
                 if following is not None:
-                    # The backend can only make one bucket at a time.
-                    self.waits_for = "the backend's weights after one that was lost"
+                    # The backend can make only one bucket at a time, so wait for the one that it is making.
+                    self.waits_for = "the backend's weights after a lost bucket"
                     await following
                 raise
             except BaseException:
@@ -264,7 +264,7 @@ class InProcessSync(BucketSync):
 
 
 def weights_of(backend: Backend, part: PublishedPart) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights to publish of a backend in this process."""
+    """Return the weights that a backend in this process publishes."""
     if part == "model":
         return backend.named_weights()
     assert isinstance(backend, TrainsAdapters), type(backend)
@@ -341,7 +341,7 @@ def pack(
 
 
 def room(buffer: Tensor | None, size: int, device: torch.device) -> Tensor:
-    """Return this buffer if it has `size` bytes, or else a new one."""
+    """Return this buffer if it has at least `size` bytes, or else a new one."""
     if buffer is not None and len(buffer) >= size:
         return buffer
     return torch.empty(max(size, 1), dtype=torch.uint8, device=device)

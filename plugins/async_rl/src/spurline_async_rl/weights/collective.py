@@ -1,8 +1,8 @@
 """Weight sync `collective`: send each bucket by one broadcast to all workers, on any machine.
 
-The sender packs a bucket into a buffer. It is broadcast in a process group of the sender and all workers, with gloo
-from CPUs and with NCCL from GPUs. If the engines change or a broadcast fails, a new group is made, and a lost bucket is
-sent again.
+The sender packs a bucket into a buffer. The buffer is broadcast in a process group of the sender and all workers, with
+gloo from CPUs and with NCCL from GPUs. If the engines change or a broadcast fails, a new group is made, and a lost
+bucket is sent again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class CollectiveSync(BucketSync):
     def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:
         if self._meeting is not None and receivers == self._receivers and not is_lost:
             return
-        self._give_up("weights go on in another group")
+        self._give_up("weights are sent through a new group")
         if self._store is None:
             self._store = self._open_store()
         self._receivers = dict(receivers)
@@ -112,7 +112,7 @@ class CollectiveSync(BucketSync):
 class BroadcastMaker:
     """A `BucketMaker`. `meeting` has the fields of a `Meeting`. Each sender has its own group.
 
-    After a network failure, the next bucket contains the reason. An error would end the training.
+    If a broadcast failed, the next bucket contains the reason instead of weights. An error would end the training.
     """
 
     def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
@@ -194,10 +194,11 @@ class BroadcastReader:
         self._last: Sequence[int] = ()
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of a buffer that the next bucket overwrites; [] if the bucket came before.
+        """Return the weights, as views of a buffer that the next bucket overwrites; [] if this worker got the
+        same bucket before.
 
         Raises:
-            BucketLostError: If the bucket does not come.
+            BucketLostError: If the bucket does not arrive.
             RunFailedError: If it is sent with NCCL and this worker is on a CPU.
         """
         where = bucket.where

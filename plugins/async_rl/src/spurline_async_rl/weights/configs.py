@@ -49,7 +49,7 @@ class InProcessSyncConfig(BucketSyncConfig):
 
 
 class SharedMemorySyncConfig(BucketSyncConfig):
-    """Send through shared memory to engines on the machine of the weights."""
+    """Send the weights through shared memory to engines on the trainer's machine."""
 
     name: str = "shared_memory"
 
@@ -64,17 +64,18 @@ class DiskSyncConfig(BucketSyncConfig):
 
 
 class CollectiveSyncConfig(BucketSyncConfig):
-    """Broadcast to all engines at once, on any machine, with NCCL from GPUs and with gloo from CPUs."""
+    """Broadcast the weights to all engines at once, on any machine, with NCCL from GPUs and with gloo from CPUs."""
 
     name: str = "collective"
     exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Seconds in which all engines must join, or get a bucket. Otherwise it is sent again, to the living engines.
-    null is half of `engine.update_timeout_s`. It must be less than `engine.update_timeout_s`."""
+    """Time limit in seconds for all engines to join the group, and for all engines to receive one bucket. After it, the
+    bucket is sent again to the engines that still run. Must be less than `engine.update_timeout_s`; null is half of
+    that."""
     address: Annotated[str | None, OnResume.FREE] = None
-    """Host name or IP address of this machine in the network of ranks and engines; null finds it."""
+    """Host name or IP address of this machine in the network of ranks and engines; null finds it automatically."""
 
     def exchange_limit_s(self, run: RunConfig | None) -> float | None:
-        """Return the time limit of an exchange, or None if neither this config nor the engine's has one."""
+        """Return the time limit of an exchange, or None if neither this config nor the engine's config has one."""
         if self.exchange_timeout_s is not None:
             return self.exchange_timeout_s
         limit_s = None if run is None else run.source.facts.update_limit_s
@@ -86,12 +87,13 @@ class CollectiveSyncConfig(BucketSyncConfig):
             yield Problem(
                 "exchange_timeout_s",
                 f"is {self.exchange_timeout_s:g}, but must be less than source.engine.update_timeout_s ({limit_s:g}). "
-                "Otherwise one engine that hangs would end all of them. Remove it, or raise update_timeout_s.",
+                "Otherwise one engine that hangs would end all engines. Remove exchange_timeout_s, or raise "
+                "update_timeout_s.",
             )
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):
-    """Send handles of GPU memory to engines on the GPUs of the weights."""
+    """Send handles of GPU memory to engines on the trainer's GPUs."""
 
     needs_gpu = True
     name: str = "cuda_ipc"

@@ -1,7 +1,7 @@
-"""Weight sync `cuda_ipc`: send handles of GPU memory to engines on the GPUs of the weights.
+"""Weight sync `cuda_ipc`: send handles of GPU memory to engines on the trainer's GPUs.
 
 Each rank packs a bucket into a buffer on its GPU. A worker on the same GPU opens the buffer by its handle, and copies
-from it. This needs memory for one bucket; vLLM's own transfer of handles would need it for the whole model.
+from it. This needs memory for one bucket; vLLM's own transfer of handles needs memory for all weights.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HandleMaker:
 
     def __init__(self, sender: int = 0, senders: int = 1, gpu: CurrentGpu | None = None) -> None:
         self._gpu = gpu or CurrentGpu()
-        # A handle does not keep the buffer alive, and the engines must copy it first.
+        # Keeps the buffer alive until the engines have copied it. The handle does not.
         self._buffer: Tensor | None = None
         self._handle: Handle | None = None
 
@@ -98,7 +98,8 @@ class HandleMaker:
 
 
 def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tuple[str, Tensor]]:
-    """Return the weights in the trainer's memory. They are valid until the bucket is answered.
+    """Return the weights in the trainer's memory. They are valid until the engine answers that it has loaded the
+    bucket.
 
     Raises:
         RunFailedError: If no rank has the weights on this GPU.
@@ -118,7 +119,8 @@ def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tu
 def fixed_segments() -> Iterator[None]:
     """Turn expandable segments of GPU memory off inside.
 
-    They cannot be exported in most containers, where a process cannot take file descriptors of another one.
+    Such segments cannot be exported in most containers, because a process there cannot get file descriptors from
+    another process.
     """
     before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
     fixed = _EXPANDABLE.sub(r"\1False", before)

@@ -1,7 +1,7 @@
 """Make process groups for a sender of weights and the workers of engines, with NCCL for GPUs and gloo for CPUs.
 
 The members meet in a TCP store of the controller. A member that notices a failure writes it into the store, and the
-others check the store while they wait, because neither library tells them reliably.
+others check the store while they wait, because neither library reports failures reliably.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOOK_S = 0.1
 _HERE, _FAILED = "here", "failed"
 """Keys of the store. `here/RANK` says that a member has joined."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""Factors from our time limit to torch's own ones, which must be longer. NCCL's time limit ends the whole process."""
+"""torch's own time limits are ours times these factors. They must be longer, because NCCL's ends the whole process."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """The place where a group meets, as plain data.
+    """A description, as plain data, of where and how groups meet.
 
     Attributes:
         host: Host of the store.
@@ -77,7 +77,7 @@ class Meeting:
 
 
 class ExchangeGroup:
-    """The membership of a process in a group. Raises BucketLostError if members are missing after the time limit."""
+    """The membership of a process in a group. The constructor waits for all members, or raises BucketLostError."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -95,7 +95,7 @@ class ExchangeGroup:
             raise self._lost("cannot join the group that brings weights", error) from None
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Send a uint8 tensor from rank 0 to all others. It has the same size and device everywhere.
+        """Send a uint8 tensor from rank 0 to all others. Its size and type of device are the same in all members.
 
         Raises:
             BucketLostError: If that fails or takes too long.
@@ -103,7 +103,7 @@ class ExchangeGroup:
         try:
             self._broadcast(buffer)
         except Exception as error:  # noqa: BLE001 - raised as another
-            # It is raised outside, because the frames of this error would keep the group alive.
+            # `lost` is raised outside, because the frames of `error` would keep the group alive.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
         else:
             return
@@ -146,7 +146,7 @@ class ExchangeGroup:
         while missing := [name for rank, name in enumerate(members) if not self._keys.check([f"{_HERE}/{rank}"])]:
             self._check()
             if time.monotonic() - began >= limit_s:
-                raise _LateError(f"{listing(missing)} did not come within {limit_s:g} s (exchange_timeout_s)")
+                raise _LateError(f"{listing(missing)} did not join within {limit_s:g} s (exchange_timeout_s)")
             time.sleep(10 * _POLL_S)
         self._check()
 
@@ -171,11 +171,11 @@ class _LateError(Exception):
 
 
 _LEFT: list[tuple[Any, Any]] = []
-"""Left gloo groups with their last exchange. Freeing a group before its exchange ends would block all threads."""
+"""Gloo groups that were left, with their last broadcast. Freeing a group during a broadcast would block all threads."""
 
 
 def _keep_left() -> None:
-    """Keep these groups when the process ends, because freeing them would delay the end."""
+    """When the process ends, do not free these groups, because that would delay the end."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -1,4 +1,4 @@
-"""Weight sync `shared_memory`: send weights through shared memory to engines on the machine of the weights.
+"""Weight sync `shared_memory`: send weights through shared memory to engines on the trainer's machine.
 
 The memory is a file that is in no folder (`memfd_create`). Readers open it through its owner's entry in /proc. The
 system frees it when the last process that has opened it ends, even by a kill. All buckets use the same memory.
@@ -36,7 +36,7 @@ class SharedMemorySync(BucketSync):
 
 
 class MemoryMaker:
-    """A `BucketMaker`. `size` is the size of the memory at first. The machine provides only the used part."""
+    """A `BucketMaker`. `size` is the first size of the memory, which may grow. Unused pages of it take no memory."""
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)
@@ -54,7 +54,7 @@ class MemoryMaker:
         """Do nothing, because the next bucket overwrites this one."""
 
     def close(self) -> None:
-        """Free the memory. Engines that have mapped it keep it until they end or map another memory."""
+        """Free the memory. Engines that have mapped it keep it until they end or map new memory."""
         file, self._file, self._memory = self._file, -1, None
         if file >= 0:
             os.close(file)
@@ -86,7 +86,8 @@ class MemoryReader:
         self._memory: Tensor | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of the memory. They are valid until the bucket is answered.
+        """Return the weights, as views of the memory. They are valid until the engine answers that it has
+        loaded the bucket.
 
         Raises:
             RunFailedError: If the memory cannot be reached.
@@ -112,7 +113,7 @@ class MemoryReader:
 
 
 def _mapped(file: int, size: int) -> Tensor:
-    """Return the memory of the file, uint8 [size]. It is unmapped with its last view."""
+    """Return the memory of the file, uint8 [size]. It is unmapped when its last view is freed."""
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 

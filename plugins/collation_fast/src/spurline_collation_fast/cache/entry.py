@@ -38,11 +38,11 @@ ARRAYS: Mapping[str, np.dtype[Any]] = {
 MANIFEST = "manifest.json"
 
 _READ_WHOLE_BYTES = 64 << 20
-"""Entries up to this size are compared with their digests on opening. This takes some milliseconds."""
+"""Entries up to this size are compared with their digests when they are opened, which takes some milliseconds."""
 
 
 class DamagedEntry(Exception):  # noqa: N818 - a finding that makes the caller rebuild, not a failure of the run
-    """An entry that cannot be used. The text names the wrong file and the problem."""
+    """An entry that cannot be used. The text names the damaged file and the problem."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Return the manifest of an entry. Raises DamagedEntry if it does not fit, OSError if it cannot be read now."""
+        """Return the manifest of an entry. Raises DamagedEntry if it is wrong, OSError if it cannot be read now."""
         path = folder / MANIFEST
         try:
             content = json.loads(path.read_bytes())
@@ -108,14 +108,14 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bo
     Args:
         folder: The entry.
         labels: Current names of its datasets; None takes the names in the manifest.
-        whole: Whether to compare the content of a large entry too. This reads all of it.
+        whole: Whether to compare even a large entry with its digests. This reads the whole entry.
 
     Returns:
         The samples in mapped files, with the counts from the time when the tokens were made.
 
     Raises:
         DamagedEntry: If a file is missing or has another size or content, or if the offsets do not divide the tokens.
-        OSError: If a file cannot be read now. The entry may be whole all the same.
+        OSError: If a file cannot be read now. The entry may still be undamaged.
     """
     manifest = Manifest.read(folder)
     summary, num_bytes = manifest.summary, manifest.num_bytes
@@ -149,7 +149,7 @@ def array_path(folder: Path, array: str) -> Path:
 
 
 def _map_array(folder: Path, array: str, expected: int | None = None) -> NDArray[Any]:
-    """Map one array of an entry, read-only, and check its size in bytes. Compiled kernels take the plain ndarray."""
+    """Map one array of an entry, read-only, and check its size in bytes. Compiled kernels need a plain ndarray."""
     path = array_path(folder, array)
     try:
         with path.open("rb") as file:
@@ -166,7 +166,7 @@ def _map_array(folder: Path, array: str, expected: int | None = None) -> NDArray
 def _check_places(
     folder: Path, summary: Mapping[str, Any], offsets: NDArray[np.int64], source: NDArray[np.int32]
 ) -> None:
-    """Raise DamagedEntry for offsets or sources beyond the entry: compiled loops would read memory there."""
+    """Raise DamagedEntry for offsets or sources beyond the entry. Compiled loops would read the memory there."""
     if offsets[0] != 0 or offsets[-1] != summary["tokens"] or (offsets[:-1] > offsets[1:]).any():
         raise DamagedEntry(f"{array_path(folder, 'offsets')} does not divide the tokens")
     if len(source) and (source.min() < 0 or source.max() >= len(summary["sources"])):

@@ -2,8 +2,8 @@
 
 Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
 own folder and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry or
-none, on shared folders too. A process that has mapped an entry keeps reading it. The name of every other folder begins
-with a dot.
+none, on shared folders too. A process that has mapped an entry keeps reading it. Folders that are not entries
+have names that begin with a dot.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TokenCache:
         """Return the tokens of this key, or None if there are none. A damaged entry is removed, with a note.
 
         `Tokenized.examples` names files as they were called when the tokens were made. Raises OSError for an entry that
-        cannot be read or removed now; it may be whole.
+        cannot be read or removed now; such an entry may be undamaged.
         """
         entry = self.folder / key.digest
         try:
@@ -88,7 +88,7 @@ class TokenCache:
             path, lock = _locked_folder(self.folder)
         try:
             with disk_errors(self.folder):
-                # A temporary folder is private, but everyone who may read the cache may read its entries.
+                # A temporary folder is private, but everyone who may read the cache must be able to read the new entry.
                 path.chmod(self.folder.stat().st_mode & 0o777)
             writer = EntryWriter(path, key)
             try:
@@ -128,7 +128,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         # Another process may sweep the folder away before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # A file system without locks leaves the folder unlocked, and no sweep removes it.
+            # On a file system without locks the folder stays unlocked, and no sweep can remove it.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():

@@ -1,7 +1,7 @@
 """Make the key that identifies tokens. Runs with equal keys make the same tokens, so they share an entry.
 
 The key depends on content and not on names: renaming or touching a file does not change it, but one changed row,
-template or library version does. Only the fingerprints of the datasets read data.
+template or library version does. Making the key reads data only for the fingerprints of the datasets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
 """Names that a chat template uses to print the date, as Llama 3.2 does in the system prompt."""
 
 _UNUSED_OF_DATASET = {"weight", "label"}
-"""Settings that act after tokenization, so the key does not contain them. It contains no paths either."""
+"""Settings that act after tokenization, so the key does not contain them. The key contains no paths either."""
 
 _UNUSED_OF_DATA = {"train", "eval", "order"}
 """Settings that act after tokenization, or that the key contains for each dataset."""
@@ -77,7 +77,7 @@ def cache_key(
 
 
 def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the chat template prints the date. Its tokens are then for one day only."""
+    """Return whether the chat template prints the date. If so, the tokens are valid for one day only."""
     templates = tokenizer.chat_template or ""
     texts = templates.values() if isinstance(templates, dict) else (templates,)
     return any(_CLOCK.search(text) for text in texts)
@@ -108,7 +108,7 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
 
 def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Every call sets these two, so they depend on the last call.
+    # Every call of the tokenizer sets these two, so they depend on the last call.
     del backend["truncation"], backend["padding"]
     kind = type(tokenizer)
     source = inspect.getsourcefile(kind)

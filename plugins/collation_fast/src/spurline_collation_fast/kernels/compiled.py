@@ -50,7 +50,7 @@ class _Cache(FunctionCache):
 
 def _compiled(function: Callable[..., Any]) -> Any:
     dispatcher: Any = njit(nogil=True)(function)
-    # numba raises RuntimeError if it can write no cache folder.
+    # numba raises RuntimeError if there is no cache folder that it can write.
     with suppress(RuntimeError):
         dispatcher._cache = _Cache(function)
     return dispatcher

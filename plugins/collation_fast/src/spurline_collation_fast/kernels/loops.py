@@ -17,7 +17,7 @@ from __future__ import annotations
 LINE = 64
 """Bytes of a cache line."""
 AHEAD = 4
-"""Number of segments to fetch ahead. A core can wait for about so many cache lines at once."""
+"""Number of segments to fetch ahead. A core can wait for about this many cache lines at the same time."""
 FETCHED_LINES = 16
 """Lines to fetch of each segment. The processor itself fetches the lines after these."""
 
@@ -159,8 +159,8 @@ def first_fit(lengths, order, row_of, room):
 def best_fit(lengths, order, capacity, row_of, keys):
     """Put each sample into the row where it leaves the least room, and return the number of rows.
 
-    Among equal rows the earlier one is taken. `keys` has one place for each sample. It keeps the rows sorted by
-    (room, number); one integer holds both.
+    Among equal rows the earlier one is taken. `keys` has one entry for each sample. It keeps the rows sorted by
+    (room, number); each entry is one integer that contains both.
     """
     scale = order.shape[0]
     num_rows = 0

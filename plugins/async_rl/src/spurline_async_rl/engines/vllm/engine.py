@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class VllmMember:
-    """An `EngineMember`. Its engine generates only if there is no hold."""
+    """An `EngineMember` that passes requests to its engine only outside pauses, updates and sleep."""
 
     def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
         self.name = name
@@ -56,7 +56,7 @@ class VllmMember:
         if response.ended is not None:
             return response.ended
         await self._gate.wait()
-        # With this salt, vLLM does not reuse prompts that were computed with other weights.
+        # With this salt, vLLM reuses no cached prompt that was computed with other weights.
         number, salt, each_step = next(self._request_ids), str(self._version), bool(request.sampling.stop)
         deltas = engine.generate(number, response.rest(), salt, each_step=each_step)
         async with contextlib.aclosing(deltas):
@@ -67,7 +67,7 @@ class VllmMember:
                         return reason
             except DataError as error:
                 raise DataError(f"{request.name}: {error}") from error
-        raise EngineDiedError(f"{self.name} left a response without an end.")
+        raise EngineDiedError(f"{self.name} stopped in the middle of a response.")
 
     async def control(self, command: Command) -> None:
         if command.begins:
@@ -111,7 +111,7 @@ class VllmEngine(EnginePool):
             if config.is_colocated:
                 transports = ("cuda_ipc", "shared_memory", "disk", "collective")
             elif config.placement == "local" and trains_on_gpu_here(run):
-                # `cuda_ipc` does not reach the other GPUs of an engine, so it comes second.
+                # `cuda_ipc` reaches only engine processes on the trainer's GPU, so it comes second.
                 transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
                 _require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
@@ -136,7 +136,7 @@ class VllmEngine(EnginePool):
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)
             log = self._run.run_dir / "engines" / f"engine-{number}.log"
-            # With VLLM_LOGGING_LEVEL, the user wants the log on the terminal.
+            # A user who sets VLLM_LOGGING_LEVEL wants the log on the terminal.
             shown = "VLLM_LOGGING_LEVEL" in os.environ
             engine = AsyncEngine(replace(self._spec, gpus=gpus, log=None if shown else log))
         else:

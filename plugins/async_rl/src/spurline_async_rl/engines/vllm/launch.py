@@ -30,14 +30,14 @@ from spurline_ranks.logs import begin_log, last_words
 
 WORKER_EXTENSION = "spurline_async_rl.engines.vllm.worker_extension.WorkerExtension"
 OWNER = "SPURLINE_VLLM_OWNER"
-"""Environment variable with the id of the process that owns the engine. When it ends, the engine ends too."""
+"""Environment variable with the id of the process that owns the engine. When that process ends, the engine ends too."""
 LOST = "lost"
-"""Key in a worker's answer if a bucket did not reach it. The value is the reason."""
-_NO_ADAPTER = "If vLLM has no LoRA for this model, set source.weight_sync.adapters: false to send merged weights."
+"""Key in the answer of a worker that did not get a bucket. The value is the reason."""
+_NO_ADAPTER = "If vLLM has no LoRA support for this model, send merged weights: set source.weight_sync.adapters: false."
 _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
 """Arguments of vLLM with which an engine may use several machines."""
 _ONE_AT_A_TIME = threading.Lock()
-"""A start changes the environment of the whole process, and looks for its own child processes."""
+"""Only one engine starts at a time: a start changes the process's environment, and must recognize its own children."""
 _FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
 """The indented lines of a traceback, with vLLM's prefix before each line."""
 _READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
@@ -56,7 +56,7 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
 
     Raises:
         BucketLostError: If a worker did not get a bucket.
-        RunFailedError: If layers did not get weights in the update.
+        RunFailedError: If some layers got no weights in the update.
     """
     for answer in answers:
         if isinstance(answer, Mapping):
@@ -71,11 +71,11 @@ class EngineSpec:
     """A description of an engine, from which this process or an actor starts it.
 
     Attributes:
-        notes_experts: Whether tokens come with their experts.
-        gpus: Its CUDA_VISIBLE_DEVICES, or None to inherit the variable.
-        adapter: The adapter that it is sent, or None if it is sent whole weights.
-        peers_elsewhere: Whether it may exchange weights with other machines.
-        log: The file for the output of its processes, or None to inherit the output.
+        notes_experts: Whether the engine returns the experts that it chose for each token.
+        gpus: The engine's CUDA_VISIBLE_DEVICES, or None to inherit the variable.
+        adapter: The adapter that each publish sends to the engine, or None if a publish sends whole weights.
+        peers_elsewhere: Whether the engine may exchange weights with other machines.
+        log: The file for the output of the engine's processes, or None to inherit this process's output.
     """
 
     config: VllmEngineConfig
@@ -110,7 +110,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "tokenizer": model.tokenizer or model.path,
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": dict(model.config_overrides),
-        # Random weights come with the first publish.
+        # With random weights, the first publish brings the trainer's weights.
         "load_format": "dummy" if model.init == "random" else "auto",
         "use_tqdm_on_load": False,
         "dtype": ("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
@@ -154,10 +154,10 @@ def engine_environment(
         # With binding, engines and trainer would use the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.cpu_threads or spare_cores),
-        # It would override kv_cache_gb.
+        # This variable would override kv_cache_gb.
         "VLLM_CPU_KVCACHE_SPACE": None,
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-        # Python's tracker would warn when it frees the shared memory of a dead engine.
+        # Python's resource tracker would warn when it frees the shared memory of a dead engine.
         "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
         **interfaces,
@@ -191,7 +191,7 @@ class EngineProcesses:
         return f"process {self._main[0].pid}"
 
     async def wait_ended(self) -> str:
-        """Return when one of them has ended, because an engine needs all of them."""
+        """Return when one of these processes has ended, because an engine needs all of them."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         watched: list[int] = []
         try:
@@ -270,9 +270,10 @@ class EngineStart:
 def _without_ctrl_c() -> Iterator[None]:
     """Block SIGINT and SIGHUP in processes that are started inside.
 
-    A terminal sends these signals to all processes of a run. The run would lose its engines before it has saved.
+    A terminal sends these signals to all processes of a run. So an interrupted run would lose its engines before it has
+    saved its state.
     """
-    # The resource tracker would unblock the signals if it were started inside.
+    # Starting the resource tracker unblocks the signals, so it is started before they are blocked.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGHUP})
     try:
@@ -284,7 +285,8 @@ def _without_ctrl_c() -> Iterator[None]:
 def end_of(log: Path | None) -> str:
     """Return the end of an engine's log for a message, or "" if the log is empty.
 
-    Each process of vLLM prints a long traceback, and the first one has the cause. So the frames are removed.
+    Each process of vLLM prints a long traceback, and the first traceback has the cause. Frames are removed, so that the
+    message has room for the first traceback.
     """
     lines = [] if log is None else last_words(str(log), _READ_BYTES).splitlines()
     words = "\n".join(line for line in lines if not _FRAME.match(line))[-_SHOWN_CHARACTERS:]
@@ -296,7 +298,7 @@ def writing_to(log: Path | None) -> Iterator[None]:
     """Send the output of processes that this thread spawns inside, and of their children, to this file.
 
     Neither vLLM nor multiprocessing has a setting for this. The output of this process is redirected only during a
-    spawn, because other threads write to it too.
+    spawn, because other threads also write output.
     """
     if log is None:
         yield

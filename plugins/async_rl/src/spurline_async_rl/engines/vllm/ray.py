@@ -1,8 +1,8 @@
 """Run vLLM engines in Ray actors.
 
-`RayEngine` is in the controller, and sends requests to an `EngineActor` on any node, which has an `AsyncEngine`. All
-tokens and errors of an actor come back through one stream, in order and in batches. This module is imported only with
-`placement: ray`.
+`RayEngine` is in the controller, and sends requests to an `EngineActor` on any node. The actor runs an `AsyncEngine`.
+All tokens and errors of an actor come back through one stream, in order and in batches. This module is imported only
+with `placement: ray`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1
-"""Seconds in which tokens of several requests are collected. One message costs the controller half a millisecond."""
+"""Seconds for which an actor collects tokens before it sends them, because each message costs the controller 0.5 ms."""
 
 
 class EngineCluster:
-    """The places of engines on the Ray cluster."""
+    """Reserves and releases the places of engines on the Ray cluster."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig):
         need = config.cluster_need(run)
@@ -51,7 +51,7 @@ class EngineCluster:
         self._closing = threading.Event()
 
     async def reserve(self) -> Place:
-        """Return a place for one engine. If the engine replaces a dead one, this may have to wait.
+        """Return a place for one engine. If the engine replaces a dead one, this may wait for room.
 
         Raises:
             ConfigError: If the cluster is too small for the engines that start with the run.
@@ -87,7 +87,7 @@ class EngineCluster:
         """Return one of the places that are reserved as the run starts, or None if none is left."""
         with self._lock:
             if self._closing.is_set():
-                raise EngineDiedError("it was closed before there was room for it")
+                raise EngineDiedError("the engine was closed before there was room for it")
             if self._failure is not None:
                 raise self._failure
             if self._places is None:
@@ -114,7 +114,7 @@ class EngineCluster:
 
 
 News = Delta | Exception | None
-"""Tokens of a request, an error, or None as the mark after a command."""
+"""Tokens of a request, an error, or None, which marks the end of a command."""
 
 
 class EngineActor:
@@ -130,7 +130,7 @@ class EngineActor:
         self._more, self._urgent = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> tuple[int, int, str, str]:
-        """Return the length of the context, the size of the vocabulary, the dtype, and the engine's name."""
+        """Return the length of the context, the size of the vocabulary, the dtype, and where the engine runs."""
         import ray
 
         await self._engine.start()
@@ -139,7 +139,7 @@ class EngineActor:
         return engine.max_model_len, engine.vocabulary, engine.weights_dtype, where
 
     async def events(self) -> AsyncGenerator[list[tuple[str, News]], None]:
-        """Yield lists of news with the ids of requests or commands, until the actor ends."""
+        """Yield lists of (id of a request or command, its news), until the actor ends."""
         while True:
             await self._more.wait()
             with contextlib.suppress(TimeoutError):
@@ -167,7 +167,7 @@ class EngineActor:
 
     async def close(self) -> None:
         await self._engine.close()
-        # Ray kills the tracker too. If it is stopped before, it frees the engine's shared memory.
+        # Ray will kill the resource tracker too. It is stopped first, so that it frees the engine's shared memory.
         tracker: Any = resource_tracker._resource_tracker
         await in_thread(tracker._stop)
 
@@ -221,7 +221,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Tokens may come before the answer. If they waited for it, they could get the version of later weights.
+        # Tokens are read even before `submit` returns. Otherwise they could get the version of later weights.
         submitting = asyncio.ensure_future(self._ask("submit", request_id, request, salt, each_step))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
@@ -245,7 +245,7 @@ class RayEngine:
         self._inboxes[mark] = asyncio.Queue()
         try:
             await self._ask("control", command, mark)
-            # The stream has all earlier tokens before the mark, so their readers are woken first.
+            # In the stream, all earlier tokens come before the mark, so the readers of these tokens are woken first.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:
@@ -289,7 +289,7 @@ class RayEngine:
             return await getattr(self._actor, method).remote(*arguments)
         except RayActorError as error:
             log = "" if self._log is None else f" Its log is {self._log}."
-            raise EngineDiedError(f"the actor of {self.where} has died: {error}.{log}") from error
+            raise EngineDiedError(f"{self.where} has died: {error}.{log}") from error
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else EngineDiedError(str(error)) from None
 

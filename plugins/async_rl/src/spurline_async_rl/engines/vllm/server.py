@@ -1,7 +1,7 @@
 """Use an external OpenAI-compatible vLLM server as a member of the pool.
 
-A pause cancels all streams. Later each response continues from the tokens that have come. Other tokens are generated
-again, so no token gets the wrong version.
+A pause cancels all streams. Later each response continues after the tokens that have arrived. Tokens that were
+generated but did not arrive are generated again, so no token gets the wrong version.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _ASK_TIMEOUT_S = 5.0
 _ASK_AGAIN_S = 2.0
 """Seconds between two requests to a server that does not answer yet, or may have ended."""
 _LONGEST_LINE = 1 << 24
-"""Bytes. The first event of a stream contains the prompt."""
+"""Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
 START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
 )
 _OPEN = (
     "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
-    "machines of this run to reach its port. Or use a proxy that asks for the key in source.engine.api_key_env on all "
+    "machines of this run to reach its port. Or use a proxy that requires the key of source.engine.api_key_env on all "
     "paths."
 )
 
@@ -62,7 +62,7 @@ class ServerApi:
     """
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        # Clients of OpenAI's API use URLs with a version.
+        # Users may give the URL as for OpenAI's API, with a version at the end.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # The callers have their own time limits.
@@ -96,7 +96,7 @@ class ServerApi:
             raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
         if config.get("lora_config") is not None:
             raise self._config_error(
-                "was started with --enable-lora, but it is sent merged weights. Start it without this option."
+                "was started with --enable-lora, but this run sends merged weights to it. Start it without this option."
             )
         return served
 
@@ -135,12 +135,12 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method in every worker, and return the answers. Raises RunFailedError if that fails in a worker."""
+        """Call a method in every worker, and return the answers. Raises RunFailedError if the method fails."""
         body = {"method": method, "args": list(arguments)}
         return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
 
     async def pause(self) -> None:
-        """Abort all requests, and drop all keys and values."""
+        """Abort all requests, and drop all cached keys and values."""
         await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def resume(self) -> None:
@@ -151,7 +151,7 @@ class ServerApi:
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
             try:
-                # Any answer will do. A busy server or a proxy may answer with an error.
+                # Any answer counts, even an error from a busy server or a proxy.
                 async with self._session.get(self._url + "/v1/models"):
                     pass
             except (aiohttp.ClientError, OSError) as error:
@@ -180,7 +180,7 @@ class ServerApi:
             raise self._lost(error) from error
 
     async def _obeys_strangers(self) -> bool:
-        """Return whether it answers without a key. vLLM checks keys only under `/v1`."""
+        """Return whether the server answers a request without a key. vLLM checks keys only under `/v1`."""
         try:
             async with aiohttp.request(
                 # A proxy may redirect to a login page, or not answer at all.
@@ -198,8 +198,10 @@ class ServerApi:
             return
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
-            raise self._config_error(f"refuses the API key ({answer.status}). Set the variable in api_key_env.")
-        # With these codes, the server may accept the request later, or another server may accept it.
+            raise self._config_error(
+                f"refuses the API key ({answer.status}). Put the right key into the variable that api_key_env names."
+            )
+        # With 408, 425, 429 and 5xx, the server may accept the request later, or another server may accept it.
         if answer.status < 500 and answer.status not in (408, 425, 429):
             raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
         raise on_failure(f"{self._url} failed: {answer.status} {text}")
@@ -218,7 +220,7 @@ class ServerApi:
         return Delta(tokens, logprobs, reason)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
-        # Its `os_error` says more than aiohttp's own error.
+        # Some errors of aiohttp have an `os_error`, which says more.
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
@@ -350,7 +352,7 @@ class ServerMember:
                         return reason
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
-        raise EngineDiedError(f"{self.name} left a response without an end")
+        raise EngineDiedError(f"{self.name} stopped in the middle of a response")
 
     async def _cut_streams(self) -> None:
         for stream in self._streams:

@@ -1,8 +1,8 @@
 """Decode the messages of vLLM's engine into arrays, because AsyncLLM would make Python objects of each token.
 
-`StepDecoder` decodes the message of each step. `TokenStreams` keep the tokens of each request, which
-`AsyncEngine.generate` takes. AsyncLLM gets only the outputs that wake a request: its first token, each chunk, and its
-end. This module is imported after an engine has started, because it imports vLLM.
+`StepDecoder` decodes the message of each step. `TokenStreams` keeps the tokens of each request until
+`AsyncEngine.generate` takes them. AsyncLLM gets only the outputs that wake a request: its first token, each full chunk,
+and its end. This module is imported after an engine has started, because it imports vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spurline_rl.trajectory import FinishReason
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
     """vLLM's `LogprobsLists` as they are sent.
 
-    `values` has the dtype, the shape [tokens, 1], and the bytes, or the number of the frame that contains them.
+    `values` has the dtype, the shape [tokens, 1], and either the bytes or the number of the frame that contains them.
     """
 
     token_ids: msgspec.Raw
@@ -45,14 +45,14 @@ class StepOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class StepDecoder:
-    """A decoder that replaces vLLM's, because that one makes three numpy arrays for each token."""
+    """A decoder that replaces vLLM's own, which makes three numpy arrays for each token."""
 
     def __init__(self, decoder: Any) -> None:
         self._of_vllm = decoder
         self._decoder = msgpack.Decoder(StepOutputs, ext_hook=decoder.ext_hook, dec_hook=decoder.dec_hook)
 
     def decode(self, frames: Sequence[Any]) -> StepOutputs:
-        """Decode a message. Frames after the first one have arrays that are too large for the message."""
+        """Decode a message. The first frame is the message, and the others are arrays that are too large for it."""
         self._of_vllm.aux_buffers = frames
         try:
             message = self._decoder.decode(frames[0])
@@ -67,7 +67,7 @@ class StepDecoder:
 
 
 class TokenStream:
-    """The tokens of one request that no reader has taken. With `wakes_at` tokens, the reader is woken."""
+    """The tokens of one request that its reader has not taken yet. At `wakes_at` tokens, the reader is woken."""
 
     def __init__(self, wakes_at: int) -> None:
         self.wakes_at = wakes_at
@@ -112,19 +112,19 @@ class TokenStreams:
     def __init__(self, llm: Any, chunk_tokens: int, longest_s: float) -> None:
         """Replace the decoder of this AsyncLLM, on its event loop and before its first request.
 
-        A token waits for its chunk for at most `longest_s` seconds.
+        A token waits at most `longest_s` seconds until its chunk is full; after that, its reader is woken anyway.
         """
         core = llm.engine_core
         assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
         core.decoder = StepDecoder(core.decoder)
         self._next_message = core.get_output_async
         core.get_output_async = self._next
-        # With another interval, vLLM would hold back outputs that wake a request.
+        # With a larger interval, vLLM would delay outputs that must wake a request.
         llm.output_processor.stream_interval = 1
         self._llm = llm
         self._chunk_tokens = chunk_tokens
         self._longest_s = longest_s
-        # vLLM's statistics count the outputs that it gets.
+        # vLLM's statistics count only the outputs that AsyncLLM gets, so with statistics it gets all of them.
         self._passes_all: bool = llm.log_stats
         self._by_request: dict[str, TokenStream] = {}
         self._by_internal_id: dict[str, TokenStream] = {}
@@ -142,8 +142,8 @@ class TokenStreams:
             del self._by_internal_id[stream.internal_id]
 
     async def drained(self) -> None:
-        """Return when all tokens that vLLM's engine has sent so far have been taken."""
-        # The queue has all messages before the mark, so their readers are woken first.
+        """Return when readers have taken all tokens that vLLM's engine had sent before this call."""
+        # In the queue, all earlier messages come before the mark, so their readers are woken first.
         mark = asyncio.Event()
         self._put(mark)
         await mark.wait()
@@ -153,7 +153,7 @@ class TokenStreams:
         self._llm._run_output_handler()
 
     async def _next(self) -> EngineCoreOutputs:
-        """Return the next outputs to AsyncLLM's output handler, which has passed on all earlier ones."""
+        """Return the next outputs to AsyncLLM's output handler. Before this call, it has passed on all earlier ones."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.set()
@@ -170,13 +170,13 @@ class TokenStreams:
                 return message
 
     def _take(self, message: StepOutputs) -> bool:
-        """Take the tokens out of a message, and return whether it has anything left for AsyncLLM."""
+        """Take the tokens out of a message, and return whether AsyncLLM needs the rest of the message."""
         waking: list[RequestOutput] = []
         for output in message.outputs:
             stream = self._by_internal_id.get(output.request_id)
             is_first = stream is None
             if stream is None and (stream := self._found(output.request_id)) is None:
-                # vLLM handles aborted requests.
+                # A request without a stream was aborted, and vLLM handles its outputs.
                 waking.append(output)
                 continue
             stream.add(output)

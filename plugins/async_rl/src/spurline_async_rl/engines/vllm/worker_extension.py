@@ -1,7 +1,7 @@
-"""Extend vLLM's worker, so it can take weights in buckets, and ends together with its owner.
+"""Extend vLLM's worker: it can load weights in buckets, and ends when the process that owns the engine ends.
 
-vLLM imports this module in each worker process. Members call its methods by `collective_rpc`. An update needs memory
-for one bucket and for the incomplete layers.
+vLLM imports this module in each worker process. Each `EngineMember` calls `WorkerExtension` by `collective_rpc`. An
+update needs memory for one bucket and for the incomplete layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if OWNER in os.environ:
 
 
 class WorkerExtension:
-    """A mixin of vLLM's worker class. Its own names contain `spurline_`."""
+    """A mixin for vLLM's worker class. All methods that it adds begin with `spurline_` or `_spurline_`."""
 
     model_runner: Any
     vllm_config: Any
@@ -63,7 +63,7 @@ class WorkerExtension:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         if hasattr(self.model_runner, "lora_manager"):
-            raise RunFailedError("This engine was started for adapters, and whole weights came.")
+            raise RunFailedError("This engine was started for adapters, but was sent whole weights.")
         self._spurline_broadcasts.end_update()
         model = self._spurline_model()
         _forget_half_an_update(model)
@@ -77,14 +77,14 @@ class WorkerExtension:
         self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
 
     def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
-        """Load a bucket from `WeightBucket.to_plain`. If it did not come, return the reason."""
+        """Load a bucket, given as `WeightBucket.to_plain`. If the weights did not arrive, return {LOST: reason}."""
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
         try:
             weights = self._spurline_read(bucket)
         except BucketLostError as error:
-            # If this were raised, vLLM would change the class of the error.
+            # If the error were raised, vLLM would change its class.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
             if self._spurline_adapter is not None:
@@ -133,7 +133,7 @@ _MEMORY = MemoryReader()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Copy tensors, because the sender uses their memory again before vLLM has a whole layer."""
+    """Copy tensors, because the sender overwrites their memory before vLLM has a whole layer."""
     for name, tensor in tensors:
         yield name, tensor.clone()
 
@@ -159,9 +159,9 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
 
 
 def _forget_half_an_update(model: nn.Module) -> None:
-    """Forget the weights of an update that was not finished, because its run was killed.
+    """Discard the weights of an update that a killed run did not finish.
 
-    With them, vLLM would install a layer in the next update before all of its weights have come.
+    If they stayed, vLLM would install a layer in the next update before all of its new weights have come.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -173,9 +173,9 @@ def _forget_half_an_update(model: nn.Module) -> None:
 
 
 def _forget_kernels_of_experts(model: nn.Module) -> None:
-    """Make vLLM pack new weights of experts on CPUs.
+    """On CPUs, make vLLM pack the new weights of experts.
 
-    vLLM packs experts only when it makes their kernel. If the kernel existed already, it would read unpacked weights as
+    vLLM packs experts only when it makes their kernel. An existing kernel would read the new, unpacked weights as
     packed ones.
     """
     from vllm.platforms import current_platform
@@ -189,7 +189,7 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """Update the packed copy of the embedding's weights in a tied head on CPUs."""
+    """On CPUs, a tied head has a packed copy of the embedding's weights. Update this copy."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.weight = model.model.embed_tokens.weight
