@@ -54,8 +54,8 @@ def test_an_unknown_plugin_says_what_is_installed_and_offers_no_stranger_to_inst
         ("model", "path", "./no-such-model", ["no-such-model"]),
         ("evaluation", "every_steps", 2, ["held-out data", "`data.eval`"]),
         ("collator", "max_token", 5, ["run.yaml:", "collator.max_token", "'max_tokens'"]),
-        ("model", "lora", 1, ["There is backend.lora."]),
-        ("data", "on_bad_row", 1, ["There is data.train.on_bad_row and data.eval.on_bad_row."]),
+        ("model", "lora", 1, ["It exists as backend.lora."]),
+        ("data", "on_bad_row", 1, ["It exists as data.train.on_bad_row and data.eval.on_bad_row."]),
     ],
 )
 def test_what_a_config_asks_for_in_vain_is_named(

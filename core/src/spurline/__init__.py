@@ -1,7 +1,7 @@
 """Spurline: a plugin-based toolkit for LLM post-training.
 
-`from spurline import load_config, Run` is the Python API; `spurline --help` the command line. Importing this package
-loads neither torch nor transformers.
+The Python API is `from spurline import load_config, Run`, and `spurline --help` lists the commands. Importing this
+package loads neither torch nor transformers.
 """
 
 from __future__ import annotations

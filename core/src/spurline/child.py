@@ -1,8 +1,8 @@
 """Run a Python module in a child process that exchanges messages with this process and cannot outlive it.
 
-The parent uses `ChildProcess`, which starts the module, passes messages both ways, notices its end, and kills it with
-all processes that it started. The module's `main` gets a `Parent`. A message is one line of JSON on the child's
-standard input or output. The parent unpickles nothing that a child sends.
+The parent uses `ChildProcess`, which starts the child, passes messages both ways, notices when the child ends, and can
+kill it with all processes that it started. The module's `main` gets a `Parent`. A message is one line of JSON on the
+child's standard input or output. The parent unpickles nothing that a child sends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Message = Mapping[str, Any]
 EXIT_TIMEOUT_S = 30.0
 """Seconds a process may take to end by itself after it has closed its output; then it is killed."""
 KILL_TIMEOUT_S = 30.0
-"""Seconds a process may take to be gone after it was killed."""
+"""Seconds that a process may take to end after it was killed."""
 
 _LAST_WORDS_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
@@ -47,8 +47,8 @@ class ChildProcess:
     Args:
         module: Name of the module.
         arguments: The child gets them as text, in `Parent.arguments`.
-        take: Called with a list of messages from the child, all that arrived together.
-        on_end: Called once with this object, after the process has ended and all its messages were taken.
+        take: Called with each list of messages that arrived together from the child.
+        on_end: Called once with this object, after the process has ended and `take` has got all its messages.
         log: File to which the child's standard error is appended. If None, only `last_words` shows it.
         environment: Variables that the child has besides the variables of this process.
         pass_fds: File descriptors that the child inherits.
@@ -84,7 +84,7 @@ class ChildProcess:
                 "PYTHONPATH": os.pathsep.join(place or os.getcwd() for place in sys.path),
                 **(environment or {}),
             },
-            # In a process group of its own, the child can be killed with all that it started. Ctrl-C does not reach it.
+            # The child leads its own group of processes, all of which are killed together. Ctrl-C does not reach it.
             start_new_session=True,
             pass_fds=pass_fds,
         )
@@ -105,7 +105,7 @@ class ChildProcess:
         return f"exit code {self.exit_code}"
 
     def last_words(self) -> str:
-        """Return the end of the process's standard error."""
+        """Return the last text that the process wrote to standard error."""
         with self._log_lock:
             if not self._log.closed:
                 has_ended, log = self.exit_code is not None, self._log.fileno()
@@ -120,7 +120,7 @@ class ChildProcess:
         self._outbox.put(_encode(message))
 
     def close_input(self) -> None:
-        """Close the process's input after the messages sent so far. The process handles these, and then ends."""
+        """Close the process's input after all queued messages. The process handles these messages, and then ends."""
         self._outbox.put(None)
 
     def kill(self) -> None:
@@ -142,13 +142,13 @@ class ChildProcess:
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {KILL_TIMEOUT_S:g} s later.")
 
     def _live(self, start: Callable[[], subprocess.Popen[bytes]], started: Future[subprocess.Popen[bytes]]) -> None:
-        """Start the process, take its messages, and wait for its end.
+        """Start the process, pass its messages to `take`, and wait until it ends.
 
         This thread must live as long as the process: Linux kills a child when the thread that started it ends.
         """
         try:
             self._process = start()
-        except BaseException as error:  # noqa: BLE001 - raised where it is started
+        except BaseException as error:  # noqa: BLE001 - `__init__` raises it
             self._log.close()
             started.set_exception(error)
             return
@@ -195,7 +195,7 @@ class Parent:
             self._out.flush()
 
     def close(self) -> None:
-        """Close the pipe to the parent. A fork of this process must do so, or the pipe would stay open."""
+        """Close the pipe to the parent. A fork of this process must call this, or the pipe would stay open."""
         self._out.close()
 
     def messages(self) -> Iterator[list[Any]]:
@@ -206,7 +206,7 @@ class Parent:
 def end_with(parent: int) -> None:
     """Let Linux kill this process when the process with the id `parent` dies, even if a computation hangs.
 
-    Linux kills it as soon as the thread that started it ends.
+    It does so as soon as the parent's thread that started this process ends, even if the parent lives on.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -222,7 +222,7 @@ def kill_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        # The process was just forked and leads no group yet, or it has ended: some systems raise PermissionError then.
+        # The process was just forked and leads no group yet, or it has ended (some systems raise PermissionError).
         with suppress(ProcessLookupError):
             os.kill(leader, signal.SIGKILL)
 
@@ -233,7 +233,7 @@ def _encode(message: Message) -> bytes:
 
 def _messages(pipe: int) -> Iterator[list[Any]]:
     """Yield lists of messages that arrived together. If the sender was killed, its unfinished last line is dropped."""
-    # sys.stdin is not used. If a thread holds its lock while it reads, the interpreter crashes on exit.
+    # Do not read sys.stdin: if a thread holds the lock of sys.stdin while it reads, the interpreter crashes on exit.
     begun: list[bytes] = []
     while part := os.read(pipe, 1 << 20):
         whole, end, rest = part.rpartition(b"\n")

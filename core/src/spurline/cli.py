@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spurline.run.endings.ending import RunResult
 
 _HELP_WIDTH = 200
-"""Characters of a command's summary in `spurline --help`; the formatter wraps it."""
+"""Longest summary of a command in `spurline --help`, in characters, before the formatter wraps it."""
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -56,7 +56,7 @@ class CommandGroup(typer.core.TyperGroup):
         return typer.main.get_command(loaded)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """List the commands of plugins too, by their docstrings."""
+        """List the commands of core and of plugins, each with the first line of its docstring."""
         own = {name: self.get_command(ctx, name).get_short_help_str(_HELP_WIDTH) for name in super().list_commands(ctx)}
         others = {name: entry.summary() for name, entry in sorted(installed_commands().items())}
         with formatter.section("Commands"):
@@ -127,7 +127,7 @@ def train(
     except ConfigError as error:
         raise error.in_file(loaded.origin) from error
     print_result(result)
-    # A signal after the last step changes nothing.
+    # A signal after the last step does not change the exit code.
     if result.signal is not None and result.status == "stopped":
         raise typer.Exit(128 + result.signal)
 
@@ -155,7 +155,8 @@ def print_result(result: RunResult) -> None:
     if result.best is not None:
         best = "  best: {metric} {value:.4g} at step {step:,}".format_map(result.best)
         if result.model is not None and result.best["step"] != result.step:
-            best += f", not in the model below: spurline export {result.model.parent} OUT --checkpoint best"
+            best += ". The model below is of another step. Export the best one with: "
+            best += f"spurline export {result.model.parent} OUT --checkpoint best"
         typer.echo(best)
     written = {"checkpoint": result.checkpoint, "model": result.model, "adapter": result.adapter, **result.files}
     for name, path in written.items():
@@ -168,10 +169,10 @@ def print_result(result: RunResult) -> None:
 @app.command()
 def plugins(
     config: Annotated[
-        Path | None, typer.Option(help="Show what the plugins enabled in this config provide instead.")
+        Path | None, typer.Option(help="Show what each enabled plugin of this config provides instead.")
     ] = None,
 ) -> None:
-    """List installed plugins, or what the plugins that a config enables provide."""
+    """List the installed plugins, or with --config, what each enabled plugin of a config provides."""
     if config is not None:
         host = load(config, None).host
         lines = [line for name in host.plugins for line in _contents(host, name)]
@@ -201,7 +202,7 @@ def _contents(host: PluginHost, name: str) -> Iterator[str]:
 def schema(
     with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
 ) -> None:
-    """Print the JSON schema of the config file, for editors; plugins included."""
+    """Print the JSON schema of the config file, sections of plugins included, for editors."""
     from spurline.config.loading import config_model
 
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))
@@ -210,7 +211,7 @@ def schema(
 def main(arguments: list[str] | None = None) -> None:
     """Run one command and end the process.
 
-    Exit codes: 0 done, 1 the run failed, 2 the user can fix it, 128 + N stopped by signal N.
+    Exit codes: 0 done, 1 the run failed, 2 an error that the user can fix, 128 + N stopped by signal N.
 
     Args:
         arguments: Words after `spurline`; by default, the command line of this process.

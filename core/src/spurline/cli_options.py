@@ -22,7 +22,7 @@ ConfigArgument = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="Run config: a YAML file, or TOML by suffix.",
+        help="Run config: a YAML file, or a TOML file if its name ends in .toml.",
         default_factory=_no_config,
         show_default=False,
     ),
@@ -37,7 +37,7 @@ SetOption = Annotated[
 
 
 def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    """Load the config of a file, and apply the overrides of `--set`."""
+    """Load a config file, and apply the overrides of `--set`."""
     with importing():
         from spurline.config.loading import load_config
 
@@ -45,7 +45,7 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 
 
 def load_run(run_dir: Path) -> LoadedConfig:
-    """Load the config of a finished or running run. Its `run_dir` becomes this folder, which may have been moved."""
+    """Load the config of a finished or running run. Set its `run_dir` to this folder, which may have been moved."""
     from spurline.config.loading import load_config
     from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 

@@ -1,4 +1,4 @@
-"""Identify the content of files by their size and XXH3-128 digest. These detect accidents, not forgery."""
+"""Identify the content of files by their size and XXH3-128 digest, which detect accidental damage but not forgery."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HashedFile:
         self._file = path.open("xb")
 
     def write(self, block: bytes | memoryview) -> None:
-        """Add bytes at the end. A memoryview must be contiguous and have single bytes."""
+        """Add bytes at the end. A memoryview must be contiguous, with items of one byte."""
         self._digest.update(block)
         self._num_bytes += len(block)
         self._file.write(block)

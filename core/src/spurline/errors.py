@@ -56,7 +56,7 @@ class ModelError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is truncated, foreign, or made by an incompatible configuration."""
+    """A checkpoint that is damaged, of another format, or made by an incompatible configuration."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -92,7 +92,7 @@ class RunDirectoryLostError(RunFailedError):
 
 
 class HookFailedError(RunFailedError):
-    """A plugin's hook raised an error that is no SpurlineError, which is the cause of this one."""
+    """A plugin's hook raised an error that is no SpurlineError. That error is the cause of this one."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -172,7 +172,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
 
 
 SAME_NAME = 0.8
-"""Cutoff for names that are similar without being typos: `gspo` and `grpo`, `bf16` and `fp16`."""
+"""Higher cutoff for lists in which different names look alike, such as `gspo` and `grpo`, or `bf16` and `fp16`."""
 
 
 def suggestion(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:

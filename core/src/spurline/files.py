@@ -34,7 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file to append to or to truncate; pass it to `open` as `opener`. Raises OSError for a link or a pipe."""
+    """Open a file to append to it or truncate it, as the `opener` of `open`. Raises OSError for a link or a pipe."""
     try:
         return regular_file(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -44,11 +44,11 @@ def own_file(path: str, flags: int) -> int:
 
 
 def regular_file(path: str, flags: int) -> int:
-    """Open a file of a run directory; pass it to `open` as `opener`.
+    """Open a file of a run directory, as the `opener` of `open`.
 
     Raises OSError for a pipe or a device. Reading one may block forever or never end.
     """
-    # Without the flag, opening a pipe waits for its other end.
+    # Without O_NONBLOCK, opening a pipe waits until its other end is opened.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
@@ -97,7 +97,7 @@ def remove(path: Path) -> None:
 def private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter. Its content can be trusted even if its parent folder is shared.
 
-    Raises UserError if there is a link or another user's folder.
+    Raises UserError for a link, another user's folder, or a folder that others may write into.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -136,7 +136,7 @@ def test_a_component_inside_a_component_is_chosen_by_name_too(plugins: FakePlugi
 def test_a_component_may_hold_its_own_kind_but_never_itself(plugins: FakePlugins) -> None:
     repeating = {"name": "repeating", "inner": {"name": "text", "keep": 3}}
     assert load_nested(plugins, RepeatingConfig, repeating)["inner"] == {"name": "text", "keep": 3}
-    with pytest.raises(ConfigError, match=r"source\.inner is 'repeating', which cannot hold itself.*text"):
+    with pytest.raises(ConfigError, match=r"source\.inner is 'repeating', which cannot contain itself.*text"):
         load_nested(plugins, RepeatingConfig, {"name": "repeating", "inner": repeating})
 
 

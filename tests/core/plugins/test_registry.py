@@ -142,7 +142,7 @@ def test_builtin_can_be_replaced_by_one_plugin_only(registry: Registry) -> None:
 def test_replacing_what_core_does_not_have_is_an_error(registry: Registry) -> None:
     fast = plugin(registry)
     fast.add(of_kind(Config, "collator"), FACTORY, name="pakced", replaces_builtin=True)
-    with pytest.raises(PluginError, match=r"none has that name\. Did you mean 'packed'\?"):
+    with pytest.raises(PluginError, match=r"no collator has that name\. Did you mean 'packed'\?"):
         fast.finish()
 
 

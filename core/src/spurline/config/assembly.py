@@ -26,7 +26,7 @@ _UNKNOWN = "unknown_component"
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """Return the config model of a run with these components, and with the sections of plugins by name.
+    """Return the config model for these components and for the sections of plugins, which are given by name.
 
     Raises PluginError if a section cannot be added.
     """
@@ -59,7 +59,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
 
 
 def _section_model(owner: str) -> type[Section] | None:
-    """Return the section that a plugin may add a key to: the whole file, or a section of core."""
+    """Return the section of core with this name, or the whole file if the name is empty; None if there is none."""
     if not owner:
         return RunConfig
     field = RunConfig.model_fields.get(owner)
@@ -68,14 +68,14 @@ def _section_model(owner: str) -> type[Section] | None:
 
 
 class _Builder:
-    """Replaces `Component` marks by unions over one registry, in sections of any depth."""
+    """Replaces each type with a `Component` mark by a union of registered configs, in sections of any depth."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._open: list[tuple[str, str]] = []
 
     def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
-        """Return a subclass of `model` whose marked fields are unions; `model` itself if it has none."""
+        """Return a subclass whose marked fields are unions, with `extra` fields; `model` itself if nothing changes."""
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             if extra and name in extra:
@@ -92,8 +92,8 @@ class _Builder:
     def with_default(self, field: FieldInfo, mark: Component | None = None) -> FieldInfo:
         """Return a copy of the field whose default fits its new type.
 
-        A field for a component gets the kind's default. A component config that the field has as default is only for
-        code that builds sections directly.
+        A field for a component gets the kind's default. A component config that is declared as the
+        field's default is used only where code builds sections directly.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -138,7 +138,7 @@ class _Builder:
             # `config.error_messages` adds which plugin has such components.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
-        # A component may hold another component of its own kind. It may not hold itself, since that would never end.
+        # A component may contain a component of its own kind, but not one of its own name: the type would be infinite.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(

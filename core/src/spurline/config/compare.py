@@ -1,7 +1,7 @@
 """Compare the config of a checkpoint with the config that resumes it, setting by setting.
 
-Each `Difference` carries the mark of its field (`OnResume`). `spurline.run.checkpoints.resume` decides whether it is
-permitted.
+Each `Difference` carries the mark of its field (`OnResume`). `spurline.run.checkpoints.resume` decides whether the
+difference is permitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Difference:
         key: Key path of the setting.
         before: The value as plain JSON; `(absent)` if there was none.
         now: The value that replaces it.
-        mark: Whether a resume may change it. Instead of MAY_GROW, it is FREE if the count grew, else BY_NAME.
+        mark: Whether a resume may change the setting. MAY_GROW becomes FREE if the number grew, else BY_NAME.
     """
 
     key: str
@@ -54,7 +54,8 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        # A plugin's top-level section comes and goes with the plugin, and so does its key in another section if null.
+        # No difference: a top-level section that one side lacks, since its plugin is not enabled there, and a key of a
+        # plugin in another section that one side lacks and that is null on the other side.
         if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 

@@ -130,7 +130,7 @@ def plain(node: Any) -> Any:
 
 def _missing(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"does not exist; neither does its folder '{path.parent}'. `spurline init` writes one."
+        return f"does not exist; neither does its folder '{path.parent}'. `spurline init` writes a config."
     return f"does not exist. Config files in '{path.parent}': {_configs_in(path.parent)}. `spurline init` writes one."
 
 

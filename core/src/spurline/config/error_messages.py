@@ -17,7 +17,7 @@ from spurline.plugins.registry import Registry
 
 _PROBLEMS_TOLD = 50
 _CHARACTERS_TOLD = 300
-"""Characters of a value in a message."""
+"""Number of characters of a value that a message shows."""
 
 
 def explain(
@@ -33,7 +33,7 @@ def explain(
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
-    # The search for the nearest name takes milliseconds per problem.
+    # Explain only the first problems, since the search for the nearest name takes milliseconds for each.
     told = all_details[:_PROBLEMS_TOLD]
     explained = _Explainer(model, registry, unlisted)
     for details in told:
@@ -49,12 +49,12 @@ def explain(
             known.append(message)
     problems = [Problem(key, " Or: ".join(alternatives)) for key, alternatives in messages.items()]
     if len(all_details) > len(told):
-        problems.append(Problem("", f"has {len(all_details) - len(told)} more problems than are told here."))
+        problems.append(Problem("", f"has {len(all_details) - len(told)} more problems, which are not listed here."))
     return problems
 
 
 class _Explainer:
-    """Words the errors of one config."""
+    """Writes the messages for the errors of one config."""
 
     def __init__(self, model: type[BaseModel], registry: Registry, unlisted: Collection[str]) -> None:
         self._model = model
@@ -78,7 +78,7 @@ class _Explainer:
             return f"is {_shown(value)}; it must be {expected}.{suggestion(str(value), choices, SAME_NAME)}"
         if kind in ("model_type", "dict_type"):
             if callable(value):
-                return "is a Python object. Write it in a file, and name that: `my_rewards.py:is_right`."
+                return "is a Python object. Write it in a file, and give file and name: `my_rewards.py:is_right`."
             return f"is {_shown(value)}; it must be a mapping, written `key: value`. Write {{}} for the defaults."
         if kind == "object":
             return f"{details['msg']}."
@@ -115,7 +115,7 @@ class _Explainer:
         return f"is a section of the plugin '{plugin}', which is not enabled: {how}."
 
     def _found_elsewhere(self, path: list[str], owner: type[BaseModel]) -> str:
-        """Return other places that have a setting of this name: components of the same kind, else other sections."""
+        """Return where a setting of this name exists: in components of the same kind, else in other sections."""
         key = path[-1]
         kind = owner.kind if issubclass(owner, ComponentConfig) else ""
         registry = self._registry
@@ -126,7 +126,7 @@ class _Explainer:
         # The places with the shortest paths are the likeliest.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
-        return f" There is {' and '.join(homes[:3])}." if homes else ""
+        return f" It exists as {' and '.join(homes[:3])}." if homes else ""
 
     def _missing_component(self, path: list[str]) -> str:
         """Return which plugin has a required component; empty for any other setting."""
@@ -146,7 +146,7 @@ class _Explainer:
         return f"no enabled plugin has {wanted}. The plugin '{plugin}' has {'one' if which else 'some'}: {how}."
 
     def _unknown_component(self, details: ErrorDetails) -> str:
-        # `config.assembly` puts both into the message.
+        # `config.assembly` puts kind and shorthand into the message.
         kind, shorthand = details["msg"].split(" ")
         value: object = details["input"]
         given: Mapping[str, Any] = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
@@ -159,7 +159,7 @@ class _Explainer:
             return f"must be {_with_article(kind)}: {short}. Available: {listing(names)}."
         others = [other for other in names if other != name]
         if name in names:
-            return f"is '{name}', which cannot hold itself. Choose another {kind}: {listing(others)}."
+            return f"is '{name}', which cannot contain itself. Choose another {kind}: {listing(others)}."
         plugin = plugin_with(kind, name)
         if plugin is not None:
             how = how_to_enable(plugin, is_installed=plugin in self._unlisted)

@@ -1,7 +1,7 @@
 """Refer to functions of this process by text.
 
 A loaded config holds references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
-number, since another process may number the same function otherwise.
+number, since another process may give the same function another number.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _numbers = itertools.count()
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name as an identifier: `lambda` for a lambda, its class's name for another object."""
+    """Return a function's name as an identifier: `lambda` for a lambda; for another callable, the name of its class."""
     return re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__))) or "function"
 
 
 def reference_to(function: Callable[..., Any]) -> str:
-    """Return a new reference to a function, which `function_of` finds in this process until `forget`.
+    """Return a new reference to a function, which `function_of` resolves in this process until `forget` is called.
 
     Each call returns another reference. A notebook cell may thus redefine `reward` without changing earlier configs.
     """

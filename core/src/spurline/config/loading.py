@@ -40,7 +40,7 @@ class LoadedConfig:
         config: The settings, frozen.
         host: The loaded plugins.
         origin: File name for messages.
-        file: The file; None for a mapping.
+        file: Path of the config file; None if a mapping was loaded.
         overrides: The values of `--set`, as given.
     """
 
@@ -98,7 +98,7 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded
     keeper = _keeper(host.registry, document.values) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A function's closure may hold a model. Release functions with the host, which every copy of the config refers to.
+    # A function's closure may hold a model. Every copy of the config refers to the host, so release functions with it.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)
@@ -114,7 +114,7 @@ def load_config(
 
 
 def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
-    """Return the values without sections of plugins that are not enabled. The record of a run may contain them.
+    """Return the values without sections of plugins that are not enabled. The record of a run may have such sections.
 
     With `only_null`, leave out only sections that are null.
     """
@@ -139,7 +139,7 @@ def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | Non
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Return the values with the components that the chosen source uses by default, if the file names none."""
+    """Return the values, completed by the components that the chosen source uses by default."""
     completed = dict(values)
     for setting, default in _run_defaults(values.get("source"), registry).items():
         given = completed.setdefault(setting, {})

@@ -1,7 +1,7 @@
-"""Mark settings in which a Python program may give an object in place of a path.
+"""Mark settings for which a Python program may give an object in place of a path.
 
 While a config is validated, a marked setting passes the object to the keeper in the validation context. The keeper
-writes the object below the run directory, and its path becomes the value.
+writes the object below the run directory, and the path of the written object becomes the value.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 _COLUMNS = frozenset(
     ("messages", "conversations", "prompt", "completion", "chosen", "text", "instruction", "input_ids", "question")
 )
-"""Column names by which a list of rows is told from a list of dataset settings."""
+"""Column names that distinguish a list of rows from a list of dataset settings."""
 
 KEPT = "in_memory"
 """Folder of kept objects, below the run directory."""
 
 
 class CannotKeepError(Exception):
-    """An object cannot be kept. The text follows the setting in a message, and has no full stop."""
+    """An object cannot be kept. In a message, the text follows the name of the setting. It has no full stop."""
 
 
 class KeepsObjects(Protocol):

@@ -1,8 +1,8 @@
 """Expand `~` and `$VAR` in path settings, and find files relative to the config file.
 
-A setting carries a mark, `Annotated[Path, PathSetting()]`. The marks act while a config is validated, and the
-validation context has the folder of its file. A path that is found becomes absolute, so that the config which a run
-records is valid in any folder.
+A setting carries a mark, `Annotated[Path, PathSetting()]`. The marks act while a config is validated. The validation
+context, a `ConfigPlace`, has the folder of the config file. A path that is found becomes absolute, so that the config
+which a run records is valid in any folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ConfigPlace:
     Attributes:
         folder: The folder of the config file, where relative paths begin; None without a file.
         recorded: Whether a run recorded these settings. Their paths are absolute and stay as they are.
-        file: All settings as they are written; None if they include their defaults.
+        file: All settings as the user wrote them; None for the record of a run, which includes the defaults.
         objects: Saves the objects that a program gives in place of paths.
         functions: References to functions that were made while the config was validated.
     """
@@ -55,7 +55,7 @@ class PathSetting:
         reads: Whether the setting names something to read. A relative path is then searched for in the folder of the
             config file and in the working directory, and becomes absolute. If it is not found, it stays as it is, since
             it may be a hub name. Without `reads`, a relative path begins at the working directory.
-        names: Words that are not paths, such as names of bundled templates. `./NAME` is the path of such a file.
+        names: Words that are not paths, such as names of bundled templates. `./NAME` is the file with that name.
     """
 
     reads: bool = False
@@ -79,9 +79,10 @@ class PathSetting:
 class FunctionSetting:
     """Mark of a setting that names a Python function: `module:function`, or `file.py:function`.
 
-    A file follows the rules of a path that is read. A module beside the config file or in the working directory becomes
-    `FOLDER/module:function`. Any other module is imported by its name. Text without a colon is left alone. If a Python
-    program gives the function itself, the value becomes a reference to it (see `config.functions`).
+    A file is searched for in the same folders as a `PathSetting` with `reads`. A module beside the config file or in
+    the working directory becomes `FOLDER/module:function`. Any other module is imported by its name. Text without a
+    colon is not changed. If a Python program gives the function itself, the value becomes a reference to it (see
+    `config.functions`).
 
     Attributes:
         method: A Python program may also give an object that has this method.

@@ -38,7 +38,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class CriticConfig(Section):
-    """A second model of the run's architecture, with a value head, trained beside the policy.
+    """Settings of a critic: a second model of the policy's architecture, with a value head, which is trained too.
 
     A plugin whose algorithm needs a critic derives its section from this class. `RunConfig.trained_critic` finds it.
     """
@@ -60,7 +60,8 @@ class ReductionConfig(NamedSection):
     """`token_mean`, `sequence_mean` and `prompt_mean` weigh all tokens, sequences or prompts equally. `fixed_norm`
     divides by a constant instead of the number of tokens (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783)."""
     length: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
-    """`fixed_norm` only: tokens to divide by for each trajectory, usually the longest response allowed."""
+    """Only for `fixed_norm`, which divides by this number of tokens times the number of trajectories. Usually the
+    maximum response length."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.name == "fixed_norm" and self.length is None:
@@ -81,12 +82,12 @@ class DataConfig(Section):
     max_length: int = Field(default=2048, gt=1)
     """Tokens a sample may have."""
     too_long: Literal["truncate", "split", "drop", "error"] | None = None
-    """A sample over `max_length` keeps its first tokens, is cut into several samples, is left out and counted, or stops
-    the run. Null splits raw text (format `text`) and truncates everything else. Prompts to generate from are not cut,
-    but with `error`, a prompt over `max_length` stops the run."""
+    """A sample over `max_length` is cut to its first tokens (`truncate`) or into several samples (`split`), is left out
+    and counted (`drop`), or stops the run (`error`). Null splits raw text (format `text`) and truncates the rest.
+    Prompts to generate from are not cut, but with `error`, a prompt over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
-    """Stop the run if the chat template leaves out a row's tools, tool calls, reasoning or a whole message; or train on
-    the rest of the row and count it."""
+    """If the chat template leaves out a row's tools, tool calls, reasoning or a whole message: stop the run (`error`),
+    or train on the rest of the row and count the row (`warn`)."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
     """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
@@ -113,8 +114,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that ships with a hub model."""
     allow_extrapolation: bool = False
-    """Train on sequences with more rotary positions than the model was made for, rope scaling included. A table of
-    learned positions cannot be extended in this way."""
+    """Train on sequences that are longer than the model's rotary positions were made for, even with its rope scaling. A
+    table of learned positions cannot be extended in this way."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
     freeze: tuple[str, ...] = ()
@@ -124,8 +125,8 @@ class ModelConfig(Section):
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | Literal["config"] | None, OnResume.BY_NAME
     ] = None
     """Coefficient of the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437), which trains the routers of a
-    mixture of experts to use all experts evenly. `config` takes `router_aux_loss_coef` of the model's config. Null
-    adds no balance loss."""
+    mixture of experts to use all experts evenly. `config` uses the value `router_aux_loss_coef` of the model's config.
+    Null adds no balance loss."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if is_kept_model(self.path) and self.tokenizer is None:
@@ -202,7 +203,7 @@ class StopWhenConfig(WatchedMetricConfig):
     patience: int | None = Field(default=None, ge=1)
     """End after this many evaluations in a row without a new best value; null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """How much a value must be better than the best one to count as better for `patience`."""
+    """Only an improvement over the best value by more than this counts for `patience`."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
     """End when the metric is as good as this or better; null disables this."""
 
@@ -221,13 +222,13 @@ class CheckpointConfig(Section):
     every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
     """Save after the step in which this many minutes have passed since the last checkpoint; null disables this."""
     every_steps: int | None = Field(default=None, gt=0)
-    """Also save each time this many steps are done. The end of a run and SIGINT or SIGTERM always save."""
+    """Also save each time this many steps are done. A run always saves at its end, and on SIGINT or SIGTERM."""
     keep_last: int = Field(default=2, ge=1)
     """Complete checkpoints to keep; older ones are removed after a newer one is safe."""
     keep_best: Annotated[
         KeepBestConfig | None, BeforeValidator(partial(expand_shorthand, setting="metric")), SchemaOfShorthand(None)
     ] = None
-    """Also keep the checkpoint whose evaluation was the best so far by this metric; each better one is saved."""
+    """Also keep the checkpoint with the best value of this metric. Each evaluation with a better value saves one."""
     export_hf: bool = False
     """Also write a Hugging Face folder to RUN_DIR/model when training ends."""
     export_adapter: bool = False
@@ -263,20 +264,20 @@ class CheckpointConfig(Section):
 class EvaluationPart(Section):
     """Base of a section within `evaluation` that a plugin adds, such as `evaluation.generate`.
 
-    It adds a measurement of `data.eval`, by the evaluation component `component` with the fields as its settings.
+    It adds a measurement of `data.eval` by the evaluation `component`, whose settings are the fields of the section.
     """
 
     component: ClassVar[str]
     """Name of the component of kind `evaluation`. Its factory also takes `datasets=Sequence[DatasetToTokenize]`."""
     generates: ClassVar[bool] = False
-    """True if it asks the backend for answers."""
+    """True if the component asks the backend for answers."""
 
 
 class DataEvaluationConfig(Section):
     """Evaluation of `data.eval`: the held-out loss, and what plugins add. `evaluations` has further evaluations."""
 
     every_steps: int | None = Field(default=None, gt=0)
-    """Evaluate each time this many steps are done; it always runs once at the end."""
+    """Evaluate each time this many steps are done. The run always evaluates once at its end."""
     at_start: bool = False
     """Also measure the model before its first step, as step 0."""
     batch_size: int | None = Field(default=None, gt=0)
@@ -284,7 +285,7 @@ class DataEvaluationConfig(Section):
 
     @property
     def parts(self) -> Sequence[EvaluationPart]:
-        """Return the sections of plugins that the file has."""
+        """Return the sections that plugins have added here and that the file gives."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return [value for value in values if isinstance(value, EvaluationPart)]
 
@@ -315,9 +316,9 @@ class RunConfig(Section):
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data, rounded up to whole batches. The last batch goes on into the next epoch."""
+    """Passes over the mixed training data, rounded up to whole batches. The next epoch fills up the last batch."""
     source: Annotated[SourceConfig, Component("source")]
-    """The supply of batches."""
+    """The component that supplies the batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]
     """How rows become tokens."""
     collator: Annotated[CollatorConfig, Component("collator"), OnResume.TO_ROUNDING]
@@ -335,7 +336,7 @@ class RunConfig(Section):
     schedule: Annotated[ScheduleConfig, OnResume.BY_NAME, Component("schedule")]
     """Learning rate by optimizer step."""
     backend: Annotated[BackendConfig, Component("backend")]
-    """The place where forward, backward and the optimizer run."""
+    """The component that runs forward, backward and the optimizer."""
     evaluation: Annotated[DataEvaluationConfig, OnResume.FREE] = DataEvaluationConfig()
     """Held-out evaluation on `data.eval`."""
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
@@ -353,8 +354,8 @@ class RunConfig(Section):
             yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
         for name in self.evaluations:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in _METRICS_OF_DATA_EVAL:
-                allowed = f"letters, digits, dots, dashes and underscores, and not {listing(_METRICS_OF_DATA_EVAL)}"
-                yield Problem(f"evaluations.{name}", f"is no valid name. Rename it: {allowed}.")
+                allowed = f"letters, digits, dots, dashes and underscores, but not {listing(_METRICS_OF_DATA_EVAL)}"
+                yield Problem(f"evaluations.{name}", f"is no valid name. Rename it, with {allowed}.")
         names = [tracker.name for tracker in self.trackers]
         for position, name in enumerate(names):
             if name in names[:position]:

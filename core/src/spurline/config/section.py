@@ -72,7 +72,7 @@ class Section(BaseModel):
         return cast("Any", value)
 
     def problems(self, run: Any) -> Iterable[Problem]:
-        """Yield the problems of this section, also with other sections. Their keys are relative to this section.
+        """Yield the problems of this section, conflicts with other sections included. Keys are relative to the section.
 
         `run` is the `RunConfig`. Its type cannot be given here, since RunConfig is made of sections.
         """
@@ -162,8 +162,8 @@ class OnResume(Enum):
     FREE = "free"
     """Training does not depend on the setting: paths, logging, evaluation, memory, time-outs."""
     TO_ROUNDING = "to rounding"
-    """The setting changes the order in which numbers are summed: micro-batches, layout, kernels. The run continues
-    equal up to rounding. With dropout, other random numbers are drawn too."""
+    """The setting changes the order in which numbers are summed: micro-batches, layout, kernels. The resumed run
+    is equal up to rounding. With dropout, other random numbers are drawn too."""
     MAY_GROW = "may grow"
     """The setting is a number of steps or epochs, and may grow. Any other change is treated as BY_NAME."""
     BY_NAME = "by name"
@@ -173,8 +173,8 @@ class OnResume(Enum):
 
 
 BARE = "(as written)"
-"""Key for a bare string that `--set` has turned into a mapping. Which setting it stands for is known only later, when
-the model of the config is built."""
+"""Key for a bare string that `--set` has turned into a mapping. Which setting the string stands for is known only
+later, when the model of the config is built."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
@@ -209,14 +209,14 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a union of components that a bare string may stand for. It is one of `names`, or any text if None."""
+    """Mark of a union of components, any of which a string may stand for: one of `names`, or any text if it is None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union = handler(core_schema)
-        # `oneOf` would refuse a mapping without `name`, since it fits several components. Loading takes the default.
+        # `oneOf` would refuse a mapping without `name`, since it fits several components. Loading chooses the default.
         choices: list[Any] = union.pop("oneOf", None) or [union]
         text: dict[str, Any] = {"type": "string"}
         if self._names is not None:

@@ -48,10 +48,10 @@ each decoder layer for the token AT this position, or -1. `correction_factors` w
 applies them."""
 
 ROUTED_EXPERTS = "routed_experts"
-"""Name of the only column that is read at all tokens. All others are read only at tokens with loss."""
+"""Name of the only optional column that is read at all tokens. The others are read only at tokens with loss."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
-"""Ragged columns with one value per segment: uid of the prompt (str), number of the attempt, turn, tokens."""
+"""Ragged columns with one value per segment: uid of the prompt (str), and numbers of attempt, turn and tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TrainingBatch:
             1, 2, ... on the segments of a row. `position_ids` begin at 0 in each segment. `loss_weights[r, t]` weighs
             the loss on predicting the token AT t: 0 on prompts, on the first token of each segment and on padding.
         segments: Ragged columns by name, with one value per segment in the order of the row.
-        unit_ids: int64 [R]; rows with one unit id (preference pairs) stay in one micro-batch and on one rank.
+        unit_ids: int64 [R]; rows with the same unit id (preference pairs) stay in one micro-batch and on one rank.
         is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
         info: Numbers about the layout for metrics, such as `packing/fill` in 0..1.
         on_release: Called by `release()` to return reused buffers to their owner.
@@ -149,7 +149,7 @@ class TrainingBatch:
         )
 
     def without_padding_rows(self) -> TrainingBatch:
-        """Return the batch without padding rows. If these come last, the columns are views."""
+        """Return the batch without padding rows. If padding rows come last, the columns are views."""
         real = torch.nonzero(~self.is_padding_row).flatten()
         if len(real) == self.num_rows:
             return self
@@ -189,7 +189,7 @@ def numbers_per_row(batch: TrainingBatch) -> int:
 
 
 def sums_by_number(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return the sum of the values with each number, float64 [numbers]. Both arguments have the same shape."""
+    """Return the sum of the values for each number, float64 [largest number + 1]. The arguments have one shape."""
     size = int(numbers.max()) + 1 if numbers.numel() else 1
     return torch.zeros(size, dtype=torch.float64).index_add_(0, numbers.flatten(), values.flatten().double())
 

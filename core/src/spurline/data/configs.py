@@ -78,7 +78,7 @@ class WholeBatchConfig(MiniBatchesConfig):
 
 
 class UniformOrderConfig(OrderConfig):
-    """Another random order in each epoch."""
+    """A new random order in each epoch."""
 
     name: str = "uniform"
 
@@ -92,7 +92,7 @@ class SequentialOrderConfig(OrderConfig):
 class LengthGroupedOrderConfig(OrderConfig):
     """Samples of similar length share a batch, and batches come in random order.
 
-    The batch in which two epochs meet has any lengths.
+    Batches with samples of two epochs are not grouped by length.
     """
 
     reads_lengths = True
@@ -104,12 +104,11 @@ class LengthGroupedOrderConfig(OrderConfig):
 
 
 class CurriculumOrderConfig(OrderConfig):
-    """The order of a column's numbers, from the easiest to the hardest sample of each epoch; ties are shuffled."""
+    """Samples sorted by the numbers in a column, from the easiest to the hardest of each epoch; ties are shuffled."""
 
     name: str = "curriculum"
     column: str = Field(min_length=1)
-    """Column of the rows that holds the difficulty, under its name in the file. Dots lead into objects:
-    `meta.difficulty`."""
+    """Name in the file of the column with the difficulty. Dots lead into objects: `meta.difficulty`."""
     direction: Literal["ascending", "descending"] = "ascending"
     """Begin each epoch with small numbers (`ascending`) or with large ones."""
     stages: int | None = Field(default=None, gt=0)

@@ -143,7 +143,7 @@ class Count:
         reason: The reason; empty for samples cut to `max_length`.
         count: Number of rows.
         first_row: The first such row.
-        kept: True if the rows are samples. `reason` is then the content that the chat template leaves out.
+        kept: True if the rows are used as samples. `reason` is then the content that the chat template leaves out.
     """
 
     reason: str
@@ -154,7 +154,7 @@ class Count:
 
 @dataclass(frozen=True)
 class SampleBlock:
-    """Usable samples of one dataset, joined into flat arrays, and counts of its other rows.
+    """Usable samples of one dataset, joined into flat arrays, and counts of rows that were left out or changed.
 
     Attributes:
         source: Number of the dataset.

@@ -19,7 +19,7 @@ TRAIN_STEP = "train_step"
 
 
 class HookCalls:
-    """The calls of one host's hooks. All happen on the loop's thread."""
+    """The calls of one host's hooks. All calls happen on the loop's thread."""
 
     def __init__(self) -> None:
         self._plugins: list[str] = []
@@ -95,7 +95,7 @@ def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseExce
 
 
 def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: object) -> None:
-    """Raise PluginError unless `result` has all metrics of `inner`, and only finite numbers besides."""
+    """Raise PluginError unless `result` has all metrics of `inner` unchanged, and all others are finite numbers."""
     if not isinstance(result, Mapping):
         raise PluginError(
             f"its wrapper returned {result!r:.60} instead of the metrics of the step. End it with `return metrics`, "

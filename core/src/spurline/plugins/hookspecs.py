@@ -1,9 +1,9 @@
 """The hooks of core: the points of a run at which every plugin is called.
 
 A plugin defines further hooks with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
-process, in the order of the config's `plugins` list. Anything that exactly one plugin must answer is a component
-instead. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name the plugin and
-the hook. An error that is no `SpurlineError` becomes the cause of a `HookFailedError`.
+process, in the order of the config's `plugins` list. What exactly one plugin must do is a component, not a
+hook. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name the plugin
+and the hook. An error that is no `SpurlineError` becomes the cause of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     When: while the config is loaded, before anything is validated; in every process of a run.
     registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class. With
         `registry.add_kind` and `registry.add_hookspecs` a plugin defines further kinds and hooks.
-    Errors: an unknown kind or a name that is taken stops loading with both distributions named. Import no torch here.
+    Errors: an unknown kind or a taken name stops loading. The error names the distributions. Import no torch here.
     """
 
 
@@ -41,18 +41,18 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: RunView) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
-    run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). This is the
-        place to call `run.keep_state`, which restores the state of a resumed run at once.
-    Errors: any exception ends the run before it trained.
+    run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). Call
+        `run.keep_state` here; in a resumed run, it restores the state at once.
+    Errors: any exception ends the run before it trains.
     """
 
 
 @hookspec
 def on_step_start(step: int) -> None:
-    """Called before the batch of a step is taken.
+    """Called before a step gets its batch.
 
     step: 1-based number of the step about to run.
-    Errors: any exception ends the run; the last checkpoint stands.
+    Errors: any exception ends the run; the last checkpoint stays valid.
     """
 
 
@@ -63,7 +63,7 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
         these unchanged, and may add finite numbers under new names.
-    Errors: any exception ends the run, and so does a wrapper that returns anything else. No checkpoint is written then.
+    Errors: any exception ends the run, and so does a wrapper with any other result. No checkpoint is written then.
     """
 
 
@@ -73,19 +73,19 @@ def on_optimizer_step(update: int, role: Role) -> None:
 
     update: 1-based number of the optimizer step in the whole run, across resumes. Each role has its own numbers.
     role: the model that was trained, `policy` or `critic`.
-    Errors: any exception ends the run; no checkpoint is written after it.
+    Errors: any exception ends the run, and no checkpoint is written.
     """
 
 
 @hookspec
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called at the end of a step: after its update, weight publish, evaluation and record, before its checkpoint.
+    """Called at the end of a step: after update, publishing of weights, evaluation and record, but before a checkpoint.
 
     step: 1-based number of the finished step.
-    metrics: recorded metrics of the step, already reduced; `loss` in nats per token, `time/step` in seconds,
-        evaluation (`time/evaluate`) included. Read-only. If the evaluation of a step failed and is repeated after a
-        resume, the loop's `time/...` metrics are missing.
-    Errors: any exception ends the run; the last checkpoint stands.
+    metrics: metrics of the step as they are recorded, such as `loss` in nats per token, and `time/step` in seconds,
+        which includes the evaluation (`time/evaluate`). Read-only. If the evaluation of a step failed and is repeated
+        after a resume, the loop's `time/...` metrics are missing.
+    Errors: any exception ends the run; the last checkpoint stays valid.
     """
 
 
@@ -94,7 +94,7 @@ def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after a held-out evaluation.
 
     step: the step after which it ran. metrics: keys start with `eval/`. Read-only.
-    Errors: any exception ends the run; the last checkpoint stands.
+    Errors: any exception ends the run; the last checkpoint stays valid.
     """
 
 
@@ -103,8 +103,8 @@ def on_checkpoint_saved(step: int, path: Path) -> None:
     """Called when a checkpoint is complete, durable and marked as the latest.
 
     With `checkpoint.async`, this is called after the `on_step_end` of a later step, or at the end of the run.
-    step: the last step it covers. path: its folder.
-    Errors: any exception ends the run; this checkpoint stands.
+    step: the last step that the checkpoint includes. path: its folder.
+    Errors: any exception ends the run; this checkpoint stays valid.
     """
 
 
@@ -120,9 +120,9 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
 
 @hookspec
 def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-body]
-    """Called when the record of a run that did not fail is complete, its status in summary.json included.
+    """Called when the record of a run is complete, including its status in summary.json, unless the run failed.
 
     run: the run, which has ended.
-    Returns the files that were made of the record, by the name that the terminal shows, such as `report`.
-    Errors: any exception is raised to the caller of `train`; what was trained and saved stands.
+    Returns the files that the hook made from the record, by the names that the terminal shows, such as `report`.
+    Errors: any exception is raised to the caller of `train`; what was trained and saved stays valid.
     """

@@ -79,7 +79,7 @@ class LoadedPlugin:
 def installed_plugins() -> dict[str, InstalledPlugin]:
     """Return every installed plugin by name, from package metadata.
 
-    Raises PluginError if two distributions install a plugin under one name.
+    Raises PluginError if two distributions install a plugin under the same name.
     """
     found: dict[str, InstalledPlugin] = {}
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
@@ -110,8 +110,8 @@ class PluginHost:
 
         Args:
             names: Names of plugins as in the config. `-NAME` leaves out a default plugin.
-            available: Installed plugins; read from package metadata if None. Default plugins are read from there
-                anyway.
+            available: Installed plugins; read from package metadata if None. Default plugins are always read from
+                package metadata.
 
         Raises:
             PluginError: A plugin is missing, or incompatible with this core.
@@ -133,11 +133,11 @@ class PluginHost:
 
         Args:
             implementations: An object with methods that are marked `@hookimpl`.
-            name: A name for the object. Errors name the plugin whose hook attaches it. If no hook does, they name the
-                part of `name` before a slash.
+            name: A name for the object. Errors of its hookimpls name the plugin whose hook called `attach`. If no hook
+                called it, they name the part of `name` before a slash.
 
         Raises:
-            PluginError: A name is taken, or a hook is implemented wrongly.
+            PluginError: The name is taken, or a hook is implemented wrongly.
         """
         if self._manager.has_plugin(name):
             raise PluginError(
@@ -180,7 +180,7 @@ class PluginHost:
         }
         for name, registrar in registrars.items():
             self._register_components(name, lambda implementation, given=registrar: implementation(given))
-        # A plugin may add to a kind of a plugin that is listed after it, so finish when all plugins have registered.
+        # A plugin may add a component of a kind that a later plugin defines, so finish after all plugins registered.
         for name, registrar in registrars.items():
             self._register_components(name, lambda _, given=registrar: given.finish(replacing=False))
         for name, registrar in registrars.items():
@@ -327,7 +327,7 @@ class CommandEntry:
 def installed_commands() -> dict[str, CommandEntry]:
     """Return the subcommands of installed plugins, by name, from package metadata.
 
-    Raises PluginError if two distributions install a subcommand under one name.
+    Raises PluginError if two distributions install a subcommand under the same name.
     """
     found: dict[str, CommandEntry] = {}
     for entry in importlib.metadata.entry_points(group=COMMAND_GROUP):

@@ -105,7 +105,7 @@ def plugin_of_kind(kind: str) -> str | None:
 
 
 def install_command(plugin: str) -> str:
-    """Return the command that installs a plugin of this project. If core came from a checkout, so does the plugin."""
+    """Return the command that installs a plugin of this project, from a checkout if core was installed from one."""
     origin: str = json.loads(importlib.metadata.distribution("spurline").read_text("direct_url.json") or "{}").get(
         "url", ""
     )

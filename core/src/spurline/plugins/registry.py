@@ -54,7 +54,7 @@ class Registration:
 
     @property
     def is_builtin(self) -> bool:
-        """Return whether it belongs to core or to a default plugin. Other plugins may replace it."""
+        """Return whether the component belongs to core or to a default plugin. Other plugins may replace it then."""
         return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
@@ -64,9 +64,9 @@ class TopLevelSection:
 
     Attributes:
         annotation: Its type, marks included.
-        optional: Whether the section is None if the file leaves it out. Otherwise it then has its defaults.
+        optional: True if a section that the file leaves out is None; False if it has its defaults.
         plugin: The owner.
-        held: `"module:function"` that returns a context manager, which the run enters; None without one.
+        held: `"module:function"` that returns a context manager for the run to enter; None if the section has none.
     """
 
     annotation: Any
@@ -102,7 +102,7 @@ class Registry:
             raise PluginError(
                 f"{entry.distribution} registers '{entry.name}' under the unknown kind '{entry.kind}'."
                 f"{suggestion(entry.kind, self.kinds)} Kinds: {listing(self.kinds)}. Enable the plugin that defines "
-                "the kind, or use registry.add_to, which skips the component without that plugin."
+                "the kind, or use registry.add_to, which skips the component if that plugin is not enabled."
             )
         if not issubclass(entry.config, kind.config):
             base = f"from {kind.config.__module__} import {kind.config.__name__}"
@@ -122,8 +122,8 @@ class Registry:
             if entry.replaces_builtin:
                 names = self.names(entry.kind)
                 raise PluginError(
-                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but none "
-                    f"has that name.{suggestion(entry.name, names)} Available: {listing(names)}."
+                    f"{entry.distribution} registers {entry.kind} '{entry.name}' with replaces_builtin=True, but no "
+                    f"{entry.kind} has that name.{suggestion(entry.name, names)} Available: {listing(names)}."
                 )
             return
         if present.plugin == entry.plugin:
@@ -230,13 +230,13 @@ class ComponentRegistrar:
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
         """Add a top-level section to the config. `run.config.section(ClusterConfig)` reads it.
 
-        Unlike `Plugin.config`, it need not have the name of the plugin.
+        Unlike the section `Plugin.config`, this one need not have the name of the plugin.
 
         Args:
-            name: The key in the file; `evaluation.generate` for a key within a section of core.
+            name: The key in the file. With a dot, as in `evaluation.generate`, it is a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
-            optional: Whether the section is None if the file leaves it out. Otherwise it then has its defaults.
+            optional: True if a section that the file leaves out is None; False if it has its defaults.
             held: `"module:function"`, called with the run's config after its data is read and before any weights load.
                 The run enters the context manager that it returns, and leaves it after all components are closed.
 
@@ -341,7 +341,7 @@ class ComponentRegistrar:
 
 
 def resolve(reference: str, what: str) -> Callable[..., Any]:
-    """Import `"module:attribute"`. Raises PluginError; `what` is the component in its text."""
+    """Import `"module:attribute"`. Raises PluginError; `what` names the object in the error's text."""
     module_name, _, attribute = reference.partition(":")
     try:
         module = importlib.import_module(module_name)

@@ -35,7 +35,7 @@ def check_trained(role: Role, *, has_critic: bool) -> None:
     if role == "reference":
         raise ModelError("The reference model is the model before training, and is never trained itself.")
     if role == "critic" and not has_critic:
-        raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage without one.")
+        raise ModelError("This run has no critic. Add a section `critic: {}`, or choose an advantage that needs none.")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class LossSums:
         loss: Sum of weight * loss, in nats.
         weight: Sum of weights.
         tokens: Number of loss tokens.
-        metrics: Sums of weight * value of the loss's own metrics, except metrics that end in `/max` or `/min`.
+        metrics: Sums of weight * value of the loss's own metrics. Metrics that end in `/max` or `/min` are left out.
     """
 
     loss: float
@@ -61,7 +61,7 @@ class Backend(Protocol):
     Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`. `run` has the sections model,
     optimizer, schedule, critic and seed. `registry` makes the optimizers and the schedule
     (`spurline_models.optimizers.optimization`). `total_updates` is the number of the policy's optimizer steps in the
-    whole run. Raises ModelError for a model that it cannot train exactly, as a small probe at the start shows.
+    whole run. It raises ModelError if a small probe at the start shows that it cannot train the model exactly.
     """
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -95,8 +95,9 @@ class Backend(Protocol):
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         """Return the logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
 
-        R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result has its values,
-        and the temperature is not used. It runs in evaluation mode, without gradients, and draws no random numbers.
+        R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result has the critic's
+        values, and the temperature is not used. The model runs in evaluation mode, without gradients and random
+        numbers.
         """
         ...
 
@@ -115,7 +116,8 @@ class Backend(Protocol):
     def facts(self) -> Mapping[str, int | str]:
         """Return facts about the model for a report: `parameters` and `trainable_parameters` (counts), `device`.
 
-        `reads` is there if the model cannot read packed rows, and `draws` if its config asks for dropout or noise.
+        If the model cannot read packed rows, `reads` says what it reads instead. If fused kernels compute parts of the
+        model, `kernels` names the parts. If its config asks for dropout or noise, `draws` names the settings.
         """
         ...
 
@@ -142,13 +144,14 @@ class Backend(Protocol):
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """A backend that can be saved while it trains on; its facts say `takes_snapshots`."""
+    """A backend that can be saved while training goes on; its facts say `takes_snapshots`."""
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
         """Copy the state to the host's memory, and return a function that writes it as `save` does.
 
-        The function may be called once, on another thread, while the backend is used. The next snapshot is taken when
-        this one has been written or given up, and uses the same memory. Raises RunFailedError if memory is short.
+        The function may be called once, on another thread, while the backend is used. Take the next snapshot
+        only after this one was written or given up, since both use the same memory. Raises RunFailedError if memory is
+        short.
         """
         ...
 
@@ -204,7 +207,7 @@ class GenerationModel:
         causal: The model. Its logits depend on the decoder's last hidden states alone.
         computing: Returns the context for a forward pass, such as autocast.
         max_tokens: Limit of the tokens of prompt and response together; None without a limit.
-        reads_streams: Whether tokens are mixed only in an attention that can be replaced.
+        reads_streams: Whether tokens influence each other only in attention layers, whose code can be replaced.
     """
 
     causal: PreTrainedModel
@@ -229,8 +232,8 @@ class LendsModel(Protocol):
 class LendsParameters(Protocol):
     """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
 
-    Parameters have the model's own names. If adapters are trained, they are the parameters. Both methods raise
-    ModelError for a role that is not trained.
+    Parameters have the model's own names. If adapters are trained, the parameters are those of the adapters.
+    `trained_parameters` and `swapped` raise ModelError for a role that is not trained.
     """
 
     @property
@@ -250,7 +253,7 @@ class LendsParameters(Protocol):
 
         Values are cast to the parameter's dtype and may be on any device. Logprobs, evaluation, generation and
         `named_weights` use them; `update`, `save` and `load` are refused in the context. Raises ModelError, before
-        anything changes, for a name that is not trained and for another shape.
+        anything changes, for a name that is not trained or a tensor of another shape.
         """
         ...
 
@@ -262,11 +265,11 @@ class BackendFacts:
     generates: bool = False
     """True if the backend is a `Generates`, which `evaluation.generate` needs."""
     lends_model: bool = False
-    """True if the backend is a `LendsModel`, which engines need that generate with the trained model itself."""
+    """True if the backend is a `LendsModel`. Engines that generate with the trained model itself need this."""
     lends_parameters: bool = False
-    """True if the backend is a `LendsParameters`, which plugins need that average weights."""
+    """True if the backend is a `LendsParameters`. Plugins that average weights need this."""
     yields_device: bool = False
-    """True if the backend is a `YieldsDevice`, which engines need that share its devices."""
+    """True if the backend is a `YieldsDevice`. Engines that share the backend's devices need this."""
     takes_snapshots: bool = False
     """True if the backend is a `TakesSnapshots`, which `checkpoint.async` needs."""
     verifies_files: bool = True
@@ -284,7 +287,7 @@ class BackendFacts:
     digests) -> AdapterStream` of `spurline_models.adapters.adapter_weights`. If this is None, a backend that
     `TrainsAdapters` is built and loads the checkpoint."""
     stays_on_cpu: bool = False
-    """True if the backend trains in this process on the CPU. For ranks, `rank_request` has the device."""
+    """True if the backend trains in this process on the CPU. If it starts ranks, `rank_request` has their device."""
     replays_experts: bool = False
     """True if its models use the experts in a batch's column `routed_experts`."""
     balances_experts: bool = False
@@ -292,7 +295,7 @@ class BackendFacts:
     trains_adapters: bool = False
     """True if adapters are trained instead of all weights."""
     dropout_rates: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Dropout rates that the backend itself adds to the model, by key path in its section."""
+    """Dropout rates that the backend itself adds to the model, by key path in the backend's section."""
     computes_in: Literal["fp32", "bf16", "fp64"] = "fp32"
     """Precision of forward passes, and of keys and values if an engine borrows the model."""
     device: str = ""

@@ -43,7 +43,7 @@ class ParallelLayout:
     Attributes:
         data, tensor, context, pipeline: Sizes of the parallel groups.
         fp8: Whether matrices run in FP8.
-        deals_rows: Whether the backend itself deals the real rows of a mini-batch to its ranks, in any number.
+        deals_rows: Whether the backend itself gives each rank any number of the real rows of a mini-batch.
     """
 
     data: int = 1
@@ -81,7 +81,7 @@ class Collator(Protocol):
 
 
 class TurnToLayOut(Protocol):
-    """The part of a turn that a collator reads: tokens of prompt and response, and columns for each response token.
+    """The part of a turn that a collator reads: tokens of prompt and response, and columns by response token.
 
     A column is None if the turn has no such values. `routed_experts` is [tokens of prompt and response, layers, experts
     of a token].

@@ -46,7 +46,7 @@ class DatasetConfig(ComponentConfig):
 
     @property
     def place(self) -> str:
-        """Return where the rows are, for people."""
+        """Return where the rows come from, as text for people."""
         return self.label or self.name
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationConfig(ComponentConfig):
-    """Settings of an evaluation, and what it needs of the run."""
+    """Settings of an evaluation, and what it needs from the run."""
 
     kind: ClassVar[str] = "evaluation"
     generates: ClassVar[bool] = False
@@ -47,13 +47,13 @@ class EvaluationConfig(ComponentConfig):
             yield Problem(
                 "name",
                 f"is {self.name}, which needs attempts at prompts, but the source '{run.source.name}' makes none. "
-                "Choose answers, which the backend generates, or train with source: rollouts.",
+                "Use evaluation `answers`, in which the backend generates, or train with source: rollouts.",
             )
         if self.needs_token_loss and run.loss.trains_on in ("advantages", "returns"):
             yield Problem(
                 "name",
                 f"is {self.name}, but the run's loss, {run.loss.name}, cannot be computed on held-out tokens, since it "
-                "needs the advantages of rollouts. Choose answers or rollouts.",
+                "needs the advantages of rollouts. Use evaluation `answers` or `rollouts`.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Define how held-out data measures a backend.
+"""Define how a backend is measured on held-out data.
 
 A source may make an implementation from `data.eval`. All others are components (`spurline.protocols.evaluation`).
 """
@@ -34,13 +34,13 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that identifies the held-out data. A resumed run compares scores only if it is unchanged."""
+        """Return a text that identifies the held-out data. A resumed run compares scores only if this is unchanged."""
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return metrics, which are finite, and sample answers with prompt, response, reference and scores.
 
-        The run puts `eval/` or `eval/NAME/` in front of the names, and adds `time` in seconds.
+        The run puts `eval/` or `eval/NAME/` in front of the names of metrics, and adds `time` in seconds.
         """
 
     def metrics(self) -> Collection[str] | None:

@@ -18,7 +18,7 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True)
 class TokenLossInputs:
-    """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened, whole segments together.
+    """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened. Each segment is whole.
 
     logprobs: [N], differentiable, logprob of the token at each position under the model that is trained. For the role
         `critic`, the critic's values instead: estimates of the return from the token on, made at the position before.
@@ -93,7 +93,7 @@ class LossConfig(ComponentConfig):
     trains_on: ClassVar[TrainsOn] = "tokens"
     """The data that the loss trains on. A source refuses a loss that does not fit its batches."""
     is_nll: ClassVar[bool] = False
-    """True if its values are negative log-likelihoods of tokens. Held-out evaluation then needs no other loss."""
+    """True if the loss of a token is its negative log-likelihood. Held-out evaluation then needs no other loss."""
     uses_rollout_logprobs: ClassVar[bool] = False
     """True if the loss reads the logprobs that tokens were sampled with. It then needs no `correction` for tokens from
     older weights."""

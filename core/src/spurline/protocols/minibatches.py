@@ -19,7 +19,7 @@ class MiniBatchesConfig(ComponentConfig):
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
         """Return the number of prompts in each mini-batch of rollouts; None if it is not fixed.
 
-        An advantage with `advantage_scope: minibatch` normalises over this many prompts in a row.
+        An advantage with `advantage_scope: minibatch` normalises over this many consecutive prompts.
         """
         return None
 
@@ -27,7 +27,7 @@ class MiniBatchesConfig(ComponentConfig):
 class MiniBatches(Protocol):
     """Cut a batch into the mini-batches of its optimizer steps.
 
-    Factory: `Class(config, run=RunConfig, layout=ParallelLayout)`. Rows with one unit id stay together.
+    Factory: `Class(config, run=RunConfig, layout=ParallelLayout)`. Rows with the same unit id stay together.
     """
 
     def steps_per_batch(self) -> int:
@@ -37,6 +37,6 @@ class MiniBatches(Protocol):
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         """Return `steps_per_batch()` mini-batches in training order, each padded to the data-parallel size.
 
-        If the layout `deals_rows`, they are not padded, and may be views of the batch.
+        If `deals_rows` of the layout is true, they are not padded, and may be views of the batch.
         """
         ...

@@ -64,8 +64,8 @@ class OptimizerConfig(ComponentConfig):
     )
     """Why the optimizer cannot step parameters that are divided between ranks, as text for messages; None if it can.
 
-    Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors. It must
-    either change each value by that value's own gradient and state, or gather what it needs."""
+    Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors, and
+    either changes each value by that value's own gradient and state alone, or gathers the values that it needs."""
 
     is_elementwise: ClassVar[bool] = False
     """If True, a step changes each value by that value's own gradient and state alone, whatever the shape. The
@@ -111,11 +111,11 @@ class Optimizer(Protocol):
     Factory: `Class(config, named_parameters=Mapping[str, Parameter])`, or a function that returns an optimizer.
     `named_parameters` are the trained parameters by their Hugging Face names; with several ranks they may be DTensors.
     `parameter_groups(config, named_parameters)` of `spurline_models.optimizers.groups` makes torch's parameter groups
-    from the settings that all optimizers share. The groups of a new optimizer have their peak as `lr`.
+    from the settings that all optimizers share. In a new optimizer, the `lr` of a group is its peak.
 
     A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
-    the values of the parameter groups that have changed since the optimizer was made. Other state is refused when the
-    first checkpoint is written.
+    those settings of the parameter groups that have changed since the optimizer was made. Other state is refused when
+    the first checkpoint is written.
 
     param_groups: parameters under `params`, and their settings. The run sets `lr` before each step, by the schedule.
     """

@@ -122,7 +122,7 @@ class Order(Protocol):
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at the positions [start, stop), from 0; int64 [stop - start]. Do not write to them."""
+        """Return the samples at positions [start, stop), counted from 0: int64 [stop - start]. Do not write to them."""
         ...
 
 
@@ -157,5 +157,5 @@ class AdaptiveOrder(Stateful, Protocol):
         ...
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Learn from all draws of a step, trained or filtered, by ascending position. It is called once a step."""
+        """Learn from all draws of a step, by ascending position, filtered ones included. It is called once a step."""
         ...

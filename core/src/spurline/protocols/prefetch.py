@@ -25,7 +25,7 @@ class Prefetch(Protocol):
     """
 
     def start(self, step: int) -> None:
-        """Begin at this step, from 1. Batches that were built for other steps are discarded."""
+        """Begin at this 1-based step. Batches that were built for other steps are discarded."""
         ...
 
     def next(self, step: int) -> TrainingBatch:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Launch = Literal["local", "ray"]
-"""Processes of this machine, or actors of a Ray cluster."""
+"""`local` starts processes on this machine, and `ray` starts actors of a Ray cluster."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class SamplingSettings(Protocol):
         temperature: Divisor of the logits; 0 is greedy.
         top_p: Draw from the likeliest tokens that together have this probability; 1 keeps all tokens.
         top_k: Draw from this many of the likeliest tokens; 0 keeps all tokens.
-        max_new_tokens: Tokens of the longest response of one turn.
+        max_new_tokens: Largest number of tokens in the response of one turn.
         stop: Texts that end a response, besides the model's own end tokens.
     """
 
@@ -54,7 +54,7 @@ class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """Words for the source in messages, if it cannot use a critic; None if it can."""
+    """If the source cannot use a critic, words for the source in messages; None if it can use one."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
@@ -84,11 +84,11 @@ class SourceFacts:
     engines_elsewhere: bool = False
     """True if the engines may be on other machines than this process."""
     update_limit_s: float | None = None
-    """Seconds after which an engine is ended if it has not taken a bucket of weights; None without a limit."""
+    """Time limit in seconds for an engine to receive one bucket of weights; a slower one is ended. None: no limit."""
     sends_adapters: bool | None = None
     """True if only adapters are sent to the engines; None if that depends on the engines."""
     replays_experts: bool = False
-    """True if the batches have the experts that the engine chose, for models to use."""
+    """True if batches have the column `routed_experts`, so that models use the experts that the engine chose."""
 
 
 MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdrop", "embd_pdrop")
@@ -128,7 +128,7 @@ class SourceConfig(ComponentConfig):
                 yield Problem(
                     "name",
                     f"is {self.name}, which compares logprobs of the update with logprobs without dropout, but "
-                    f"{setting} is {rate:g}. They would differ before anything is learned. Set it to 0.",
+                    f"{setting} is {rate:g}. The two would differ before anything is learned. Set {setting} to 0.",
                 )
 
 
@@ -268,7 +268,7 @@ class BatchSource(ABC):
 
 
 def _of_inner(name: str) -> Any:
-    """Make a method that asks the inner source of a decorator."""
+    """Make a method that calls the same method of the inner source."""
 
     def ask(self: DecoratedSource, *arguments: Any, **named: Any) -> Any:
         return getattr(self.inner, name)(*arguments, **named)
@@ -280,7 +280,7 @@ class DecoratedSource(BatchSource):
     """A source around another one, `inner`. Methods that a subclass does not override call the inner source.
 
     Its state is the state of the inner source. A subclass with more state overrides `state_dict` and `load_state_dict`,
-    and includes the inner state. It is not `pure` then, since batches that are built ahead would change its state.
+    and includes the inner state. Such a subclass is not `pure`: batches that are built ahead would change its state.
     """
 
     def __init__(self, config: DecoratedSourceConfig, context: SourceContext) -> None:

@@ -13,8 +13,8 @@ class Stateful(Protocol):
     """A component with state, or an object that a hook passes to `Run.keep_state`.
 
     The run saves the state of the source, the mini-batches, the loss and the trackers under `components/KIND/NAME`. The
-    state of a source includes the components that it makes itself: advantages, environments and engines. Collators and
-    prefetches have no state.
+    state of a source includes the states of components that it makes itself: advantages, environments and engines.
+    Collators and prefetches have no state.
     """
 
     def state_dict(self) -> dict[str, object]:
@@ -37,8 +37,8 @@ class StateParts(Iterable[Mapping[str, object]]):
 
     Args:
         make: Returns an iterator over all parts. Each part is a state like any other.
-        is_frozen: Whether the parts do not change while training goes on. Another thread may then make them. With
-            `checkpoint.async`, all other parts are made during the step, and are in memory at once.
+        is_frozen: Whether the parts do not change while training goes on, so that another thread may make them. If
+            they may change, `checkpoint.async` makes all of them during the step, and memory holds all at once.
     """
 
     def __init__(self, make: Callable[[], Iterator[Mapping[str, object]]], *, is_frozen: bool = False) -> None:

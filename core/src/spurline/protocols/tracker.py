@@ -22,7 +22,7 @@ class RunInfo:
 
     Attributes:
         run_dir: The run's folder.
-        resume_step: Last step of earlier processes whose metrics are kept; 0 in a new run.
+        resume_step: Last step whose metrics are kept from earlier processes of the run; 0 in a new run.
         total_steps: Steps of the whole run.
         config: Every setting as plain values.
         notes: Lines to show the user, about the resume and the data.

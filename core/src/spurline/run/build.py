@@ -62,7 +62,7 @@ class Components:
     notes: tuple[str, ...] = ()
     """Notes to show the user at the start."""
     hook_states: HookStates = field(default_factory=HookStates)
-    """State that plugins keep from their hooks."""
+    """State that hooks of plugins pass to `Run.keep_state`."""
 
 
 def build_data(
@@ -88,7 +88,7 @@ def build_data(
 
 @dataclass(frozen=True)
 class Prepared:
-    """The part of a start that needs no weights."""
+    """The result of `prepare`. A component is None if `attempt` has collected its error."""
 
     trackers: dict[str, Tracker] | None
     data: DataComponents | None
@@ -153,7 +153,8 @@ def build_components(
     if "kernels" in facts:
         progress(f"Liger's fused kernels compute {facts['kernels']}")
     if "reads" in facts:
-        progress(f"this model reads {facts['reads']} in padded rows, since packed rows would mix them (docs/models.md)")
+        why = "since packed rows would mix sequences (docs/models.md)"
+        progress(f"this model reads {facts['reads']}, with padding, {why}")
     if "draws" in facts:
         progress(
             f"this model's config asks for dropout ({facts['draws']}), so gradients depend on how a batch is cut. "

@@ -1,6 +1,6 @@
 """Write segments into the columns of a TrainingBatch, one token at a time, for all reference collators.
 
-Place on the way: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are written
+Data flow: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are written
 to be read, and vectorized collators are tested against them.
 """
 
@@ -40,7 +40,7 @@ class Segment:
     Attributes:
         tokens: [length].
         loss_weights: [length]; the first is ignored, since nothing predicts the first token.
-        start: Column of its first token.
+        start: Position of its first token in the row.
         uid: Name of its sample or prompt.
         sample: Number of the attempt at the prompt.
         turn: Number of the turn.
@@ -145,7 +145,7 @@ def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
 
 
 def sample_segments(samples: TokenView) -> list[Segment]:
-    """Return one segment per sample, in order, all at column 0. Collators move them with `dataclasses.replace`."""
+    """Return one segment per sample, in order, all with `start` 0. Collators move them with `dataclasses.replace`."""
     return [
         Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
         for position in range(len(samples))
@@ -153,7 +153,7 @@ def sample_segments(samples: TokenView) -> list[Segment]:
 
 
 def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
-    """Return one segment per turn, in order, all at column 0."""
+    """Return one segment per turn, in order, all with `start` 0."""
     return [
         _segment(turn, trajectory.uid, trajectory.sample, number)
         for trajectory in trajectories

@@ -69,10 +69,10 @@ def _decreasing(
 
 
 def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Pack by first-fit-decreasing with about the lowest capacity that needs no more rows than the full capacity.
+    """Pack by first-fit-decreasing with about the lowest capacity that needs no more rows than the full capacity does.
 
     The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
-    over these rows (Coffman, Garey and Johnson 1978; they search by bisection, see `even_capacities`).
+    over these rows (Coffman, Garey and Johnson 1978). Unlike these authors, `even_capacities` does not bisect.
     """
     num_rows = max(num_ranks, round_up(-(-sum(lengths) // capacity), num_ranks))
     while True:
@@ -85,10 +85,10 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
 
 
 def even_capacities(least: int, capacity: int) -> Iterator[int]:
-    """Yield capacities to try: `least`, the lowest possible one, plus a margin that doubles, up to `capacity`.
+    """Yield capacities to try: the lowest possible one, `least`, plus a margin that doubles each time; last `capacity`.
 
-    The first margin, a 2048th, is enough for most batches of hundreds of samples. Bisection would find the exact
-    capacity at ten times the cost.
+    The first margin, a 2048th of `least`, is enough for most batches of hundreds of samples. Bisection would find the
+    exact capacity at ten times the cost.
     """
     margin = max(1, least // 2048)
     while least + margin < capacity:
@@ -130,9 +130,9 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def spread_over_ranks(rows: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     """Return the same samples in a number of rows that is a multiple of `num_ranks`, rank by rank.
 
-    Each missing row takes the last sample of the row with the most samples; of equal rows, the later one. With fewer
-    samples than rows, some rows stay empty. Row i of the packing goes to rank i mod num_ranks, and the rows of a rank
-    are neighbours in the result.
+    Each missing row gets the last sample of another row: of the row with the most samples (the later one of equal
+    rows) until that has one sample left, and then of the next. With fewer samples than rows, some rows stay empty.
+    Row i of the packing goes to rank i mod num_ranks, and the rows of a rank are neighbours in the result.
     """
     balanced = [list(row) for row in rows]
     target = max(num_ranks, round_up(len(balanced), num_ranks))

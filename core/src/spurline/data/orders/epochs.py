@@ -1,7 +1,8 @@
 """Order the samples of each epoch, as pure functions of the seed.
 
-Place on the way: facts about the samples -> order -> indices of a step -> TokenView. An order is an endless sequence of
-epochs. No generator has a state, so any step can be asked for at any time, on any thread, before or after a resume.
+Data flow: facts about the samples -> order -> indices of a step -> TokenView. An order is an endless sequence of
+epochs. No random generator keeps a state, so any step can be asked for at any time, on any thread, before or after a
+resume.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from spurline.protocols.order import OrderConfig, SampleFacts
 Indices = NDArray[np.int64]
 
 _OF_BATCHES = _WITHIN_STAGES = 2**32
-"""Stream of random numbers for further permutations. Smaller numbers are the streams of datasets."""
+"""Number of the random stream for further permutations. Smaller numbers are for whole epochs (0) and for datasets."""
 
 
 def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
@@ -47,7 +48,7 @@ class EpochOrder(ABC):
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """If an epoch shows only a part of a dataset: whether that is drawn at random. Otherwise it is in file order."""
+    """If an epoch is not exactly one pass over a dataset: True draws its samples at random, False takes file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
@@ -56,12 +57,12 @@ class EpochOrder(ABC):
         self.seed = seed
         self._starts = tuple(np.cumsum([0, *samples.sizes])[:-1].tolist())
         self._shares, self._per_epoch = samples.shares, samples.samples_per_epoch
-        # Two epochs may meet in a batch, and a prefetch may need one more.
+        # A batch may need two epochs, and a prefetch one more.
         self._epoch = functools.lru_cache(maxsize=3)(self._build_epoch)
 
     @abstractmethod
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
-        """Return the samples of an epoch, counted from 0, in their order. Pure.
+        """Return the samples of an epoch in the order of training. Epochs and samples are counted from 0. Pure.
 
         `mixture` has the same samples in file order, int64 [samples_per_epoch], with repeats if weights are above 1.
         """
@@ -126,7 +127,7 @@ class LengthGroupedOrder(EpochOrder):
 
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
         shuffled = mixture[permutation(len(mixture), self.seed, epoch)]
-        # The first samples may belong to a batch that began in the last epoch.
+        # The first samples may belong to a batch that began in the epoch before.
         size = self.samples.per_step
         first = min(-epoch * len(mixture) % size, len(mixture))
         last = first + (len(mixture) - first) // size * size

@@ -44,7 +44,7 @@ BEST = "best"
 """File that names the checkpoint with the best evaluation."""
 
 _attempts = count(1)
-"""Numbers that tell apart the hidden folders of this process."""
+"""Numbers that make the names of this process's hidden folders distinct."""
 
 
 @dataclass(frozen=True)
@@ -209,9 +209,9 @@ class CheckpointStore:
     def latest(self, option: str = "--resume") -> Checkpoint | None:
         """Return the newest checkpoint, verified; None if there is none.
 
-        Raises CheckpointError if it is damaged. The error names a good checkpoint and the option that takes it.
+        Raises CheckpointError if it is damaged. The error names a good checkpoint and the option that selects it.
         """
-        # After a kill between the two renames, the file `latest` does not name the newest complete checkpoint.
+        # Do not use the file `latest`: after a kill in `publish`, it may not name the newest complete checkpoint.
         candidates = self.paths()
         if not candidates:
             return None
@@ -260,7 +260,7 @@ class CheckpointStore:
             except CheckpointError:  # An older checkpoint may be good.
                 continue
             return f"The newest good checkpoint is of step {good.step}: use `{option} {good.path}`."
-        return "There is no other good checkpoint; start again with another run_dir, or with this one emptied."
+        return "There is no other good checkpoint; start again with another run_dir, or empty this one."
 
     def _write_failure(self, step: int, error: Exception) -> CheckpointWriteError:
         return CheckpointWriteError(f"Checkpoint of step {step}: {write_failure(self.root, error)}")
@@ -303,7 +303,7 @@ def _file_entries(folder: Path, files: Sequence[Path], written: Written) -> dict
     unseen = sorted(known.keys() - entries.keys())
     if unseen:
         raise CheckpointWriteError(
-            f"{len(unseen)} files that were written are not there, {unseen[0]} for one: processes on other machines "
+            f"{len(unseen)} files that were written are missing, such as {unseen[0]}: processes on other machines "
             "wrote them to a disk of their own. Put run_dir on storage that all machines share."
         )
     return entries
