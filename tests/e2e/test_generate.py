@@ -173,7 +173,7 @@ def test_a_conversation_goes_on_until_it_begins_anew_or_ends(
         (["say 3", "--top-p", "2"], r"--top-p"),
         (["say 3", "--checkpoint", "best"], r"--checkpoint is for runs"),
         (["say 3", "--raw", "--system", "x"], r"--system is for conversations"),
-        (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and the model sees [\d,]+"),
+        (["say 3 " * 2000], r"the prompt has [\d,]+ tokens, and prompt and answer together may have at most [\d,]+"),
         (["\udcff"], r"not Unicode text"),
         (["say 3", "--temperature", "-1"], r"--temperature"),
         (["--file", "nowhere.jsonl"], r"nowhere.jsonl: no such file"),

@@ -125,9 +125,9 @@ def test_an_engine_that_takes_less_than_prompts_need_is_refused(rl_config: Confi
         def longest(self) -> Longest:
             return Longest(30, "rows.jsonl:7", "source.sampling.max_new_tokens", prompt_tokens=24)
 
-    with pytest.raises(ConfigError, match=r"source\.engine allows 20 tokens .* asks for 30, 24 .* limit to 30"):
+    with pytest.raises(ConfigError, match=r"source\.engine allows 20 tokens .* needs 30, including 24 .* limit to 30"):
         check_lengths(loaded, Prompts(), ())  # type: ignore[arg-type]
     source["engine"]["max_model_len"] = 4096
     loaded = load_config(rl_config | {"plugins": ["async_rl"], "source": source})
-    with pytest.raises(ConfigError, match=r"source\.engine allows 4,096 tokens .* 512 positions .* Lower it to 512"):
+    with pytest.raises(ConfigError, match=r"source\.engine allows 4,096 tokens .* 512 positions .* limit to 512"):
         check_lengths(loaded, Prompts(), ())  # type: ignore[arg-type]

@@ -209,7 +209,7 @@ def reshaped(name: str, *shape: int) -> Callable[[dict[str, Tensor]], dict[str, 
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", without("model.norm.weight"), r"lack 1 weights.*: model\.norm\.weight\. Are config\.json"),
+        ("llama", without("model.norm.weight"), r"lack 1 weights.*: model\.norm\.weight\. Do config\.json"),
         ("qwen2", without("model.layers.2.self_attn.k_proj.bias"), r"lack 1 .*layers\.2\.self_attn\.k_proj\.bias"),
         ("llama", without("lm_head.weight"), r"lack 1 .*lm_head\.weight"),
         ("qwen3", reshaped("model.layers.1.mlp.up_proj.weight", 16, 24), r"up_proj\.weight is \(16, 24\).*\(24, 16\)"),

@@ -148,7 +148,7 @@ def test_a_model_without_routers_or_coefficient_is_refused(tmp_path: Path) -> No
         (experts / "config.json").read_text().replace("{", '{"router_aux_loss_coef": 0.0, ', 1)
     )
     for path, wanted, message in (
-        (dense, 0.1, "router_aux_loss is 0.1, and .* has no routers to balance. Remove it"),
+        (dense, 0.1, "router_aux_loss is 0.1, and .* has no routers to balance. Remove model.router_aux_loss"),
         (experts, "config", "has no router_aux_loss_coef above 0. Set model.router_aux_loss to a number"),
     ):
         with pytest.raises(ModelError, match=message):

@@ -103,7 +103,7 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
     decoder = causal.get_decoder()
     if decoder is not causal and isinstance(decoder, PreTrainedModel):
         return decoder
-    # transformers looks for a decoder by names, which some models lack or use for something else.
+    # transformers finds a decoder by names of attributes. Some models lack them, or use them for something else.
     inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
     if len(inner) != 1:
         raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
@@ -114,7 +114,7 @@ def vocabulary_size(causal: PreTrainedModel) -> int:
     """Return the number of tokens that the model knows. Its tokenizer may know fewer."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    # Some embeddings have further rows, which are not for tokens (CPM-Ant).
+    # Some embeddings have more rows than there are tokens (CPM-Ant).
     named = getattr(causal.config.get_text_config(), "vocab_size", None)
     return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 
@@ -144,7 +144,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
         )
     before = getattr(config, name, None)
     try:
-        # transformers changes some values in place. This must not change the run's config.
+        # transformers changes some values in place. The copy protects the run's config.
         setattr(config, name, deepcopy(value))
     except (StrictDataclassError, TypeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[-1].strip()

@@ -1,4 +1,4 @@
-"""Bases of the settings of backends that train Hugging Face models. Imports no torch."""
+"""Base classes of the settings of backends that train Hugging Face models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that training takes, as `spurline plan` shows them.
+    """The memory that training needs, in bytes, as `spurline plan` shows it.
 
     Attributes:
-        kept: Bytes on the fullest device of each part that stays from step to step.
-        moments: Bytes of the other parts. The parts of one moment exist together, and the moments take turns.
-        host: Bytes in the host memory of the fullest machine.
+        kept: Bytes of each part that stays in memory from step to step, on the device that needs the most.
+        moments: Bytes of the other parts, for each phase of a step. Only the parts of one phase exist at the same time.
+        host: Bytes of host memory, on the machine that needs the most.
     """
 
     kept: Mapping[str, int]
@@ -44,9 +44,9 @@ class MemoryEstimate:
 
     @property
     def lent(self) -> dict[str, int]:
-        """The parts that stay on the device while engines use it, if weights are kept there."""
+        """The parts that stay on the device while engines use it, if the trainer's weights stay there."""
         stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
-        # The part `critic` has the optimizer too. The critic's weights are as large as the policy's.
+        # The part `critic` includes its optimizer. Its weights alone are as large as the policy's.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 
 
@@ -60,11 +60,11 @@ class LargestUpdate:
 
 @dataclass(frozen=True)
 class ColocatedEngine:
-    """An engine that takes turns with the backend on its devices.
+    """An engine on the devices of the backend. Engine and backend take turns.
 
     Attributes:
-        memory: Takes the size of a device, and returns the bytes of the engine's `weights` and `cache` on the fullest
-            device. It returns {} if they are not known.
+        memory: A function from the bytes of a device to the bytes of the engine's `weights` and `cache`, on the device
+            that needs the most. It returns {} if they are not known.
         offloads_trainer: Whether the trainer's weights leave the device while the engine generates.
         takes_less: Sentences that name the settings with which the engine needs less memory.
         bucket_bytes: Bytes of the weights that are sent to the engine at once.
@@ -79,7 +79,7 @@ class ColocatedEngine:
 class ModelBackendConfig(BackendConfig):
     """Settings of a backend that trains a model of Hugging Face transformers, or adapters on it.
 
-    Some methods answer questions of `spurline plan` (`spurline_planning.protocols`).
+    `spurline plan` calls some of the methods (`spurline_planning.protocols`).
     """
 
     beyond: ClassVar[str] = ""
@@ -129,9 +129,9 @@ class ModelBackendConfig(BackendConfig):
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of this section that save memory, in the order in which a plan tries and keeps them.
+        """Return changes of these settings that save memory.
 
-        The keys are names of settings, such as `lora.base_dtype`.
+        A plan adds them in this order until the run fits. The keys are names of settings, such as `lora.base_dtype`.
         """
         return ()
 
@@ -146,11 +146,11 @@ class TransformersBackendConfig(ModelBackendConfig):
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Who computes norms and gated activations. `auto` takes the fused kernels of Liger-Kernel on a GPU, if it is
-    installed and knows the model. `none` leaves them to PyTorch."""
+    """Kernels of norms and gated activations. `liger` uses the fused kernels of Liger-Kernel. `auto` uses them on a GPU
+    if Liger-Kernel is installed and knows the model. `none` uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
-    """Compute linear layers approximately in fp8, on GPUs from Hopper on. `emulated` rounds in the same way on every
-    device, and is slow."""
+    """Compute linear layers approximately in fp8, on GPUs of Hopper's generation or newer. `emulated` rounds in the
+    same way on every device, and is slow."""
     lora: LoraConfig | None = None
     """Train adapters instead of all weights."""
 
@@ -159,13 +159,15 @@ class TransformersBackendConfig(ModelBackendConfig):
         return self.lora
 
     def computing_problems(self, device: str, precision: str) -> Iterable[Problem]:
-        """Yield problems of the shared settings on `cpu` or `cuda`."""
+        """Yield the problems of these settings with this device (`cpu` or `cuda`) and precision."""
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
         if self.fp8 and self.lora is not None:
             yield Problem("fp8", "together with lora is not supported. Remove one.")
         if self.fp8 == "emulated" and precision == "fp64":
-            yield Problem("fp8", "is emulated in fp32 or bf16. Set precision: bf16, or fp8: false.")
+            yield Problem(
+                "fp8", "is emulated, which needs precision: fp32 or bf16. Set precision: bf16, or fp8: false."
+            )
         if self.fp8 is True and device == "cpu":
             yield Problem(
                 "fp8", "needs a GPU of Hopper's generation or newer. Set device: cuda, or fp8: emulated, which is slow."

@@ -29,8 +29,8 @@ class LoraConfig(Section):
     rslora: bool = False
     """Multiply the update by alpha / sqrt(rank) instead, for high ranks (Kalajdzievski 2023, arXiv:2312.03732)."""
     base_dtype: Annotated[Literal["auto", "fp32", "bf16", "nf4"], OnResume.FREE] = "auto"
-    """Dtype of the frozen weights. `auto` takes the dtype of their files, which changes no value. `bf16` takes half the
-    memory of `fp32`, and rounds weights of fp32 files. `fp32` saves conversions in fp32 runs. `nf4` quantizes linear
+    """Dtype of the frozen weights. `auto` is the dtype of the model's files, so no value changes. `bf16` needs half the
+    memory of `fp32`, and rounds weights of fp32 files. `fp32` avoids conversions in fp32 runs. `nf4` quantizes linear
     layers to 4 bits (QLoRA, Dettmers et al. 2023, arXiv:2305.14314), and needs `pip install spurline-models[qlora]`."""
 
     @property
@@ -40,8 +40,8 @@ class LoraConfig(Section):
 
     @property
     def merged_because(self) -> str | None:
-        """The reason why engines need merged weights, as a clause, or None if they can take the adapter."""
-        reason = "engines would add the adapter to weights that are not quantized as backend.lora.base_dtype does"
+        """The reason why engines need merged weights, as a clause, or None if engines can use the adapter itself."""
+        reason = "engines would add the adapter to weights without the quantization of backend.lora.base_dtype"
         return reason if self.is_quantized else None
 
 

@@ -1,7 +1,8 @@
 """Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and collect the results.
 
-The process that directs the ranks sends each a `RankShare` as plain arrays. Every rank gets the same number of micro-
-batches, so that all ranks make the same collectives. A rank runs an idle stream for a micro-batch without rows.
+The process that directs the ranks sends each rank a `RankShare` as plain arrays. Every rank gets the same number of
+micro-batches, so that all ranks take part in the same collectives. For a micro-batch without rows, a rank runs an idle
+stream.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class RankShare:
         batch: The rank's rows, with the columns that it needs and the lengths of segments.
         rows: Numbers of these rows in the mini-batch.
         microbatches: The rows of `batch` in each micro-batch. A micro-batch may be empty.
-        num_sequences: Sequences with loss in the mini-batch of all ranks.
+        num_sequences: Number of sequences with loss in the whole mini-batch.
     """
 
     batch: TrainingBatch
@@ -78,7 +79,7 @@ class Dealing:
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
     def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
-        """Join the values [rows of the share, ...] of all ranks, in the order of the mini-batch's real rows."""
+        """Join the values [rows of the share, ...] of all ranks, in the order of the mini-batch without padding."""
         assert len(values) == len(self.shares), (len(values), len(self.shares))
         dealt = torch.cat([torch.as_tensor(value) for value in values])
         order = np.argsort(np.concatenate([share.rows for share in self.shares]))
@@ -94,16 +95,18 @@ def deal(
     max_tokens: int | None = None,
     hidden: int = 4096,
 ) -> Dealing:
-    """Deal the real rows to ranks so that all ranks take about equally long. Rows of one unit stay together.
+    """Deal the rows to ranks so that all ranks take about equally long. Rows of one unit (`unit_ids`) stay together.
+    Padding rows are dropped.
 
-    The costliest unit comes first. Each unit goes to the rank and the micro-batch with the lowest cost so far.
+    Units are dealt from the costliest to the cheapest. Each goes to the rank, and there to the micro-batch, with the
+    lowest cost at that time.
 
     Args:
         batch: The mini-batch.
         num_ranks: Number of data-parallel ranks.
         columns: Token columns that ranks need, besides those of every batch.
-        max_tokens: Most tokens of a micro-batch, without padding. A larger unit has its own. None sets no limit.
-        hidden: Hidden size of the model. The cost of attention, relative to matrices, depends on it.
+        max_tokens: Most tokens of a micro-batch, without padding. A larger unit gets its own. None means no limit.
+        hidden: Hidden size of the model. The ratio of the costs of attention and of matrices depends on it.
     """
     units = _Units.of(batch, hidden)
     costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
@@ -119,7 +122,7 @@ def deal(
 
 @dataclass(frozen=True)
 class _Units:
-    """Costs, tokens and rows of each unit of a batch's real rows."""
+    """Costs, tokens and rows of each unit of a batch, without padding rows."""
 
     costs: list[float]
     tokens: list[int]
@@ -146,7 +149,7 @@ class _Units:
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Return the units of each micro-batch of each rank. The rank that needs most micro-batches sets their number."""
+    """Return the units of each micro-batch of each rank. Their number is the highest that a rank needs."""
     if not units.costs:
         return [[] for _ in dealt]
     count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
@@ -160,7 +163,7 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
 
 
 def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
-    """Return the lowest number of micro-batches for these units. A unit over the limit has its own."""
+    """Return a lower bound of the number of micro-batches. A unit over `limit` needs a micro-batch of its own."""
     tokens = [units.tokens[unit] for unit in chosen]
     fitting = [number for number in tokens if number <= limit]
     return len(tokens) - len(fitting) + math.ceil(sum(fitting) / limit)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# The number of padding slots that cost as much time as an attention call, or as a pass of a decoder, by measurement.
+# Measured: how many padding slots cost as much time as one attention call, and as one pass of a decoder.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
@@ -59,14 +59,14 @@ class DeviceProfile:
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Return keywords for torch's `checkpoint`. It restores autocast by itself, but not `KeepDouble`."""
+        """Return keywords for torch's `checkpoint`. By itself, it would restore autocast, but not `KeepDouble`."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
         return options
 
     def keeping_generators(self) -> AbstractContextManager[object]:
-        """Return a context that restores the states of torch's generators at its end."""
+        """Return a context that restores the states of torch's random generators at its end."""
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def export_model(
         adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:
-        UserError: If `out` has content, or the run has no adapter for other programs.
+        UserError: If `out` has content, or an adapter is asked for and the run has none that other programs can load.
     """
     if not replace:
         check_free(out)
@@ -100,7 +100,7 @@ def _write_model(
         try:
             generation_config(model, tokenizer).save_pretrained(folder)
         except ValueError:
-            # transformers refuses to save some settings that it has loaded. Then save only the special tokens.
+            # transformers refuses to save some settings that it has loaded. If so, save only the special tokens.
             plain = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
             plain.save_pretrained(folder)
 
@@ -143,7 +143,7 @@ def check_free(out: Path) -> None:
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return the model's own settings. The end-of-turn token of the tokenizer becomes a stop token too."""
+    """Return the model's own generation settings. The end-of-turn token of the tokenizer becomes a stop token too."""
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -155,7 +155,7 @@ def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights that `export_run` would write, on the host."""
+    """Return, on the host, the weights that `export_run` would write."""
     _, dtype = _config_and_dtype(loaded.config.model)
     with ExitStack() as stack:
         reader = loaded.config.backend.facts.checkpoint_reader
@@ -164,7 +164,7 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
         else:
             tensors = _read(reader, loaded.config, found).tensors
         return {
-            # Copy tensors, since a backend frees its own at its end, and tensors of files are mapped.
+            # Copy: a backend frees its tensors when it is closed, and tensors of files are mapped from the files.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors
         }

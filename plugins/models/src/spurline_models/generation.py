@@ -1,6 +1,6 @@
 """Generate greedy continuations with the trained model, for evaluation during a run.
 
-RL samples with rollout engines. An engine that uses the trained model itself calls `generation_model`.
+For RL, rollout engines generate. An engine that uses the trained model itself gets it from `generation_model`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # Do not wait for other ranks in each token, as transformers does by default. Each rank has its own prompts.
+            # transformers waits for other ranks at each token by default. Do not, since each rank has its own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),
@@ -65,7 +65,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield the numbers of prompts in groups of similar length, or of equal length unless `pads`."""
+    """Yield batches of prompt numbers. Lengths in a batch are similar if `pads`, and otherwise equal."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -79,7 +79,7 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Use attention with left padding and a cache in the context, without the sampling defaults of the model's files.
+    """In the context, use attention for left padding and a cache, without the sampling defaults of the model's files.
 
     The state of rotary embeddings is restored afterwards, since `dynamic` ones remember the longest sequence.
     """
@@ -117,7 +117,7 @@ def generation_model(
 
 
 def stop_tokens(causal: PreTrainedModel, model: ModelConfig) -> list[int]:
-    """Return the end-of-sequence ids of the model, and of its tokenizer, whose token ends turns in chats."""
+    """Return the end-of-sequence ids of the model and of its tokenizer. The tokenizer's id ends turns in chats."""
     found = model_stop_tokens(causal)
     try:
         eos = load_tokenizer(model).eos_token_id

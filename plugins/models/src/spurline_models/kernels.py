@@ -1,9 +1,9 @@
-"""Let layers compute by fused kernels or in fp8, as the backend's settings `kernels` and `fp8` say.
+"""Let layers compute with fused kernels or in fp8, as the backend's settings `kernels` and `fp8` say.
 
 Liger-Kernel (arXiv:2410.10989) has fused kernels for norms and gated activations. Liger itself changes the classes of
-transformers for the whole process. Here only the modules of one model get its functions. Two parts of Liger are not
-used. Its rotary positions replace a function of the whole process. Its fused linear cross-entropy rounds the weight of
-each token, computes no entropy, and waits for the device.
+transformers for the whole process. Here only the modules of one model get Liger's functions. Two parts of Liger are not
+used: its rotary positions, which replace a function for the whole process, and its fused linear cross-entropy, which
+rounds the weight of each token, computes no entropy, and waits for the device.
 
 torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. The output and the gradient
 of the input are products of values in e4m3, with a scale for each token and each output. The gradient of weights is
@@ -45,7 +45,7 @@ _OWN = "_spurline_own_forward"
 def change_computing(
     causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
 ) -> None:
-    """Let layers use these kernels. This must come before adapters are added and parameters are sharded.
+    """Let layers compute with these kernels. Call this before adapters are added and parameters are sharded.
 
     Raises:
         ConfigError: If the kernels cannot be used on this device, or a library is missing.
@@ -154,7 +154,7 @@ def chooses_liger(kernels: Kernels, model: ModelConfig, device: str, precision: 
     """Return whether the model uses Liger's kernels with this setting, on `cpu` or `cuda`.
 
     Raises:
-        ConfigError: If they are asked for and cannot be used.
+        ConfigError: If `kernels` is `liger`, and Liger's kernels cannot be used.
         ModelError: If the model's config cannot be read.
     """
     if kernels == "none" or (kernels == "auto" and device != "cuda"):
@@ -184,7 +184,7 @@ def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
 
 @contextmanager
 def _undone(causal: PreTrainedModel) -> Iterator[None]:
-    """Undo changes of the Python modules of transformers that define this model when the context ends."""
+    """When the context ends, undo changes of the Python modules in which the classes of this model are defined."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]

@@ -47,7 +47,7 @@ def position_limit(config: PretrainedConfig) -> PositionLimit | None:
 
 
 def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
-    # Only in some configs does `max_position_embeddings` include the scaling. Take the larger number.
+    # In some configs, `max_position_embeddings` already includes the scaling. Take the larger number.
     name, factor = rope_type(settings), settings.get("factor")
     tokens = positions
     if name in _COUNTS_FROM_ORIGINAL and isinstance(factor, (int, float)):
@@ -59,17 +59,17 @@ def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The most tokens of a sample for which rotary frequencies do not depend on other samples."""
+    """A limit on the tokens of a sample. Up to it, rotary frequencies do not depend on other samples."""
 
     tokens: int
     rope_type: str
 
     def check(self, longest: int) -> None:
-        """Raise DataError if a batch's longest sample has more tokens."""
+        """Raise DataError if `longest`, the tokens of a batch's longest sample, is over the limit."""
         if longest > self.tokens:
             raise DataError(
-                f"A sample has {longest} tokens, but rotary frequencies of type '{self.rope_type}' switch beyond "
-                f"{self.tokens} for all samples of a micro-batch. Shorten it to {self.tokens} tokens."
+                f"A sample has {longest} tokens. Beyond {self.tokens}, rotary frequencies of type '{self.rope_type}' "
+                f"change for all samples of the micro-batch. Shorten the sample to {self.tokens} tokens."
             )
 
 
@@ -82,7 +82,7 @@ def length_limit(config: PretrainedConfig) -> LengthLimit | None:
         name = rope_type(settings)
         if name == "longrope":
             own = getattr(text, "original_max_position_embeddings", None)
-            # If no limit is known, any length may switch.
+            # If no limit is known, frequencies may change at any length.
             limits.append(
                 LengthLimit(int(settings.get("original_max_position_embeddings") or own or longest or 0), name)
             )
@@ -92,7 +92,7 @@ def length_limit(config: PretrainedConfig) -> LengthLimit | None:
 
 
 def _rope_settings(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield the rotary settings of the whole model or of each type of layer, or none."""
+    """Yield the rotary settings of the whole model, or of each type of layer. A model may have none."""
     found = getattr(config, "rope_parameters", None)
     if isinstance(found, Mapping):
         yield from [value for value in found.values() if isinstance(value, Mapping)] or [found]
@@ -115,7 +115,7 @@ def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Seque
     for longest in found:
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
-    # The engine of the source also makes attempts for evaluations, which have the same length setting.
+    # The source's engine also generates for evaluations, whose length is limited by the same setting.
     like = [one for one in found if trained is not None and one.setting == trained.setting]
     longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.facts.context_tokens
@@ -154,14 +154,14 @@ def _positions(loaded: LoadedConfig, limit: PositionLimit) -> str:
 def _alternative(limit: PositionLimit) -> str:
     if limit.extends:
         return " Or set model.allow_extrapolation: true to go beyond what the model has learned."
-    return " They are a table that ends there, so model.allow_extrapolation cannot help."
+    return " The positions are a table that ends there, so model.allow_extrapolation cannot help."
 
 
 def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, limit: PositionLimit | None) -> None:
     """Raise ConfigError if the engine's own limit on prompt and response does not fit."""
     allows = f"allows {context:,} tokens of prompt and response, but"
     if limit is not None and context > limit.tokens and not _insists(loaded, limit):
-        text = f"{allows} {_positions(loaded, limit)}. Lower it to {limit.tokens}.{_alternative(limit)}"
+        text = f"{allows} {_positions(loaded, limit)}. Lower the engine's limit to {limit.tokens}.{_alternative(limit)}"
     elif longest is not None and longest.prompt_tokens is not None and longest.tokens > context:
         text = (
             f"{allows} {longest.where} needs {longest.tokens:,}, including {longest.prompt_tokens:,} for its prompt. "

@@ -52,9 +52,9 @@ def load_model(
         model: The model to load.
         profile: The device and dtype of its weights.
         seed: The seed that random weights (`init: random`) depend on.
-        change: Changes the model after loading. Random weights are still on the host then.
+        change: A function that changes the model after loading. At that time, random weights are still on the host.
         narrow: The dtype to which matrices are rounded, through fp32, while they are read.
-        on_host: Whether weights are read to the host, and moved to the device after `change`.
+        on_host: Whether weights are read into host memory, and moved to the device after `change`.
         weights: Weights on the host, by their names in files, to use instead of the files.
 
     Raises:
@@ -151,14 +151,14 @@ def read_into(
     )
     found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # A storage that cannot be resized is mapped from a file, which may change. Only plain tensors can be replaced.
+        # A storage that cannot be resized is mapped from a file, which may change: copy. DTensors cannot be replaced.
         if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading
 
 
 def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert weights from their form in files, such as single experts, to parameters.
+    """Convert weights from their form in files, such as a tensor for each expert, to parameters.
 
     Args:
         causal: A model on device `meta`. It is on `meta` again afterwards.
@@ -189,7 +189,7 @@ def check_weights_fit(model: ModelConfig) -> None:
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # Leave the warning about unexpected weights to the loading of the model.
+    # Do not warn about unexpected weights here. Loading the model warns about them.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
 
@@ -200,7 +200,7 @@ def check_loaded(
 
     `mismatched` has a tuple (name, shape in the files, shape in the model) for each weight of another shape.
     """
-    fix = "Are config.json and the weights of the same model?"
+    fix = "Do config.json and the weights belong to the same model?"
     if model.config_overrides:
         fix = f"model.config_overrides changes {listing(model.config_overrides)}, which these weights do not fit."
     if mismatched:
@@ -233,7 +233,7 @@ def _loading_failed(model: ModelConfig, error: Exception) -> str:
     if model.init == "pretrained":
         message += "\nTo train this architecture from scratch set model.init: random."
     if model.config_overrides:
-        message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}. Does it fit the weights?"
+        message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}. Do the weights fit them?"
     return message
 
 
@@ -252,7 +252,7 @@ def quiet_loading() -> Iterator[None]:
 
 
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
-    """Do `check_settings` for a loaded model."""
+    """Run `check_settings` for a loaded model."""
     return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
 
 

@@ -33,7 +33,7 @@ def num_gpus() -> int:
 
 @cache
 def visible_gpus() -> tuple[str, ...]:
-    """Return the names of these GPUs, as in CUDA_VISIBLE_DEVICES, in CUDA's order."""
+    """Return the names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES, in CUDA's order."""
     present = sum(_GPU_DEVICE.fullmatch(entry.name) is not None for entry in Path("/dev").iterdir())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -50,7 +50,7 @@ def num_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the memory of this machine in bytes, or the limit of its container if it is smaller."""
+    """Return the memory of this machine in bytes, or the limit of its container if the limit is smaller."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
@@ -59,13 +59,13 @@ def memory_bytes() -> int:
 
 @cache
 def this_machine() -> str:
-    """Return a name that is the same for two processes on one machine and in one container."""
+    """Return a name that two processes share only if they are on one machine and in one container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def why_silent(pid: int) -> str:
-    """Return the reason why a process does not show its stack, as the text in place of the stack."""
+    """Return the text to show instead of a process's stack: the reason why there is no stack."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":
@@ -83,8 +83,8 @@ def check_ray() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
-    glibc keeps freed tensors of up to 32 MiB. It cannot merge their memory if smaller tensors lie in between, so a
-    process that reads a model tensor by tensor would need more and more memory.
+    glibc keeps the memory of freed tensors of up to 32 MiB. It cannot merge freed pieces if smaller tensors lie in
+    between, so a process that reads a model tensor by tensor would need more and more memory.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,8 @@
 """Estimate the memory of training for `spurline plan`, without loading weights.
 
 The size of the weights is exact, since it comes from the model on the meta device. For activations there is a rule of
-thumb: a decoder layer keeps about 2.5 times the output of its linear layers, for norms, gates and attention.
+thumb: a decoder layer keeps about 2.5 values for each output value of its linear layers. This includes the values of
+norms, gates and attention.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _KEPT_OF_OUTPUTS = 2.5
 """Values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Among these values, tensors of the hidden size that have the precision of the residual stream."""
+"""Number of the kept tensors that have the hidden size and the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers whose activations stay on the device while the others are offloaded."""
@@ -50,7 +51,7 @@ class Shapes:
         blocks: Names of the decoder's layers.
         hidden: Size of the hidden states.
         vocabulary: Rows of the output layer.
-        outputs: Values that linear layers and used experts compute for one token, without the output layer.
+        outputs: Values that linear layers and used experts compute for one token, except in the output layer.
         cached: Values in the key-value cache for one token.
     """
 
@@ -87,7 +88,7 @@ class Shapes:
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """Return the shapes of `model.path`, with the adapters of `lora`. Raises ModelError."""
-    # The cache key contains the model's config, since its file may change.
+    # The cache key contains the model's config, since the file of the config may change.
     architecture = load_model_config(model).to_json_string(use_diff=False)
     return _model_shapes(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 

@@ -1,4 +1,4 @@
-"""Find out at start-up how this model can be trained exactly, and refuse a model that cannot.
+"""Find out at start-up how a model can be trained exactly, and refuse it if there is no way.
 
 A few random sequences are computed twice. One pass computes as training does: several sequences in one stream, replaced
 attention, chunked logits and fused kernels. The other is the model's own forward pass. A model that mixes tokens of a
@@ -35,12 +35,12 @@ CHUNK_TOKENS = 8
 TOLERANCE = 3e-4
 """Allowed difference of logprobs, in standard deviations of the logits. fp32 kernels differ by 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference with half precision, in the same unit. Segments that see each other give far more."""
+"""Allowed difference with half precision, in the same unit. If segments saw each other, it would be far larger."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. Small logits would hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row. The probe is too short to see this, so they read rows."""
+"""Config fields of models that count positions in a row. The probe is too short to show it. Such models read rows."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -99,9 +99,9 @@ def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in
         raise
     except _PROBE_ERRORS as error:
         raise ModelError(
-            f"model.path: {path} ({type(model.causal).__name__}) fails on the start-up probe: "
-            f"{type(error).__name__}: {error}\nIt needs a decoder that takes position_ids and passes **kwargs to its "
-            "attention. Choose a standard decoder-only model. If weights are held in bf16, set "
+            f"model.path: {path} ({type(model.causal).__name__}) fails in the start-up probe: "
+            f"{type(error).__name__}: {error}\nTraining needs a decoder that takes position_ids and passes **kwargs to "
+            "its attention. Choose a standard decoder-only model. If weights are held in bf16, set "
             "backend.lora.base_dtype: fp32 or backend.weights: fp32."
         ) from error
     if found is not None:
@@ -115,10 +115,10 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
 
 
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
-    """Raise ModelError if the routers of a model cannot be replayed or balanced, and the run asks for it.
+    """Raise ModelError if the run replays or balances routers, and the routers of this model do not allow it.
 
-    Each router runs on a few tokens. Its own choice, replayed, must give bitwise the same result. Other experts must
-    get weights too.
+    Each router runs on a few tokens. If its own choice is replayed, its results must be bitwise the same. If it gets
+    other experts, it must give them weights.
     """
     if not (replays or balances):
         return
@@ -136,7 +136,7 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
         if replays:
             found = test.problem(len(routing.routers)) or _first_not_replayed(routing, noted, hidden)
             if found is not None:
-                raise ModelError(f"{name} {found}, so source.router_replay has to be false with it.")
+                raise ModelError(f"{name} {found}, so source.router_replay must be false for this model.")
         if balances:
             with model.balancing(stream) as balance:
                 hidden()
@@ -160,7 +160,7 @@ def _first_not_replayed(
     lost = [layer for layer, experts in replayed.items() if not torch.equal(experts, others[:, layer].long())]
     if lost:
         kind = type(routing.routers[lost[0]]).__name__
-        return f"does not hand recorded experts on to the {kind} of layer {lost[0]}, which mixes tokens without them"
+        return f"does not hand recorded experts on to the {kind} of layer {lost[0]}, which chooses by itself"
     return None
 
 
@@ -245,8 +245,8 @@ class _Probe:
         where = "already in the first sequence" if index == 0 else f"most in sequence {index + 1} of {len(_LENGTHS)}"
         return (
             f"gives other log-probabilities in a batch than for each sequence alone: {worst:.2g} standard deviations "
-            f"of the logits ({where}; allowed {self._tolerance:g}), packed as well as with a row for each. It probably "
-            "looks at later tokens. Choose a model with causal attention."
+            f"of the logits ({where}; allowed {self._tolerance:g}), both packed and with a row for each sequence. "
+            "It probably looks at later tokens. Choose a model with causal attention."
         )
 
     def _compare_output_layer(self, states: Tensor) -> str | None:
@@ -264,7 +264,7 @@ class _Probe:
         if distance <= self._tolerance:
             return None
         return (
-            "makes other logits from its hidden states than its own forward pass does: logprobs differ by "
+            "has an output layer that, by itself, gives other logits than the model's forward pass: logprobs differ by "
             f"{distance:.2g} standard deviations of the logits (allowed {self._tolerance:g}). Choose a model whose "
             "logits depend on hidden states alone."
         )

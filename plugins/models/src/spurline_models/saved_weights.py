@@ -1,4 +1,4 @@
-"""Check a checkpoint, and read a trained model's weights from it one by one, without holding the whole model.
+"""Check a checkpoint, and read a trained model's weights from it one by one, without having the whole model in memory.
 
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 
@@ -47,7 +47,7 @@ def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]
 
 
 def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
-    """Read what `write_facts` wrote for this backend, whose facts have the `format` that `layout` says.
+    """Read what `write_facts` wrote. In the facts of this backend, `format` must be `layout`.
 
     Raises:
         CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
@@ -137,8 +137,8 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
     """Return every weight of the saved model, with merged adapters. Each weight is read when it is asked for.
 
     Raises:
-        CheckpointError: If the checkpoint is of another model. The stream raises it at its end if `model.path` does not
-            have the frozen weights of the run.
+        CheckpointError: If the checkpoint is of another model. The stream also raises it, after the last weight, if
+            `model.path` does not have the frozen weights of the run.
     """
     causal = _without_values(model, saved.frozen_dtype)
     freeze_parameters(causal, model.freeze)
@@ -263,5 +263,5 @@ class _OriginalWeights:
 
 
 def _number_of(name: str) -> str:
-    """Return the number of a weight's layer, since names in files may have another prefix than in the model."""
+    """Return the number of a weight's layer. Names in files may have other prefixes, but have the same number."""
     return layer_of(name).rstrip(".").rpartition(".")[2]

@@ -178,7 +178,7 @@ class Packed(torch.Tensor):
     [
         (by_parameter(history=[torch.zeros(2)]), "optimizer 'counting' keeps `history` of one as list, which a check"),
         (by_parameter(packed=torch.zeros(2).as_subclass(Packed)), "keeps `packed` of one as Packed"),
-        (by_parameter(**{"a/b": 1}), "something of one under the key 'a/b'"),
+        (by_parameter(**{"a/b": 1}), "state of one under the key 'a/b'"),
         (
             lambda optimizer: optimizer.state.update(all={"count": 1}),
             "keeps state that belongs to no parameter as dict",

@@ -47,7 +47,7 @@ _RESET = "/reset"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling. Temperature 0 always takes the likeliest token. The texts in `stop` end an answer."""
+    """Settings of sampling. Temperature 0 always chooses the most likely token. A text in `stop` ends an answer."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -81,9 +81,9 @@ class Target:
         words: A description of the model.
         causal: The model.
         tokenizer: Its tokenizer.
-        sampling: The sampling that the run or the model's files recommend.
+        sampling: The default sampling: that of the run, or else of the model's files.
         stops: Tokens that end an answer.
-        context: Most tokens of prompt and answer, or None without a limit.
+        context: The largest number of tokens of prompt and answer together, or None if there is no limit.
     """
 
     words: str
@@ -129,7 +129,7 @@ def open_model(path: str, progress: Progress) -> Target:
 
 
 def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
-    """Open a model. `weights` replace its own."""
+    """Open a model. If `weights` are given, they are used instead of those in its files."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")
@@ -150,9 +150,9 @@ def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | N
 
 
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
-    """Open rows of prompts as `data.train` does, with these `columns`. Raises DataError if there are none."""
+    """Open the dataset at `path` as a run opens `data.train`, with these `columns`. Raises DataError if it is empty."""
     train = {"path": path, "columns": dict(columns)}
-    # Only the data is used. The other settings are required in a config.
+    # Only `data` is used. A config must have the other settings.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
     [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(rows.dataset):
@@ -189,7 +189,7 @@ class Prompts:
         return self.of_messages([*self.begin, {"role": "user", "content": text}])
 
     def of_plain_text(self, text: str) -> list[int]:
-        """Return the tokens of a plain text that the model continues. Raises UserError if it cannot."""
+        """Return the tokens of a plain text to continue. Raises UserError if the model cannot continue it."""
         encoding = self._encoded(text, is_chat=False)
         ids = list(encoding.ids)
         # Some tokenizers append an end token to every text. The model could not continue after it.
@@ -198,7 +198,7 @@ class Prompts:
         return ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
-        """Return the tokens of a conversation before the model's turn. Raises UserError if it cannot be answered."""
+        """Return the tokens of a conversation up to the answer. Raises UserError if it cannot be answered."""
         if self._target.tokenizer.chat_template is None:
             raise UserError(f"{self._target.words} has no chat template. Give --raw to continue plain text.")
         require_chat_template(self._target.tokenizer, self._target.words)
@@ -209,12 +209,12 @@ class Prompts:
         return list(self._encoded(text, is_chat=True).ids)
 
     def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """Yield (question, prompt tokens) of each row. Raises UserError, which names the row, if there is no prompt."""
+        """Yield (question, prompt tokens) of each row. Raises UserError, which names the row, if one has no prompt."""
         for number in range(len(rows.dataset)):
             try:
                 yield self._of_row(rows.dataset[number], rows.config)
             except (DataError, UserError) as error:
-                names = " The option for `columns` is --column prompt=NAME." if "`columns" in str(error) else ""
+                names = " To set `columns` here, give --column prompt=NAME." if "`columns" in str(error) else ""
                 raise UserError(f"{rows.dataset.location(number)}: {error}{names}") from error
 
     def _of_row(self, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
@@ -235,7 +235,10 @@ class Prompts:
         [encoding] = encode_batch(self._target.tokenizer, [text], is_chat=is_chat)
         length, context = len(encoding.ids), self._target.context
         if context is not None and length >= context:
-            raise UserError(f"the prompt has {length:,} tokens, and the model can see {context:,}. Shorten it.")
+            raise UserError(
+                f"the prompt has {length:,} tokens, and prompt and answer together may have at most {context:,}. "
+                "Shorten the prompt."
+            )
         return encoding
 
 
@@ -249,7 +252,7 @@ def answer(
         prompt: Tokens of the prompt, fewer than `target.context`.
         sampling: The settings of sampling.
         count: The number of answers.
-        seen: A function that is called with each piece of the text of a single answer.
+        seen: A function that is called with each new piece of text while a single answer is generated.
 
     Raises:
         UserError: If the prompt has no tokens, or several answers are asked for without sampling.
@@ -289,7 +292,7 @@ def answer(
 
 
 def _read(target: Target, tokens: list[int], most: int | None) -> Answer:
-    """Read an answer up to its end. Padding may follow, up to the length of the longest answer."""
+    """Read an answer up to its end token. Padding may follow, since all answers have the length of the longest."""
     end = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
     text = str(target.tokenizer.decode(tokens[:end], skip_special_tokens=True))
     return Answer(text, len(tokens[:end]), "length" if end is None and len(tokens) == most else "stop")
@@ -315,9 +318,9 @@ def answer_all(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Print the answers to pairs (question, prompt tokens). With `as_json`, each line is a JSON object.
+    """Print the answers to prompts, given as pairs (question, tokens). With `as_json`, each line is a JSON object.
 
-    A terminal shows the text of a single answer while it is generated.
+    If each prompt gets one answer, a terminal shows its text while it is generated.
     """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):

@@ -17,7 +17,7 @@ ColumnOption = Annotated[
     typer.Option(
         "--column",
         metavar="NAME=COLUMN",
-        help="The column of the data that holds `prompt`, `messages`, ...; may be given several times.",
+        help="Read `prompt`, `messages`, ... from this column of the data. May be given several times.",
     ),
 ]
 
@@ -33,7 +33,8 @@ def columns_of(given: list[str] | None) -> dict[str, str]:
 def generate(
     target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
     prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="By default: standard input, or a conversation.")
+        list[str] | None,
+        typer.Argument(metavar="[PROMPT]...", help="Without it: a conversation in a terminal, or else standard input."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="DATA", help="Rows of prompts, in any form that `data.train` takes.")
@@ -42,8 +43,8 @@ def generate(
     checkpoint: Annotated[str, typer.Option(help="The checkpoint of a run: latest, best, or a path.")] = "latest",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue plain text, without a chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Longest answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0 takes the likeliest token.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0: no sampling.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer.")] = None,
@@ -51,7 +52,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
 ) -> None:
-    """Answer prompts with a run's checkpoint or a model, sampled as the run samples."""
+    """Answer prompts with a run's checkpoint or a model. By default, sample as the run or the model's files say."""
     from spurline.trackers.start_lines import StartLines
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
@@ -66,7 +67,7 @@ def generate(
     with importing():
         from spurline_models.answering import answers
 
-    # Bad rows are found before the weights are loaded, which takes long.
+    # Open the rows first, since loading the weights takes long. Errors in the rows then appear at once.
     rows = None if file is None else answers.prompt_rows(file, columns)
     found = answers.opened(target, load_run, checkpoint, start)
     sampling = replace(found.sampling, **chosen)

@@ -1,7 +1,7 @@
 """Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-The loss of a sequence depends only on its own tokens. So packing, micro-batches and ranks do not change it. They would
-change a loss over the tokens of a batch.
+The loss of a sequence depends only on its own tokens. So it does not depend on packing, micro-batches and ranks. A loss
+over all tokens of a batch would.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
     if not find_routers(causal):
         raise ModelError(
             f"model.router_aux_loss is {wanted}, and {model.path} ({type(causal).__name__}) has no routers to balance. "
-            "Remove it."
+            "Remove model.router_aux_loss."
         )
     if wanted != "config":
         return wanted
@@ -52,10 +52,10 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    In a layer with E experts, k of them for each token, the balance of a sequence of T tokens is the sum over experts
+    In a layer with E experts, of which each token gets k, the balance of a sequence of T tokens is the sum over experts
     of f * P. f is E / (k T) times the number of tokens that the expert gets, without gradient. P is the mean share of
-    the expert over the tokens. If all experts get equally many tokens, the balance is 1. The balance of a sequence is
-    its mean over layers.
+    the expert over the tokens. If all experts get equally many tokens, the balance is 1. The balances of all
+    layers are averaged.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -71,7 +71,7 @@ class StreamBalance:
         """The class of a router whose shares are not known. It is empty if there is no such router."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
-        """Add the choice of a router in a pass.
+        """Add the choice that one router made in one pass.
 
         Args:
             choice: The choice.

@@ -29,7 +29,7 @@ from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, fin
 Watcher = TypeVar("Watcher")
 
 Loads = Mapping[int, NDArray[np.int64]]
-"""The number of tokens of each expert, int64 [E], by number of the layer."""
+"""The number of tokens of each expert, int64 [E], by the number of the layer."""
 
 
 class ExpertLoads:
@@ -52,7 +52,7 @@ class ExpertLoads:
     def fetch(self) -> Loads:
         if not self._sums:
             return {}
-        # Join them, so that there is one transfer for all layers.
+        # Join the counts, so that there is one transfer for all layers.
         parts = torch.cat([*self._sums.values()]).cpu().split([len(sums) for sums in self._sums.values()])
         return {layer: part.numpy() for layer, part in zip(self._sums, parts, strict=True)}
 
@@ -110,8 +110,8 @@ class ExpertRouting:
                 child.register_forward_pre_hook(partial(self._take, number), with_kwargs=True)
             router = self.routers.get(number)
             if router is not None:
-                # `forward` is replaced, since a hook would see other numbers of experts: if experts are divided over
-                # ranks, other hooks translate the numbers.
+                # Replace `forward` instead of adding a hook. If experts are divided over ranks, other hooks translate
+                # the numbers of experts, and a hook might see the translated numbers.
                 router.forward = partial(self._run, number, router, router.forward)
                 layer.register_forward_pre_hook(partial(self._enter, number))
                 layer.register_forward_hook(partial(self._leave, number))
@@ -142,7 +142,7 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # A recomputation may stop before the router. Its experts are still here then.
+        # If an earlier recomputation stopped before the router, its experts are still here. Remove them.
         self._given.pop(number, None)
 
     def _take(
@@ -207,8 +207,8 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]
         if len(beyond):
             raise DataError(
-                f"The rollouts have expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}. (-1 must "
-                "stand for all experts of a layer.) The rollouts are of another model. Record them again."
+                f"The rollouts have expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}. (A "
+                "token with -1 in a layer may have only -1 there.) The rollouts come from another model. Record others."
             )
 
 
@@ -217,13 +217,13 @@ def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
     if tuple(experts.shape[1:]) != (num_layers, top_k):
         raise DataError(
             f"The rollouts have {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
-            f"model has {top_k} in {num_layers} layers. The rollouts are of another model. Record them again."
+            f"model has {top_k} in {num_layers} layers. The rollouts come from another model. Record them again."
         )
 
 
 def no_routers(model: str) -> ModelError:
     """Return the error for a model without routers, when experts are to be replayed."""
     return ModelError(
-        f"source.router_replay is true, and no router is known in the model {model}. Set it to false, or choose a "
-        "mixture-of-experts model."
+        f"source.router_replay is true, and no router is known in the model {model}. Set source.router_replay: false, "
+        "or choose a mixture-of-experts model."
     )

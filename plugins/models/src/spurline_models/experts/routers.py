@@ -20,9 +20,10 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 
 
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the routers by number of their decoder layer. A router is an innermost module with `router_sizes`.
+    """Return the routers by the number of their decoder layer.
 
-    A layer with several routers is left out, since engines do not distinguish them.
+    A router is a module for which `router_sizes` finds sizes, and which contains no other such module. A layer with
+    several routers is left out, since engines do not distinguish them.
     """
     found = {number: _routers_of(layer) for number, layer in enumerate(decoder_layers(causal))}
     return {number: routers[0] for number, routers in found.items() if len(routers) == 1}
@@ -62,8 +63,8 @@ class Choice:
 
     Attributes:
         experts: int64 [T, top_k].
-        scores: [T, E], the differentiable scores by which the router chooses.
-        kind: The function that makes scores from logits. It is `logits` if there is none, and empty if it is not known.
+        scores: [T, E], the differentiable scores of all experts.
+        kind: The function that computed the scores from logits. `logits` if the scores are logits, empty if not known.
     """
 
     experts: Tensor
@@ -109,7 +110,7 @@ class RouterWatch(TorchFunctionMode):
         return result
 
     def choice(self, outputs: Any) -> Choice | None:
-        """Return the choice of the router, which returned these outputs. It is None unless the router chose once."""
+        """Return the choice of the router that returned these outputs, or None unless it chose exactly once."""
         if len(self._experts) != 1 or self._chosen_from is None:
             return None
         if self._scores is not None:
@@ -129,7 +130,7 @@ class RouterWatch(TorchFunctionMode):
         experts = own[1]
         self._chosen_from = scores
         if self._given is not None:
-            # The engine did not compute some tokens, such as its last one.
+            # Tokens that the engine did not compute, such as the last one, have -1.
             experts = torch.where(self._given[:, :1] >= 0, self._given, experts)
             own = torch.return_types.topk((scores.gather(1, experts), experts))
         self._experts.append(experts.detach())
@@ -142,17 +143,17 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """A test of every router that runs. Its own choice, replayed, must give the same results, and other experts must
-    get weights.
+    """A test of every router that runs.
 
-    `failed` has a reason for each class of routers that fails. `tried` counts the routers that have run.
+    If a router's own choice is replayed, its results must stay the same. If it gets other experts, it must give them
+    weights. `failed` has a reason for each class of routers that failed. `tried` counts the routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
     tried: int = 0
 
     def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the router a few times on its next input."""
+        """Run the router a few times on its input, and note if it fails."""
         self.tried += 1
         reason = self._what_fails(router, forward, args, kwargs)
         if reason is not None:

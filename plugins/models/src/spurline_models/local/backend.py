@@ -81,7 +81,7 @@ class LocalBackend:
         self._memory = DeviceMemory(self._profile)
         self._copies = HostCopies(self._profile)
         self._open_swaps = 0
-        # Loading may have drawn random weights. Dropout depends on the seed alone.
+        # Loading may have drawn random numbers. Seed again, so that dropout depends on the seed alone.
         seed_generators(run.seed)
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -211,14 +211,14 @@ class LocalBackend:
         puts = [read_training_state(path, self._policy)]
         if self._critic is not None:
             puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic))
-        # Nothing is changed unless both fit.
+        # Nothing is changed unless the states of all models fit.
         for put in puts:
             put()
 
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")
         for trained in self._trained_models():
-            # Compute this digest while the weights are on the device. A checkpoint may need it later.
+            # Compute this digest now, while the weights are on the device, since a checkpoint may need it later.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 
@@ -315,7 +315,7 @@ def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDig
 
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
-    """Return the row numbers of each micro-batch, in increasing order. Rows of one unit stay together."""
+    """Return the row numbers of each micro-batch, in increasing order. Rows of one unit (`unit_ids`) stay together."""
     tokens = tokens_per_row(batch)
     rows = np.flatnonzero(tokens)
     if config.rows_per_microbatch is not None:
@@ -336,5 +336,5 @@ def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
             used = 0
         groups[-1].extend(members)
         used += size
-    # The rows of a unit may lie apart. Within a micro-batch, rows have the order of the batch.
+    # The rows of a unit may lie apart in the batch. Sort, so that each micro-batch keeps the order of the batch.
     return [np.sort(np.asarray(group, dtype=np.int64)) for group in groups]

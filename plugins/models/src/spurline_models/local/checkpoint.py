@@ -86,7 +86,7 @@ class HostCopies:
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The content of a folder: tensors by file and name, and the facts in `state.json`."""
+    """The saved state of one model: tensors by file and name, and the facts in `state.json`."""
 
     tensors: Mapping[str, Mapping[str, Tensor]]
     facts: Mapping[str, Any]
@@ -97,7 +97,7 @@ class TrainingState:
 
         Args:
             trained: The model and its optimizer.
-            read: Returns a tensor of the model or optimizer, or a copy on the host if its memory is given away.
+            read: A function that returns a given tensor itself, or a copy on the host while engines have its memory.
 
         Raises:
             CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
@@ -118,7 +118,7 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Copy the values to memory that training does not change. `owner` names the model."""
+        """Return this state with its tensors copied into `copies`. `owner` names the model there."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
@@ -209,7 +209,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
 
 
 def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
-    """Return the trained weights or their masters, tied ones once, and the persistent buffers."""
+    """Return the trained weights or their masters, and the persistent buffers. A tied weight appears once."""
     causal = trained.model.causal
     persistent = causal.state_dict(keep_vars=True)
     buffers = {name: buffer for name, buffer in causal.named_buffers() if name in persistent}

@@ -32,20 +32,21 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     name: str = "local"
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """`auto` takes the GPU when there is one."""
+    """`auto` uses the GPU if there is one."""
     precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
     """`bf16` computes under autocast. `fp64` is for numerical tests."""
     weights: Annotated[Literal["fp32", "bf16_masters"], OnResume.BY_NAME] = "fp32"
     """The dtype of trained weights with `precision: bf16`. `bf16_masters` holds matrices in bf16. The optimizer then
     steps on fp32 copies of them."""
     offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Keep the optimizer's state and fp32 copies of weights in host memory, and step there."""
+    """Keep the optimizer's state and fp32 copies of weights in host memory, and compute optimizer steps on the CPU."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Rows of a micro-batch. Gradients are accumulated over micro-batches. null takes all rows at once."""
+    """Rows of a micro-batch. Gradients are accumulated over micro-batches. null sets no limit."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Most tokens of a micro-batch, without padding. Rows stay whole. Set this or `rows_per_microbatch`."""
+    """Most tokens of a micro-batch, without padding. Rows stay whole. If this and `rows_per_microbatch` are null,
+    all rows are one micro-batch. Only one of the two may be set."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Positions whose logits exist at the same time."""
+    """Number of positions whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads. null lets torch choose."""
     probe: Annotated[bool, OnResume.FREE] = True
@@ -54,10 +55,12 @@ class LocalBackendConfig(TransformersBackendConfig):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
-        # On a machine without a GPU, `auto` may be meant for another machine.
+        # A config with `auto` may be for another machine, so check it for a GPU.
         yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.precision)
         if self.narrow_weights and self.precision != "bf16":
-            yield Problem("weights", f"is {self.weights}, which needs precision: bf16. Set it, or weights: fp32.")
+            yield Problem(
+                "weights", f"is {self.weights}, which needs precision: bf16. Set precision: bf16, or weights: fp32."
+            )
         if self.narrow_weights and self.fp8:
             yield Problem("weights", f"is {self.weights}, which is not supported with fp8. Turn one of them off.")
         if self.narrow_weights and self.lora is not None:
@@ -83,7 +86,7 @@ class LocalBackendConfig(TransformersBackendConfig):
             checkpoint_reader="spurline_models.local.checkpoint:read_weights",
             adapter_reader="spurline_models.local.checkpoint:read_adapter",
             stays_on_cpu=self.device == "cpu",
-            # Both need hooks in routers, and hooks would make torch compile the decoder again.
+            # Replay and balancing need hooks in routers, and hooks would make torch compile the decoder again.
             replays_experts=not self.compile,
             balances_experts=not self.compile,
             computes_in=self.precision,
@@ -95,7 +98,7 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device that `auto` stands for here."""
+        """The device of training. `auto` is resolved for this machine."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -104,7 +107,7 @@ class LocalBackendConfig(TransformersBackendConfig):
         # A config must not import torch, and only torch knows about GPUs.
         has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
         if self.device == "cuda" and not has_gpu:
-            return "backend.device is cuda, but torch sees no GPU here: this config trains elsewhere only"
+            return "backend.device is cuda, but torch sees no GPU here: this config can train only on another machine"
         return None
 
     def device_bytes(self) -> int | None:

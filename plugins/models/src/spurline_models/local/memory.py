@@ -32,7 +32,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     optimizers = [run.optimizer, *([] if critic is None else [critic])]
 
     weights, rounded = _held_weights(config, run, shapes)
-    # An optimizer on the host steps on copies of all weights.
+    # An optimizer on the host steps on copies of all trained weights.
     masters = (trained if config.offload_optimizer else narrow) * wide
     kept = {"weights": weights}
     host = 0
@@ -94,7 +94,8 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps rounded weights for the backward pass. Recomputed layers under adapters free them one by one.
+    # Autocast keeps rounded weights for the backward pass. With LoRA and activation checkpointing, the rounded weights
+    # of only one layer exist at a time.
     if config.activation_checkpointing and config.lora is not None:
         rounded //= len(shapes.blocks)
     # Matrices in a narrower dtype than the computation are converted one at a time.

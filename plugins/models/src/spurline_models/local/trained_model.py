@@ -1,7 +1,7 @@
 """Load the models of a run in the dtypes and on the devices of the config, and join them with optimizers.
 
 Matrices may be in half precision, with fp32 masters. Weights under adapters may be rounded or quantized. The optimizer
-may step in host memory. The reference model has the dtypes that the policy had before training.
+may step in host memory. The reference model has the policy's initial weights, in the same dtypes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TrainedModel:
         self.parameters = parameters
         self.optimization = optimization
         self.initial_weights = weights_digest(model.causal, weight_dtype)
-        """Digest of the weights that the run started from. A resume sets it to the saved one."""
+        """Digest of the weights that the run started from. A resumed run reads it from the checkpoint."""
         self.updates = 0
         self._weight_dtype = weight_dtype
         self._masters = masters
@@ -66,7 +66,7 @@ class TrainedModel:
                 value.register_post_accumulate_grad_hook(partial(self._sum_wide, name))
 
     def _sum_wide(self, name: str, parameter: Tensor) -> None:
-        """Move the gradient of a narrow parameter to `_sums` after each micro-batch, since sums must be wide."""
+        """After a micro-batch, move the gradient of a narrow parameter to `_sums`, so that sums have the wide dtype."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         sums = self._sums.get(name)
@@ -89,11 +89,11 @@ class TrainedModel:
         ]
 
     def gradient_norm(self) -> Tensor:
-        """Return the norm over all parameters."""
+        """Return the norm of all gradients together."""
         gradients = list(self._gradients().values())
         if all(gradient.dtype == self._weight_dtype for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
-        # In half precision the norm would have three digits.
+        # In half precision, the norm would have only three correct digits.
         norms = [torch.linalg.vector_norm(gradient, dtype=self._weight_dtype) for gradient in gradients]
         return torch.linalg.vector_norm(torch.stack(norms))
 
@@ -113,9 +113,9 @@ class TrainedModel:
             rates = self.optimization.step(self.updates + 1)
         else:
             gradients = self._gradients()
-            # Now only `gradients` refers to them, so each can be freed when it has been used.
+            # Now only `gradients` refers to the gradients, so each is freed when it has been used.
             self.drop_gradients()
-            # torch clips by the same factor.
+            # This is the factor by which torch clips.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._masters.step(self.optimization.optimizer.step, gradients, factor)
@@ -129,7 +129,7 @@ class TrainedModel:
 
     @property
     def narrow_names(self) -> list[str]:
-        """Names of all weights in half precision. It is empty if no trained weight is among them."""
+        """Names of all weights in half precision, or [] if no trained weight is in half precision."""
         names = [name for name, value in self.model.causal.named_parameters() if self._is_narrow(value)]
         return names if any(map(self._is_narrow, self.parameters.values())) else []
 
@@ -137,7 +137,7 @@ class TrainedModel:
         return value.dtype.itemsize < self._weight_dtype.itemsize
 
     def publish(self) -> None:
-        """Give the model the content of `values`, after it has changed."""
+        """Copy `values` into the model after they have changed."""
         self._masters.publish(self.parameters)
 
     def tensors(self) -> DeviceTensors:
@@ -153,7 +153,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap values as in `LendsParameters`. The tensors stay the same, since engines and compiled code hold them."""
+        """Give parameters other values in the context. Only their content changes, since engines hold the tensors."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(
@@ -193,7 +193,7 @@ class WeightPlacement:
         self._profile = profile
 
     def load_trainable(self) -> tuple[PreTrainedModel, Masters]:
-        """Load the model of the config, with adapters and frozen parts, and the masters."""
+        """Load the model, add adapters, freeze parts, and return the model and its masters."""
         masters: Masters = {}
         lora = self._config.lora
         causal = load_model(
@@ -254,7 +254,7 @@ class WeightPlacement:
 
         dtype = self._base_dtype()
         if dtype is not None:
-            # This comes before adapters are added, since they are not rounded.
+            # This comes before adapters are added, since adapters are not rounded.
             round_weights(causal, dtype)
         if lora.is_quantized:
             # This comes before adapters wrap the layers.

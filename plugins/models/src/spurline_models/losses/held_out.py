@@ -1,4 +1,4 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens, which can be compared between losses.
+"""Evaluate the mean negative log-likelihood of held-out tokens. It can be compared between runs with different losses.
 
 The training loss and its metrics are reported too.
 """
@@ -28,7 +28,7 @@ _NLL = CrossEntropy(CrossEntropyConfig())
 
 
 class LossEvaluation(MeasuresSamples):
-    """The evaluation `loss`. Samples are read as in training. For preference pairs, it is the run's loss."""
+    """The evaluation `loss`. Samples are read as in training. For preference pairs, it evaluates the run's loss."""
 
     def __init__(self, config: LossEvaluationConfig, context: EvaluationContext) -> None:
         run = context.run.config
@@ -57,10 +57,10 @@ class LossEvaluation(MeasuresSamples):
         return {"loss", *([] if self._trains_as_measured else ["objective"]), *loss.metrics(nothing)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return means over tokens, weighted by their loss weights, and no rows.
+        """Return means over tokens, weighted by their loss weights, and an empty list of rows.
 
-        The means are `loss` and the metrics of the training loss. If the training loss is not this one, its mean is
-        `objective`.
+        The means are `loss` and the metrics of the training loss. If `loss` is not the training loss, there is also
+        `objective`, the mean of the training loss.
         """
         count, loss = sum(self.samples.sizes()), self._context.loss
         num_batches = math.ceil(count / self._size)

@@ -43,7 +43,7 @@ class SgdConfig(OptimizerConfig):
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
-    """Share of the last step's direction that is kept; with 0 there is no state."""
+    """Share of the previous step's direction that is added to the gradient. With 0, there is no state."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         return weight_bytes * num_values(shapes) if self.momentum else 0
@@ -60,12 +60,12 @@ class MuonConfig(AdamWConfig):
 
     name: str = "muon"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.95
-    """Share of the last step's direction that is kept."""
+    """Share of the previous step's direction that is kept."""
     adjust_learning_rate: Annotated[Literal["match_rms_adamw", "original"], OnResume.BY_NAME] = "match_rms_adamw"
-    """The factor of a matrix's learning rate, which depends on its shape. `match_rms_adamw` is 0.2 sqrt(max(rows,
+    """How the learning rate of a matrix depends on its shape. `match_rms_adamw` multiplies it by 0.2 sqrt(max(rows,
     columns)), so that the learning rate and weight decay of AdamW suit all parameters (Liu et al. 2025,
-    arXiv:2502.16982). `original` is sqrt(max(1, rows / columns)), which needs a learning rate such as 0.02. Then put
-    other parameters into a group with a smaller rate."""
+    arXiv:2502.16982). `original` multiplies it by sqrt(max(1, rows / columns)), and needs a learning rate such as 0.02.
+    With `original`, put the parameters that AdamW trains into a group with a smaller rate."""
     adamw_matrices: tuple[str, ...] = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*output_layer*")
     """Glob patterns of the matrices that AdamW trains: embeddings and the output layer."""
 
@@ -128,7 +128,7 @@ class DecayingConfig(ScheduleConfig):
     """Settings of schedules that end below the peak."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the decay, one step after the last step, as a share of the peak."""
+    """Learning rate at the end of the decay, as a share of the peak. It would be reached in the step after the last."""
 
 
 class LinearConfig(DecayingConfig):

@@ -65,13 +65,13 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
         if not any(map(fits, left)):
             why = f"no trained parameter has such a name.{names_near(group.match, names)}"
             if any(map(fits, names)):
-                why = "all parameters that it fits are in earlier groups. Move it up."
+                why = "all parameters that it fits are in earlier groups. Move this group up."
             raise ConfigError.at(f"{key}.groups.{number}.match", f"is {group.match!r}, and {why}")
         left = [name for name in left if not fits(name)]
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Return a sentence with names that are like the pattern."""
+    """Return sentences with names that are like the pattern."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     hint = suggestion(word, {part for name in names for part in (name, *name.split("."))})
     if any(word in name for name in names):

@@ -79,7 +79,7 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """Makes the `Optimization` for a model's parameters by name."""
+    """Makes the `Optimization` of a model from its parameters by name."""
 
     config: OptimizerConfig
     registry: Registry

@@ -1,7 +1,7 @@
 """The schedules. They are pure functions of the optimizer step, so there is nothing to save.
 
-In W warm-up steps, step s gets s / W of the peak. The step after them gets the peak. From there the schedule falls, and
-step total + 1, which never runs, would get the minimum.
+In W warm-up steps, step s gets s / W of the peak. The next step gets the peak. From there, a decaying schedule falls.
+It would reach its minimum in step total + 1, which never runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WarmedUp:
         return self._min_ratio + (1.0 - self._min_ratio) * share
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
-        """Return the height, from 0 for `min_ratio` to 1 for the peak, after `done` of the `steps` after warm-up."""
+        """Return a number from 0 (`min_ratio`) to 1 (the peak), after `done` of the `steps` after warm-up."""
         return 1.0
 
 

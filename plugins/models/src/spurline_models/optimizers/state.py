@@ -1,4 +1,4 @@
-"""Keep the state of any torch optimizer by parameter name, bit for bit and without pickle.
+"""Save and restore the state of any torch optimizer by parameter name, bit for bit and without pickle.
 
 Tensors are named `PARAMETER/KEY`, such as `model.norm.weight/exp_avg`. Numbers are saved as JSON. If a value of a
 parameter group has changed since the optimizer was made, it is saved as JSON too, except `lr`, which the schedule sets.
@@ -36,7 +36,7 @@ class OptimizerState:
         values: JSON values by `PARAMETER/KEY`.
         groups: The values of each parameter group that changed since the optimizer was made.
         shapes: Shape and dtype of each tensor, as `describe` gives them.
-        on_host: Names of tensors on the host that belong to parameters on a device.
+        on_host: Names of tensors in host memory that belong to parameters on a GPU.
     """
 
     tensors: Mapping[str, Tensor]
@@ -95,7 +95,7 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
         for key, value in state.items():
             place = f"{owner}/{key}"
             if not isinstance(key, str) or "/" in key:
-                raise unsaveable(name, f"something of {owner} under the key {key!r}, not a name without '/',", value)
+                raise unsaveable(name, f"state of {owner} under the key {key!r} (keys are names without '/')", value)
             if isinstance(value, Tensor) and _fits(value, parameter):
                 tensors[place] = value.detach()
                 if value.device.type == "cpu" and parameter.device.type != "cpu":
@@ -144,7 +144,7 @@ def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[s
         optimizer.state.setdefault(parameters[name], {})[part] = value
 
     on_host = set(saved.on_host)
-    # Copy one tensor at a time, since each may be read from its file here.
+    # Copy one tensor at a time, since a tensor may be read from its file only now.
     for key, tensor in saved.tensors.items():
         if not isinstance(tensor, DTensor):
             # Fused kernels need step counters on the device of the weights.

@@ -1,7 +1,7 @@
 """Keep the activations that a decoder saves for its backward pass in host memory instead of on the device.
 
-Hooks copy each tensor that autograd saves to pinned memory, and back when the backward pass needs it. The copies run on
-the CUDA stream of the computation, so the device memory of a tensor is free as soon as it has been copied.
+When autograd saves a tensor, a hook copies it to pinned host memory. When the backward pass needs it, a hook copies it
+back. The copies run on the CUDA stream of the computation, so the device memory of a tensor is free when its copy ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
 _FETCHED_AT_ONCE = 4
-"""Number of copies that stay on the device in the backward pass. Several operations may save the same tensor."""
+"""Number of copied-back tensors that stay on the device. Several operations may have saved the same tensor."""
 
 
 class ActivationOffloading:
@@ -38,7 +38,7 @@ class ActivationOffloading:
 
     @contextmanager
     def of_pass(self) -> Iterator[None]:
-        """Offload the tensors that one forward pass of the decoder saves in the context."""
+        """Offload the tensors that autograd saves in one forward pass of the decoder, which runs in the context."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -58,7 +58,7 @@ class ActivationOffloading:
             storage = tensor.untyped_storage()
             if storage.nbytes() < SMALLEST_BYTES or storage_key(storage) in own:
                 return False
-            # Linear layers save views of parameters. If these are gathered from shards, they are not in `own`.
+            # Linear layers save views of parameters. A parameter that was gathered from shards is not in `own`.
             if isinstance(tensor._base, nn.Parameter):
                 return False
             # Linear layers also save transposed copies of weights that autocast rounds.
@@ -69,7 +69,7 @@ class ActivationOffloading:
 
 
 class _Moved:
-    """The bytes of saved tensors that share memory, on the host, and for a while also on the device."""
+    """Memory that saved tensors share. Its bytes are on the host, and for a while also on the device."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host

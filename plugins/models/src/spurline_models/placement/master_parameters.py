@@ -1,8 +1,8 @@
 """The tensors that an optimizer steps on: a model's trained parameters, or copies in full precision ("masters").
 
 A parameter in full precision on the optimizer's device needs no master. A parameter in half precision needs one. If the
-optimizer steps on the host, all parameters need one. Parameters are stepped in buckets, so that only a few gradients
-are converted, or on the host, at a time.
+optimizer steps on the host, all parameters need one. The optimizer steps on one bucket of parameters at a time, so that
+only a few gradients are converted, or moved to the host, at once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MasterParameters:
         self.parameters: dict[str, Parameter] = {}
         """The tensors of the optimizer, by the names of the parameters."""
         for name, parameter in parameters.items():
-            # The head of a critic is wide, and replaces a narrow weight of the same name.
+            # A critic's head is wide. It has replaced a narrow weight of the same name, whose master is of no use.
             is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             values = masters.pop(name, parameter) if is_narrow else parameter
             needs_master = on_host or is_narrow
@@ -58,7 +58,7 @@ class MasterParameters:
         return {name: value.detach() for name, value in self.parameters.items()}
 
     def publish(self, names: Iterable[str]) -> None:
-        """Copy `values` of these names into the model's parameters, rounded to their dtype."""
+        """Copy the values with these names into the model's parameters, rounded to the dtype of the parameters."""
         with torch.no_grad():
             for name in names:
                 if self.parameters[name] is not self._model[name]:
@@ -94,7 +94,7 @@ class MasterParameters:
         values, dtype = values.detach(), self._profile.weight_dtype
         if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
-        # Values in the right place are used without a copy, unless they are the model's own.
+        # Values with this device and dtype are used without a copy, unless they are the model's own.
         is_own = values.data_ptr() == parameter.data_ptr()
         return Parameter(values.to(self._device, dtype, copy=is_own))
 

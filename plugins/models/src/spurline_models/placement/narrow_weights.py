@@ -47,7 +47,7 @@ def round_weights(causal: PreTrainedModel, dtype: torch.dtype) -> None:
 def narrow_weights(
     causal: PreTrainedModel, dtype: torch.dtype, wide: torch.dtype, *, also_trained: bool = False
 ) -> dict[str, Tensor]:
-    """Convert frozen weights, and trained ones if asked for, to this dtype where possible, one at a time.
+    """Convert frozen weights, and trained ones if `also_trained`, to this dtype where possible, one at a time.
 
     `wide` is the dtype of hidden states, which stay wide. Returns the former values of trained weights by name.
     """
@@ -79,7 +79,7 @@ def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.
         for parameter in module.parameters(recurse=False)
     }
     for name, module in causal.named_modules():
-        # Subclasses may compute with the dtype of the weight, such as embeddings that scale their output.
+        # Subclasses, such as embeddings that scale their output, may compute in the dtype of the weight.
         if not isinstance(module, nn.Linear | nn.Embedding) or type(module).forward not in _FORWARDS:
             continue
         if id(module.weight) not in read_otherwise:
@@ -95,10 +95,10 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Quantize the weights of linear layers, one at a time. They are used as values of dtype `wide`.
+    """Quantize the weights of linear layers, one at a time. `wide` is the dtype in which layers return them.
 
     Raises:
-        ModelError: If the model has no such layers.
+        ModelError: If the model has no linear layers that can be quantized.
     """
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:

@@ -1,4 +1,4 @@
-"""Free device memory for engines between two updates, and restore its content.
+"""Free the trainer's device memory for engines between two updates, and restore its content.
 
 The storages of tensors are moved. The tensors stay the same objects, so optimizers and wrappers keep working with them.
 """
@@ -19,7 +19,7 @@ from spurline_models.device_profile import DeviceProfile
 
 @dataclass(frozen=True)
 class DeviceTensors:
-    """The tensors on a device between two updates. All tensors that share memory are listed.
+    """The tensors on a device between two updates. If tensors share memory, all of them are listed.
 
     Attributes:
         weights: Weights of all models.
@@ -34,7 +34,7 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A freed storage. `host` is uint8 [size] with its content. It may be None for scratch."""
+    """A freed storage. `host` is a copy of its content, uint8 [size]. For scratch, `host` may be None."""
 
     storage: UntypedStorage
     size: int
@@ -52,7 +52,7 @@ class DeviceMemory:
         """True between `give` and the next `take` that succeeds."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
-        """Free the memory of these tensors, after copying all but scratch to the host. It may be called again.
+        """Free the memory of these tensors, after copying all but scratch to the host. This may be called again.
 
         Args:
             tensors: The tensors on the device.
@@ -92,7 +92,7 @@ class DeviceMemory:
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or an equal one on the host while its memory is given away.
+        """Return the tensor itself, or an equal one on the host while engines have its memory.
 
         The result for a DTensor is a DTensor. The result for scratch has zeros.
         """
@@ -109,7 +109,7 @@ class DeviceMemory:
         return copy.set_(absent.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def check_here(self, what: str) -> None:
-        """Raise RunFailedError if the memory is given away. `what` says what was asked, such as `trained`."""
+        """Raise RunFailedError if engines have the memory. `what` completes "The model cannot be ...": `trained`."""
         if self.is_given:
             refuse(what)
 

@@ -1,4 +1,4 @@
-"""Hold frozen weights of linear layers in 4 bits, and compute with them as if they were wide.
+"""Hold frozen weights of linear layers in 4 bits, and compute with their dequantized values.
 
 Each block of 64 values has a scale, and each value is one of 16 multiples of the scale (NF4). The scales are quantized
 to 8 bits, in blocks of 256 (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). Each matrix is dequantized when it is used,
@@ -110,7 +110,7 @@ def num_parameters(causal: nn.Module) -> int:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose parameter `weight` has codes. The attribute `weight` returns their values."""
+    """A linear layer whose parameter `weight` holds codes. The attribute `weight` returns the dequantized values."""
 
     wide_dtype: torch.dtype
 
@@ -126,7 +126,7 @@ class QuantizedLinear(nn.Linear):
             self.register_buffer(name, part, persistent=False)
 
     def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
-        """Return the quantized weight. `read` returns a tensor, or a copy on the host if its memory is given away."""
+        """Return the quantized weight. `read` returns a tensor, or a copy on the host while engines have its memory."""
         codes = self._parameters["weight"]
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))
@@ -158,6 +158,6 @@ class _DequantizedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        # Activation checkpointing gives saved tensors only once.
+        # With activation checkpointing, saved tensors can be read only once.
         parts = ctx.saved_tensors
         return gradient @ QuantizedWeight(ctx.shape, *parts).values(gradient.dtype), *(None,) * (2 + len(parts))

@@ -71,7 +71,7 @@ def segment_attention(
 ) -> tuple[Tensor, None]:
     """Attend with the signature that transformers expects: query [B, H, T, D], key and value [B, K, T, D].
 
-    B is 1 for a stream. A batch of rows is one stream of all its rows. Returns [B, T, H, D].
+    If B is larger than 1, the rows are joined into one stream. Returns [B, T, H, D].
     """
     _refuse_what_would_be_ignored(module, attention_mask, is_causal, segment_plan, kwargs)
     assert segment_plan is not None
@@ -95,7 +95,7 @@ class Scores:
 
     Attributes:
         scaling: The factor of scores. If None, it is 1 / sqrt(D).
-        sinks: [H], a further score of each head in the softmax, without a value (gpt-oss).
+        sinks: [H], a score that each head adds to the softmax, and that belongs to no value (gpt-oss).
         window: The number of tokens that a query sees, including itself. If None, it sees all earlier tokens.
     """
 
@@ -265,7 +265,7 @@ def _dot_product_attention(
 
 
 _SINK_WIDTH = 8
-"""Number of columns that heads get for the sink. Kernels of half precision need multiples of it."""
+"""Number of columns that heads get for the sink. In half precision, kernels need head sizes divisible by it."""
 
 
 def _attend_with_sinks(

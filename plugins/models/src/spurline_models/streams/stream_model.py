@@ -39,11 +39,11 @@ with the model's own attention. Models need `rows` if they mix tokens outside of
 spaces, convolutions), or if their attention cannot be replaced."""
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
-"""Names of config fields with rates of random choices in training. Fields of classification heads are left out."""
+"""Names of config fields that are rates of dropout or jitter, except those of classification heads."""
 
 
 class StreamModel:
-    """A causal model with segment attention. The logits of `chunk_tokens` positions exist at the same time."""
+    """A causal model with segment attention. The logits of at most `chunk_tokens` positions exist at the same time."""
 
     def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
         self.causal = causal
@@ -98,7 +98,7 @@ class StreamModel:
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Describe slow reading, fused kernels and rates of dropout, for the start of a run."""
+        """Describe reading in rows, fused kernels and rates of dropout. They are shown at the start of a run."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         fused = kernels_of(self.causal)
         if fused:
@@ -149,7 +149,7 @@ class StreamModel:
             slice(num_fill, None),
             slice(num_fill, None),
             segment_plan=plan,
-            # Other layers than attention use these names.
+            # Layers other than attention use these names.
             cu_seq_lens_q=plan.cu_seqlens,
             cu_seq_lens_k=plan.cu_seqlens,
             max_length_q=plan.max_length,
@@ -193,7 +193,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """Return [B, T, H]. `counted` selects the tokens that are not padding: `stream_tokens` of the stream."""
+        """Return [B, T, H]. `counted` selects tokens, not padding. `stream_tokens` selects them in the stream."""
         if "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -214,7 +214,7 @@ class StreamModel:
 class ValueModel(StreamModel):
     """A decoder with a value head.
 
-    The `logprobs` of its loss inputs are values. The value of a token is the expected return before it is chosen.
+    The `logprobs` of its loss inputs are values. The value of a token is the expected return before its choice.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -290,8 +290,8 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
 class RowPass:
     """Segments of a stream that the decoder reads in one pass, as rows that are padded on the right.
 
-    Causal layers do not see later positions, so each segment gets the same results as alone. `tokens` is the range of
-    the segments in the stream.
+    Causal layers do not see later positions, so each segment gets the same results as if it was alone. `tokens` is
+    the range of the stream that the segments cover.
     """
 
     tokens: slice
@@ -312,7 +312,7 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Bring positions [T] to [rows, length]. They go on in the padding, since a jump would begin a segment."""
+        """Bring positions [T] to [rows, length]. They count on in the padding, since a jump would begin a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
@@ -322,7 +322,7 @@ class RowPass:
 
 
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """Return the passes over a stream, in order. A large pass has at most as much padding as tokens.
+    """Return the passes over a stream, in order. A large pass has at most as many padding slots as tokens.
 
     `slots_per_pass` is the number of padding slots that cost as much time as a pass.
     """

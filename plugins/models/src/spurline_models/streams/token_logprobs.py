@@ -78,13 +78,13 @@ class _States(BaseModelOutputWithPast):
 class TokenLogprobs:
     """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
 
-    Logits of several chunks are recomputed in the backward pass.
+    If there are several chunks, their logits are recomputed in the backward pass.
     """
 
     def __init__(self, head: nn.Module, chunk_tokens: int):
         self._head = head
         self._chunk_tokens = chunk_tokens
-        # If the head draws dropout, its generator must be rewound for recomputation. That waits for the device.
+        # If the head has dropout, recomputation must restore the random generator, which waits for the device.
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
 
     def __call__(

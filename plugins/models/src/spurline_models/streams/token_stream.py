@@ -31,7 +31,7 @@ class Bucket:
     """Neighbouring segments that one attention call computes, as `count` padded rows of `length`.
 
     `tokens` is their number of tokens. `slots` is int64 [tokens], the position of each token among the count * length
-    slots; None without padding.
+    slots. It is None if there is no padding.
     """
 
     count: int
@@ -151,8 +151,8 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
     if missing:
         raise DataError(
             f"The loss needs {listing(missing)}, which this run's batches do not have. "
-            "Choose another `loss`, or a `source` that provides it. A source of rollouts can carry numbers of the "
-            "data's rows with source.carry."
+            "Choose another `loss`, or a `source` that provides them. With source.carry, a source of rollouts passes "
+            "numbers in the data's rows on to the loss."
         )
 
 
@@ -161,7 +161,7 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
     tokens = batch.tokens["input_ids"]
     if not tokens.numel() or int(tokens.max()) < vocabulary:
         return
-    # Padding may be any number, since it is dropped.
+    # Padding tokens may have any id, since they are dropped.
     largest = int(torch.where(batch.tokens["segment_ids"] > 0, tokens, 0).max())
     if largest >= vocabulary:
         raise DataError(
@@ -212,7 +212,7 @@ def token_stream(
 def share_streams(
     share: RankShare, columns: Collection[str], profile: DeviceProfile
 ) -> Iterator[tuple[Rows, TokenStream]]:
-    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank. A stream without loss is idle."""
+    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank. Without loss, the stream is idle."""
     for rows in share.microbatches:
         stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
         yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream

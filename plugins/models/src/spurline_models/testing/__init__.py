@@ -1,4 +1,4 @@
-"""Contract tests for sources, optimizers and schedules. Those for backends are in `spurline_rl.testing`."""
+"""Contract tests for sources, optimizers and schedules, and tiny models. `spurline_rl.testing` tests backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny models and a tokenizer for contract tests, which need no download."""
+"""Write tiny models and their tokenizer for contract tests. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny Qwen3-MoE with 8 experts per layer, 2 of them for a token. `overrides` are its config fields."""
+    """Write a tiny Qwen3-MoE with 8 experts per layer, 2 of them used for a token. `overrides` are config fields."""
     from transformers import Qwen3MoeConfig
 
     experts: dict[str, Any] = {
@@ -34,7 +34,7 @@ def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Pa
 
 
 def write_model(folder: Path, config: type[Any], overrides: dict[str, Any], *, seed: int = 0) -> Path:
-    """Write a tiny model of any config class of transformers. Fields that are None keep their default."""
+    """Write a tiny model of any config class of transformers. Fields that are None keep the default of that class."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -38,7 +38,7 @@ class OptimizerContract:
     """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
 
     Attributes:
-        learning_rate: A rate for thirty steps of float32 weights towards a target at a distance of about 1.
+        learning_rate: A rate with which thirty steps bring float32 weights closer to a target at a distance of about 1.
     """
 
     learning_rate = 1e-2
@@ -251,7 +251,7 @@ def _parameters(seed: int = 0) -> dict[str, Parameter]:
 
 
 def _set_gradients(parameters: Mapping[str, Parameter]) -> float:
-    """Set the gradients of half the squared distance to a target, and return this loss."""
+    """Set the gradients of a loss, half the squared distance to a target, and return the loss."""
     total = 0.0
     for (name, parameter), target in zip(parameters.items(), _parameters(seed=1).values(), strict=True):
         difference = parameter.detach() - target.detach()
