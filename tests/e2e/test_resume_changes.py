@@ -165,7 +165,7 @@ def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
     shorter = ("train", path, "--set", "steps=5", "--allow-change", "steps")
     code, _, err = spurline(*shorter)
     assert code == 2
-    assert "steps makes 5 steps, but the checkpoint is at step 6. Give at least that many" in err
+    assert "steps gives 5 steps, but the checkpoint is at step 6. Raise steps" in err
     earlier = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
     code, out, _ = spurline(*shorter, "--resume", earlier)
     assert code == 0

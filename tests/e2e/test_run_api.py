@@ -165,8 +165,8 @@ def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
     ("hook", "act", "message"),
     [
         ("on_run_start", lambda run: run.evaluate("ema"), "came before the run has started its source"),
-        ("on_step_start", lambda run: run.evaluate("eval"), "a prefix is letters"),
-        ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix is letters"),
+        ("on_step_start", lambda run: run.evaluate("eval"), "a prefix has only letters"),
+        ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix has only letters"),
         ("on_eval_end", evaluate_twice, "this step already has a 'ema/loss'"),
         ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the answers come from engines"),
     ],
@@ -189,7 +189,7 @@ def test_an_evaluation_under_the_prefix_of_other_metrics_does_not_replace_them(e
 
 
 def test_an_evaluation_without_held_out_data_says_what_to_set(base_config: Config) -> None:
-    with pytest.raises(UserError, match=r"data\.eval is empty, and run\.evaluate\('ema'\) needs held-out data"):
+    with pytest.raises(UserError, match=r"data\.eval is empty, but run\.evaluate\('ema'\) needs held-out data"):
         train(base_config, Acting("on_step_start", lambda run: run.evaluate("ema")))
 
 
@@ -274,7 +274,7 @@ def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_
 def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config) -> None:
     run = Run(load_config(base_config))
     for name in ("backend", "source", "tokenizer", "batches"):
-        with pytest.raises(AttributeError, match=f"Run.{name} exists while the run trains"):
+        with pytest.raises(AttributeError, match=f"Run.{name} exists only while"):
             getattr(run, name)
     with pytest.raises(AttributeError, match="'Run' object has no attribute 'trainer'"):
         run.trainer  # noqa: B018

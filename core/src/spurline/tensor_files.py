@@ -67,14 +67,14 @@ def write_tensor_file(path: Path, tensors: Mapping[str, Values], metadata: Mappi
 
 
 def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> bytes:
-    """Return the header of a file with these tensors in this order. It begins with its length."""
+    """Return the header of a file with these tensors in this order. Its first 8 bytes are the length of the rest."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in tensors.items():
         begin, end = end, end + values.num_bytes
         entries[name] = {"dtype": values.dtype, "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # Values begin at a multiple of the widest dtype.
+    # The values must begin at a multiple of 8 bytes, the size of the widest dtype.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -1,4 +1,4 @@
-"""Make text from data and other people safe to print on a terminal, and ask what a terminal can do."""
+"""Make text that comes from data or other people safe to print, and check and redirect standard streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOT_SHOWN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters as escapes, except tabs and ends of lines."""
+    """Return the text with control characters as escapes. Tabs and newlines stay as they are."""
     return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 

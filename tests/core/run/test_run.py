@@ -367,7 +367,7 @@ def with_plain_evaluation(config: Config, plugins: FakePlugins, factory: str) ->
 def test_the_default_evaluation_may_be_one_without_batches(config: Config, plugins: FakePlugins) -> None:
     assert "eval/loss" in Run(with_plain_evaluation(config, plugins, "bare_components:HeldOut")).train().metrics
     config = {**config, "run_dir": config["run_dir"] + "2", "evaluation": {"batch_size": 2}}
-    with pytest.raises(ConfigError, match=r"evaluation\.batch_size is given, and 'plain' has no such setting"):
+    with pytest.raises(ConfigError, match=r"evaluation\.batch_size is given, but 'plain' has no such setting"):
         Run(with_plain_evaluation(config, plugins, "bare_components:HeldOut")).train()
 
 

@@ -115,7 +115,7 @@ def test_a_number_where_rewards_are_configured_is_refused() -> None:
 
 
 def test_an_agent_that_never_asks_has_nothing_to_train_on() -> None:
-    with pytest.raises(AttemptFailedError, match=r"without an answer of the model.*base_url"):
+    with pytest.raises(AttemptFailedError, match=r"without an answer from the model.*base_url"):
         attempt(lambda session: 1.0, engine())
 
 

@@ -43,9 +43,9 @@ class RunDirectory:
         self._lock: IO[str] | None = None
 
     def open(self) -> None:
-        """Create the folder, lock it, and remove what a killed process had begun to write there.
+        """Create the folder, lock it, and remove unfinished files of a killed process.
 
-        Raises RunDirectoryError if another process holds it, UserError if a launcher started this process.
+        Raises RunDirectoryError if another process holds the lock, and UserError if a launcher started this process.
         """
         _refuse_launcher()
         try:
@@ -93,9 +93,9 @@ class RunDirectory:
             )
 
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
-        """Move the files of an earlier start without a checkpoint to a folder `before-N`, and return a note.
+        """Move the files of an earlier attempt that saved no checkpoint to a folder `before-N`, and return a note.
 
-        `more` has the names of further files and folders to move.
+        `more` has the names of further files and folders to move. Returns None if there was no earlier attempt.
         """
         steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         if steps == 0:
@@ -104,9 +104,9 @@ class RunDirectory:
         target = self.path / f"before-{number}"
         target.mkdir()
         own = (self.eval_samples, self.config, self.report)
-        # The earlier start may have had another source, whose files are listed in its summary.
+        # If the earlier attempt had another source, its summary lists the files of that source.
         earlier = read_mapping(self.summary).get("records", [])
-        # Move summary and metrics last. After a kill, they tell what is still to be moved.
+        # Move summary and metrics last. After a kill, the next start needs them to find and move the other files.
         names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
         for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
@@ -192,7 +192,7 @@ class RunRecordFiles:
         return [line for name, facts in self.summary["data"].items() for line in describe(name, facts)]
 
     def finish(self, status: str, error: str | None = None, given_up: Sequence[str] = ()) -> None:
-        """Mark the run as finished, stopped, interrupted or failed. `given_up` has a line for each prompt given up."""
+        """Mark the run as finished, stopped, interrupted or failed. `given_up` has a line for each abandoned prompt."""
         if given_up:
             self.summary["given_up"] = list(given_up)
         self._write_status(status, error)
@@ -203,7 +203,7 @@ class RunRecordFiles:
 
 
 def check_run_directory(run_dir: Path) -> None:
-    """Raise RunDirectoryError if the folder is missing or not a run directory. The error names runs in the folder."""
+    """Raise RunDirectoryError if the folder is missing or not a run directory. The error lists runs in the folder."""
     if not run_dir.is_dir():
         raise RunDirectoryError(f"{run_dir}: no such folder. Give the run_dir of a run, such as runs/default.")
     if not _holds_a_run(run_dir):
@@ -211,7 +211,7 @@ def check_run_directory(run_dir: Path) -> None:
         runs = [str(entry) for entry in entries if entry.is_dir() and _holds_a_run(entry)]
         found = f"Runs in it: {listing(runs)}" if runs else f"It has: {listing(entry.name for entry in entries[:20])}"
         raise RunDirectoryError(
-            f"{run_dir}: not a run directory: no {METRICS_FILE} or {SUMMARY_FILE} of a run. {found}."
+            f"{run_dir}: not a run directory, since it has no {METRICS_FILE} and no {SUMMARY_FILE}. {found}."
         )
 
 

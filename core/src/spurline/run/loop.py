@@ -1,7 +1,7 @@
 """The training loop. SFT, synchronous RL and asynchronous RL share it, and differ only in the source of batches.
 
-A source supplies batches, a backend applies updates, hooks observe. The loop knows no ranks, no dataset and no
-algorithm, and nothing subclasses it.
+A source supplies batches, a backend applies updates, hooks observe. The loop knows nothing about ranks, datasets and
+algorithms.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class LoopedRun(Protocol):
 def train(run: LoopedRun) -> None:
     """Train the remaining steps of a run whose components are built and, on a resume, restored.
 
-    The metrics of a step are written before the checkpoint that covers it. Whenever the process is killed, the record
-    of the resumed run has each step once. The checkpoint comes after `on_step_end`, so it includes the state of hooks
-    after the step. An exception leaves the last checkpoint as it was.
+    The metrics of a step are written before its checkpoint. So after a kill at any time, the record of the resumed run
+    has each step exactly once. The checkpoint comes after `on_step_end`, so it includes the state of hooks after the
+    step. An exception leaves the last checkpoint as it was.
     """
     for step in run.remaining_steps():
         clock = StepClock()

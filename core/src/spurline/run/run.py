@@ -46,12 +46,12 @@ OnStep = Callable[[int, Mapping[str, float]], object]
 class Run:
     """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
 
-    Call all methods but `keep_state` on the loop's thread, which also calls the hooks.
+    Call all methods but `keep_state` on the thread that runs the training loop. Hooks are called on this thread too.
 
     Args:
         loaded: A loaded config, the path of a config file, or a mapping.
         resume: `auto` continues from the latest checkpoint of run_dir if there is one. `never` refuses a run_dir that
-            has one. `latest`, `best` or the path of a folder chooses a checkpoint.
+            has a checkpoint. `latest`, `best` or the path of a folder chooses a checkpoint.
         allow_change: Settings that may differ from the checkpoint's although they change how the run trains, such as
             `optimizer.learning_rate`. The history of the run keeps each such change.
         progress: Called with a short text when a slow part of the start begins. By default nothing is reported.
@@ -61,7 +61,7 @@ class Run:
     Attributes:
         config: Every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
         loaded: The config with its plugin host; `loaded.host.attach` adds hooks to this run.
-        hooks: Calls all implementations of a hook, `run.hooks.on_step_start(step=1)`.
+        hooks: Calls all implementations of a hook, as in `run.hooks.on_step_start(step=1)`.
         directory: The paths of the files that the run writes; `directory.path` is run_dir.
         state: The last finished step with its metrics, and the newest checkpoint.
         backend: The backend, which holds the model. `backend`, `source` and `tokenizer` exist from `on_run_start` to
@@ -101,7 +101,7 @@ class Run:
             session = self.__dict__.get("_session")
             if hasattr(session, name):
                 return getattr(session, name)
-            raise AttributeError(f"Run.{name} exists while the run trains. Read it in a hook, such as on_step_start.")
+            raise AttributeError(f"Run.{name} exists only while the run trains. Use it in a hook like on_step_start.")
         raise AttributeError(f"'Run' object has no attribute '{name}'")
 
     @property
@@ -110,10 +110,10 @@ class Run:
         return self._session is not None and self._session.is_done
 
     def train(self) -> RunResult:
-        """Train to the end or to a stop signal. Raises SpurlineError; what was saved before an error is intact.
+        """Train to the end or to a stop signal. Raises SpurlineError. An error damages nothing that was saved before.
 
-        Signals are caught from the beginning of training until all engines and ranks have ended. Before that there is
-        nothing to save, and signals act as usual.
+        Signals are caught from the beginning of training until all engines and ranks have ended. Before training there
+        is nothing to save, and signals act as usual.
         """
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(own_event_loops())
@@ -132,7 +132,7 @@ class Run:
             return session.result(files)
 
     def _begin(self, stack: ExitStack) -> Session:
-        """Build the run up to its first step, data before weights. The stack closes it."""
+        """Prepare everything for the first step: the data, then the weights. The stack closes what is built."""
         resume = find_resume(self.directory, self.loaded, self._request)
         prepared = prepare(self.loaded, stack, progress=self._progress, done=resume.done)
         built = build_components(self.loaded, prepared, stack, self._progress, resume.done)
@@ -152,8 +152,8 @@ class Run:
 
         Args:
             name: A name that is unique within the plugin.
-            state: Its `state_dict` returns nested dicts and lists of JSON values and numpy arrays. It is called after
-                the `on_step_end` of a step with a checkpoint.
+            state: Its `state_dict` returns nested dicts and lists of JSON values and numpy arrays. For a step with a
+                checkpoint, `state_dict` is called after `on_step_end`.
 
         Raises:
             PluginError: The name is taken, the object is no `Stateful`, or training has begun.
@@ -167,7 +167,7 @@ class Run:
         It calls no hook and keeps no sample answers.
 
         Returns:
-            The metrics with `PREFIX/` in place of `eval/`: `ema/loss`.
+            The metrics with `PREFIX/` in place of `eval/`, such as `ema/loss`.
 
         Raises:
             UserError: There is no held-out data, or the prefix is taken.
@@ -176,7 +176,8 @@ class Run:
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
             raise UserError(
-                f"run.evaluate({prefix!r}): a prefix is letters, digits, dots, dashes and underscores, and not 'eval'."
+                f"run.evaluate({prefix!r}): a prefix has only letters, digits, dots, dashes and underscores. It must "
+                "not be 'eval'."
             )
         if self._session is None or not self._session.is_started:
             raise RunFailedError(
@@ -186,7 +187,7 @@ class Run:
         return self._session.scores.ask(prefix)
 
     def export(self, path: Path | str, *, replace: bool = False) -> Path:
-        """Write the weights that the backend has at this moment as a Hugging Face folder, adapters merged.
+        """Write the weights that the backend has at this moment as a Hugging Face folder. Adapters are merged.
 
         Args:
             path: A new or empty folder, which is returned.
@@ -224,11 +225,11 @@ class Run:
         self._stop.reason = self._stop.reason or reason or "no reason was given"
 
     def warn(self, step: int, kind: str, words: str) -> None:
-        """Show a warning about the step that was just recorded on the terminal.
+        """Show on the terminal a warning about the step that was just recorded.
 
         Args:
             step: Number of the step.
-            kind: A short name of the trouble. Warnings with the same name are shown only now and then.
+            kind: A short name of the trouble. Warnings of the same kind are shown only now and then.
             words: A sentence or two about the trouble and what to do.
         """
         for tracker in self._training("warn").components.trackers.values():
@@ -236,7 +237,7 @@ class Run:
                 tracker.warn(step, kind, words)
 
     def add_judge(self, judge: Callable[[], Sequence[Warned]]) -> None:
-        """Let a function report trouble of the whole run, for summary.json and the result.
+        """Let a function report trouble with the run as a whole, for summary.json and the result.
 
         Args:
             judge: Called once at the end of the run, also after an error, when all steps are recorded.
@@ -259,7 +260,7 @@ class OnStepHook:
         self._functions = list(functions) if isinstance(functions, Sequence) else [functions]
         for function in self._functions:
             if not callable(function):
-                raise UserError(f"Run(on_step=...): {function!r} is not a function of a step and its metrics.")
+                raise UserError(f"Run(on_step=...): {function!r} is not a function that takes a step and metrics.")
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -280,7 +281,7 @@ class OnStepHook:
 def own_event_loops() -> Iterator[None]:
     """Return a context in which this thread may run event loops although one is running, as in a notebook.
 
-    The notebook's loop waits until the cell ends. Another loop could run meanwhile, but asyncio refuses that.
+    The notebook's loop waits until the cell ends, so another loop can run meanwhile. Without this, asyncio refuses it.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

@@ -89,15 +89,15 @@ class Session:
         self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
         self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
         self._saving = Saving(loaded, directory, components, self.state, self._course)
-        # Another run may use the directory after this one, so no checkpoint may be published then.
+        # After this run, another one may use the directory. This run must not publish a checkpoint then.
         stack.callback(self._saving.abandon)
         self.judges: list[Callable[[], Sequence[Warned]]] = []
-        """Functions that report trouble of the whole run, for the summary and the result."""
+        """Functions that report trouble with the run as a whole, for the summary and the result."""
         self._warnings: tuple[Warned, ...] = ()
         self._options = request.options()
 
     def train(self, run: RunView) -> None:
-        """Train from the first step to the end, and record how it ended, also after an error.
+        """Train from the first step to the end. Also after an error, record how the run ended.
 
         Args:
             run: The run as hooks see it.
@@ -107,7 +107,7 @@ class Session:
             self.hooks.on_run_start(run=run)
             self._notes += self.components.hook_states.close()
             self._start_trackers()
-            # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt this.
+            # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt the start.
             self._stop.cut_short(self._start_batches)
             if self._stop.signal is None:
                 self._settle_start()
@@ -130,7 +130,7 @@ class Session:
             self._end(run, error)
 
     def result(self, files: Mapping[str, Path]) -> RunResult:
-        """Return how the run ended. `files` are the files that plugins made from its record."""
+        """Return how the run ended. `files` are the files that plugins made from the run's record."""
         model, adapter = self._exports() if self._status() == "finished" else (None, None)
         return RunResult(
             self._status(),
@@ -157,7 +157,7 @@ class Session:
         return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"
 
     def _course(self, pending: Mapping[str, float] | None) -> dict[str, Any]:
-        """Return facts of the run so far for a manifest. `pending` has the metrics of a step that is not evaluated."""
+        """Return facts about the run so far for a manifest. `pending`: metrics of a step that is not yet evaluated."""
         facts = {
             "updates": dict(self._update.done),
             "history": list(self._resumed.history),
@@ -226,8 +226,8 @@ class Session:
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of all evaluations at this step, including calls of `Run.evaluate`.
 
-        If an evaluation fails, a checkpoint with `metrics` is saved before the error is raised, so that a mistake in a
-        reward does not cost the training before it. A resumed run then begins with the evaluation.
+        If an evaluation fails, for example because of a mistake in a reward, a checkpoint with `metrics` is saved
+        before the error is raised. A resumed run begins with the evaluations of this step.
 
         Args:
             step: The step just trained.
@@ -308,7 +308,7 @@ class Session:
         if self._status() != "finished":
             return
         for path, export in zip(self._exports(), (run.export, run.export_adapter), strict=True):
-            # A run that had finished before keeps its earlier export.
+            # If this process trained no step, the run had finished before. Keep the export that it made then.
             if path is not None and (self.state.metrics or not path.exists()):
                 export(path, replace=True)
 
@@ -346,5 +346,5 @@ class Session:
             error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
-        """Return a sentence on how to continue. A checkpoint of this run records the allowed changes already."""
+        """Return a sentence on how to continue. Allowed changes need no option once a checkpoint has recorded them."""
         return go_on(self.loaded, () if self._saving.has_saved else self._options)

@@ -1,4 +1,4 @@
-"""Check that a collator keeps its contract and equals core's readable reference."""
+"""Check that a collator keeps its contract and builds the same batches as core's reference collator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import check_batch, make_store, make_view
 
 PAD = 999
-"""Padding token. It is not 0, so that tests notice a column of zeros, and not a token of the samples."""
+"""Padding token. It is not 0, so that tests notice a column of zeros. No sample contains it."""
 
 lengths_strategy = st.lists(st.integers(1, 60), max_size=24)
 layout_strategy = st.builds(

@@ -21,7 +21,7 @@ PAIR_IDS = "pair_ids"
 
 
 class LossContract:
-    """A suite of tests for losses. Write a subclass with `make_loss()`. Columns that it needs get random numbers."""
+    """A suite of tests for losses. Write a subclass with `make_loss()`. The columns in `needs` get random numbers."""
 
     def make_loss(self) -> Loss:
         """Return your loss."""
@@ -120,7 +120,7 @@ def _assert_equal(chosen: dict[str, Tensor], everything: dict[str, Tensor], wher
 class MiniBatchesContract:
     """A suite of tests for mini-batch cutters. Write a subclass with `make_minibatches(layout)`.
 
-    The cutter must accept a batch of any number of one-row prompts.
+    The cutter must accept a batch with any number of prompts, each with one row.
     """
 
     def make_minibatches(self, layout: ParallelLayout) -> MiniBatches:

@@ -48,9 +48,9 @@ class _Columns:
 
 
 class OrderContract:
-    """Subclass with `config`, its settings, and `make_order(samples, seed)`; `row(number)` when it reads columns.
+    """A suite of tests for orders. Write a subclass with `config` and `make_order(samples, seed)`.
 
-    Some tests are only for orders with `adaptive` in their config, and some only for other orders.
+    Some tests are only for orders whose `config.adaptive` is true, and some only for other orders.
     """
 
     config: OrderConfig
@@ -69,7 +69,7 @@ class OrderContract:
         return ScoredDraw(position, sample, rewards, {"reward": rewards})
 
     def samples(self, mixture: Mixture) -> SampleFacts:
-        """Return the facts for your order; lengths are random."""
+        """Return the facts about the samples that your order gets. Lengths are random."""
         sizes, weights, per_step = mixture
         columns = _Columns([self.row(number) for size in sizes for number in range(size)])
         lengths = np.random.default_rng(0).integers(1, 500, sum(sizes)).astype(np.int64)

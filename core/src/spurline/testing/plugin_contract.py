@@ -1,4 +1,4 @@
-"""Check that a plugin is light to import and well declared, that its components resolve, and that trackers work."""
+"""Check that a plugin imports no heavy library, that its declaration and components load, and that trackers work."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ HEAVY = ("torch", "transformers", "ray", "vllm", "megatron")
 
 
 class PluginContract:
-    """Subclass with `plugin_module`, the dotted name of your plugin module.
+    """A suite of tests for plugins. Write a subclass with `plugin_module`, the dotted name of your plugin's module.
 
-    `requires` has the names of plugins to load before it.
+    `requires` has the names of plugins to load before yours.
     """
 
     plugin_module: str
@@ -68,7 +68,7 @@ class PluginContract:
 
 
 class TrackerContract:
-    """Subclass with `make_tracker()`."""
+    """A suite of tests for trackers. Write a subclass with `make_tracker()`."""
 
     def make_tracker(self) -> Tracker:
         """Return your tracker."""

@@ -15,7 +15,7 @@ from spurline.protocols.prefetch import BuildBatch, Prefetch
 
 
 class PrefetchContract:
-    """Subclass with `make_prefetch(build, last_step)`."""
+    """A suite of tests for prefetches. Write a subclass with `make_prefetch(build, last_step)`."""
 
     def make_prefetch(self, build: BuildBatch, last_step: int) -> Prefetch:
         """Return your prefetch."""

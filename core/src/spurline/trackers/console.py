@@ -1,7 +1,7 @@
 """Show progress on the terminal: a live bar, or plain lines when the output is a file or a pipe.
 
 This tracker is always on. In reinforcement learning it shows the reward, since the loss does not tell whether the model
-improves. For preference pairs it shows how often and how far the chosen answer is ahead.
+improves. For preference pairs it shows how often, and by how much, the model prefers the chosen answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ConsoleTracker:
         self._total_steps = info.total_steps
         for note in info.notes:
             self._print(note)
-        # With FORCE_COLOR, rich takes a log file for a terminal, but a moving bar needs a real one.
+        # With FORCE_COLOR, rich treats a log file as a terminal. A moving bar needs a real terminal.
         is_live = self._console.is_terminal and self._console.file.isatty() and not self._console.is_dumb_terminal
         if is_live and self._progress is None:
             self._open_bar(info)
@@ -128,7 +128,7 @@ class ConsoleTracker:
         return fields
 
     def _speed(self) -> str:
-        """Return tokens per second of training, and of generation if there is any, each over its own time."""
+        """Return tokens per second of training time and, if there is generation, per second of generation time."""
         tokens, seconds = self._tokens.value, self._training_s.value
         if tokens is None or not seconds:
             return ""
@@ -150,7 +150,7 @@ class ConsoleTracker:
 
 
 class _WhileItCanBeWritten:
-    """A file that ignores failed writes, for example to `| head` or to a full disk. They must not end a run."""
+    """A file that ignores failed writes, for example to `| head` or to a full disk. Such a write must not end a run."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file

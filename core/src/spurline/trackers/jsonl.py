@@ -93,8 +93,8 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
     number = float(value)
     if not math.isfinite(number):
         raise RunFailedError(
-            f"Metric '{key}' of step {step} is {number}, but metrics must be finite. A loss, a reward or a plugin "
-            "computes it."
+            f"Metric '{key}' of step {step} is {number}, but metrics must be finite. Look at the loss, reward or "
+            "plugin that computes it."
         )
     return number
 
@@ -131,7 +131,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
-    """Return why a line has no metrics of a step; None if it has."""
+    """Return why a line is not the metrics of a step, or None if it is."""
     if isinstance(line, ValueError):
         return str(line)
     if type(line.get("step")) is not int:
@@ -145,8 +145,8 @@ def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
 def cut_back(path: Path, last_step: int) -> None:
     """Keep the lines of steps up to `last_step`, byte for byte, and drop the rest; create a missing file.
 
-    After a kill, the file is either the old or the new one. Later lines may be garbage after a power cut, since they
-    were not forced to disk. Raises RunDirectoryError for an unreadable line of an earlier step.
+    A kill leaves either the old or the new file. After a power cut, lines beyond `last_step` may be garbage, since they
+    were not forced to disk; they are dropped. Raises RunDirectoryError for an unreadable line of an earlier step.
     """
     kept: list[bytes] = []
     reached = 0
@@ -169,7 +169,7 @@ def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Yield number, raw bytes (without newline) and content of each line, or a ValueError if it is unreadable."""
+    """Yield number, raw bytes (without newline) and content of each line: a ValueError if the line is unreadable."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = file.read()

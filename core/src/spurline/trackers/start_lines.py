@@ -41,7 +41,7 @@ def _places(datasets: Iterable[DatasetConfig]) -> str:
 
 
 class StartLines:
-    """A `Progress` that writes lines to stderr, each with the seconds so far. It writes nothing if `quiet`."""
+    """A `Progress` that writes lines to stderr, each with the seconds since the start. With `quiet`, it is silent."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet

@@ -1,8 +1,8 @@
-"""Set the weights and the normaliser with which token losses become one number per optimizer step.
+"""Compute the weights and the normaliser with which token losses become one number per optimizer step.
 
 A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both are
 computed for all rows of an optimizer step together, before the rows are divided into micro-batches and among ranks.
-Means of the parts would overweight parts with short samples.
+If each micro-batch were averaged alone, tokens in micro-batches with few tokens would count too much.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
     rows = np.repeat(np.arange(batch.num_rows), uids.counts())
     within_row = np.arange(len(uids.values)) - uids.offsets[rows]
     prompts = {uid: number for number, uid in enumerate(dict.fromkeys(uids.values.tolist()), start=1)}
-    # Number 0 is left to padding, whose weights are 0.
+    # Number 0 is reserved for padding, whose weights are 0.
     prompt_of_segment = torch.zeros(batch.num_rows * numbers_per_row(batch), dtype=torch.int64)
     segments = torch.from_numpy(rows * numbers_per_row(batch) + within_row + 1)
     prompt_of_segment[segments] = torch.tensor([prompts[uid] for uid in uids.values.tolist()], dtype=torch.int64)
@@ -75,8 +75,8 @@ def make_reduction(config: ReductionConfig) -> Reduce:
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:
     """Reduce a mini-batch with correction factors, float32 [R, L], which are 0 for rejected tokens.
 
-    Rejected tokens are removed before the reduction, so it does not count them. All other factors are applied after it,
-    since they would cancel out as part of Z or of the sum of a sequence.
+    Rejected tokens get weight 0 before the reduction, so it does not count them. The other factors are applied after
+    the reduction. If applied before it, they would also change Z or the sum of a sequence, and partly cancel out.
     """
     accepted = batch.with_tokens(loss_weights=torch.where(factors != 0, batch.tokens["loss_weights"], 0.0))
     reduced, normalizer = reduce(accepted)
@@ -93,7 +93,7 @@ def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch,
 
 
 def _num_trajectories(batch: TrainingBatch) -> int:
-    """Return the number of attempts in the batch. A sample that occurs twice counts twice."""
+    """Return the number of attempts in the batch. An attempt that occurs twice counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
     attempts: Counter[tuple[str, int]] = Counter()

@@ -2,7 +2,8 @@
 
 This is core's implementation of the `train_step` hook. There is no other one, but plugins may wrap it. Sources that
 use models have already added logprobs, values and correction factors to the batch. Other sources build batches ahead of
-time on other threads, where they cannot use the models. For them, the update computes the reference model's logprobs.
+time on other threads, where they cannot use the models. For these batches, the update computes the logprobs of the
+reference model.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Recipe:
 
 
 class WholeBatch:
-    """Mini-batches `whole`: one of each batch, padded to the data-parallel size if the backend needs that."""
+    """Mini-batches `whole`: a batch is one mini-batch, padded to the data-parallel size if the backend needs that."""
 
     def __init__(self, config: WholeBatchConfig, run: RunConfig, layout: ParallelLayout) -> None:
         self._row_multiple = layout.row_multiple
@@ -115,7 +116,10 @@ class Update:
 
 
 def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the critic's metrics under names that differ from the policy's. Names of its loss already have a `/`."""
+    """Return the critic's metrics under names that differ from the policy's.
+
+    Metrics of the critic's loss keep their names, which contain a `/`.
+    """
     named: dict[str, float] = {}
     for name, value in metrics.items():
         group, slash, rest = name.partition("/")
@@ -127,7 +131,10 @@ def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Join the metrics of optimizer steps: counts and times are summed, `lr` is the last, all others are means."""
+    """Join the metrics of optimizer steps.
+
+    Counts and times are summed. `lr` is the last one. `.../max` and `.../min` are extremes. All others are means.
+    """
     if len(parts) == 1:
         return dict(parts[0])
     names = dict.fromkeys(name for part in parts for name in part)

@@ -1,7 +1,7 @@
-"""Run the agent of an attempt: a Python function, or a program below a supervisor that ends all its processes.
+"""Run the agent of an attempt: a Python function, or a program whose supervisor ends all processes of the program.
 
 When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function cannot be
-stopped: its thread goes on, and its requests are refused.
+stopped: its thread goes on, but its further requests are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_pr
 OMP_NUM_THREADS MKL_NUM_THREADS OPENBLAS_NUM_THREADS NUMEXPR_NUM_THREADS TOKENIZERS_PARALLELISM
 CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE
 """
-"""Environment variables that a program gets. All others may hold keys and tokens."""
+"""Environment variables that every program gets. Others may contain keys and tokens, so `pass_env` must name them."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Session:
     sample: int
     """Number of this attempt at the prompt, from 0."""
     location: str
-    """The place of the row, for messages."""
+    """Position of the row in its data, for error messages."""
 
 
 Agent = Callable[[Session], Awaitable[Any]]
@@ -77,7 +77,7 @@ Agent = Callable[[Session], Awaitable[Any]]
 
 
 def function_agent(path: str) -> Agent:
-    """Return the agent at `module:function` or `file.py:function`, which may be async."""
+    """Return the agent at `module:function` or `file.py:function`. The function may be async."""
     function = load_function(path, "environment's agent")
     return function if is_async(function) else partial(in_thread, function)
 
@@ -169,7 +169,7 @@ def _text_of(file: IO[bytes]) -> str:
 def _ending(code: int) -> str:
     """Describe the exit code of the supervisor.
 
-    It is 128 + a signal if the program was killed, and negative if the supervisor was.
+    It is 128 + the signal's number if the program was killed, and negative if the supervisor was killed.
     """
     if code < 0:
         return f"its supervisor, which was killed by {signal.Signals(-code).name}"
@@ -190,14 +190,14 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
         except TimeoutError as error:
             raise RunFailedError(
                 f"The agent's program was killed, but some of its processes still run {_KILL_TIMEOUT_S:g} s later. "
-                f"Look at the children of process {process.pid}, which goes on killing them."
+                f"Look at the children of process {process.pid}. That process still tries to kill them."
             ) from error
     if process.returncode is not None and process.returncode < 0:
         mark = f"OPENAI_BASE_URL={base_url}"
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                # The supervisor was killed and has left these. Only processes of this attempt have the variable. A
-                # process that has cleared its environment is not found.
+                # The supervisor was killed, so it could not end these processes. Only processes of this attempt have
+                # the variable. A process that has cleared its environment is not found.
                 while left := _processes_with(mark.encode()):
                     for pid in left:
                         with suppress(ProcessLookupError, PermissionError):

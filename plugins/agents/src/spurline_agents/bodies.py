@@ -1,6 +1,6 @@
 """Read the bodies of requests as OpenAI's API defines them.
 
-Unknown fields are ignored, as vLLM's server does. A field that changes the sampling or the prompt is refused.
+Unknown fields are ignored, as in vLLM's server. Known fields that ask for something unsupported are refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _OTHER_DISTRIBUTIONS: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (False,),
     "bad_words": ([],),
 }
-"""Fields that change the distribution of tokens. The values that leave it as it is are accepted."""
+"""Fields that change the distribution of tokens. The listed values do not change it, so they are accepted."""
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
@@ -77,12 +77,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
-"""Fields that the endpoint does not support. The values that ask for nothing are accepted."""
+"""Fields that the endpoint does not support. Only the listed values are accepted."""
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _BYTES_PER_VALUE = 16
-"""A request may have one JSON value for each of these bytes of the largest request. Python takes up to 50 ms to make
-256 Ki values, and stops all other threads for this time."""
+"""A request may have at most `max_body_bytes` divided by this number of JSON values: 256 Ki by default. Python takes up
+to 50 ms to make 256 Ki values, and stops all other threads for this time."""
 
 _Name = Annotated[str, Field(max_length=1024)]
 # Without fail_fast, pydantic would make an error for each wrong item of a long list.
@@ -173,11 +173,11 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
     Args:
         raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
-        max_bytes: Bytes of the largest request, which limit the number of values in this one.
+        max_bytes: Size limit of requests. It also determines how many JSON values a request may have.
         ignore_sampling: Whether to ignore fields that ask for another distribution.
 
     Raises:
-        ApiError: If the request is malformed, or a field is wrong or not supported; names the field.
+        ApiError: If the request is malformed, or a field is wrong or not supported. The error names the field.
     """
     _require_few_values(raw, max_bytes)
     try:
@@ -242,7 +242,7 @@ def _require_few_values(raw: bytes, max_bytes: int) -> None:
     if count > most:
         raise ApiError(
             413,
-            f"The request has {count} brackets, braces, colons and commas; it may have {most} "
+            f"The request has {count} brackets, braces, colons and commas; at most {most} are allowed "
             f"(environment.max_body_bytes / {_BYTES_PER_VALUE}).",
             code="body_too_large",
         )

@@ -39,7 +39,7 @@ class HarnessConfig(EnvironmentConfig):
     its standard input. The last line that it prints is the rewards as JSON."""
     pass_env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], OnResume.FREE] = ()
     """Names of environment variables that the program gets, besides harmless ones such as PATH, HOME and LANG. It gets
-    no other keys or tokens."""
+    no other variables, since they may contain keys and tokens."""
     memory_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
     """GiB of address space that each process of the program may take (RLIMIT_AS). If null, there is no limit."""
     rewards: RewardTable | None = None
@@ -59,7 +59,7 @@ class HarnessConfig(EnvironmentConfig):
     public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
     """The address that agents get in place of host and port, such as `http://10.0.0.3:8000`."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
-    """Largest request. It may have one bracket, brace, colon or comma for each 16 of these bytes."""
+    """Size limit of a request. Brackets, braces, colons and commas together may be at most 1/16 of this number."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one request may take. This includes waiting for the engine and for an update of the weights."""
 

@@ -33,8 +33,8 @@ class HarnessEnvironment:
     """An environment that serves the model to agents. The first attempt starts its server.
 
     The `info` of a trajectory has the `prompt` of the first turn, the `response` (the agent's answer, or the last
-    turn), the `reference`, the `messages` of the last conversation, and the numbers of `turns` and `conversations`. An
-    agent that changes the model's words begins a further conversation.
+    turn), the `reference`, the `messages` of the last conversation, and the numbers of `turns` and `conversations`. If
+    an agent changes the model's words in the messages that it sends back, a new conversation begins.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HarnessEnvironment:
         failed = asyncio.ensure_future(live.failed.wait())
         try:
             await asyncio.wait([agent, failed], return_when=asyncio.FIRST_COMPLETED)
-            # This failure comes first, since it may be the cause of the agent's own error.
+            # Look at the failure of the session first, since it may be the cause of the agent's own error.
             if live.failure is not None:
                 raise live.failure
             return agent.result()
@@ -105,7 +105,7 @@ class HarnessEnvironment:
         turns = live.policy.turns
         if not turns:
             raise AttemptFailedError(
-                f"{live.where}: the agent has ended without an answer of the model, so there is nothing to train on. "
+                f"{live.where}: the agent has ended without an answer from the model, so there is nothing to train on. "
                 "Check that it uses the session's base_url and api_key."
             )
         last = str(self._tokenizer.decode(turns[-1].response_ids.tolist(), skip_special_tokens=True))

@@ -1,7 +1,7 @@
 """Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
-A stream begins when the turn is finished, so that an error has its proper status. `token_ids` and `prompt_token_ids`
-have the same places as in answers of vLLM's server.
+A stream begins only when the turn is finished, so that an error before that can still set the HTTP status. `token_ids`
+and `prompt_token_ids` are at the same places as in answers of vLLM's server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from spurline_text.rows.rows import BadRowError
 T = TypeVar("T")
 
 MODEL_NAME = "policy"
-"""The model that `/v1/models` lists. Requests may give any other name."""
+"""The name of the only model in `/v1/models`. Requests may give any name."""
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot express. vLLM's server does the same."""
 
@@ -136,7 +136,7 @@ class Answering:
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
-            # The policy refuses sampling that it cannot train on. The client gets the error if it asked for that.
+            # The policy refuses sampling that it cannot train on. If the request asked for that, tell its client.
             for name in ("temperature", "top_p", "top_k"):
                 if getattr(sampling, name) != getattr(run, name):
                     own = f"samples with {getattr(run, name):g}"
@@ -262,7 +262,7 @@ def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Seque
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, choice: Choice) -> list[tuple[str, float]]:
-    """Return text and logprob of each token. The logprobs belong to the distribution that was sampled."""
+    """Return text and logprob of each token. A logprob is from the distribution that the token was sampled from."""
     texts = [str(tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
     logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
     return list(zip(texts, logprobs, strict=True))

@@ -57,7 +57,7 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class HarnessServer:
-    """An OpenAI-compatible server of sessions, between `start` and `stop`.
+    """An OpenAI-compatible server for all sessions. It listens from `start` until `stop`.
 
     Args:
         config: Settings of the environment.
@@ -80,7 +80,7 @@ class HarnessServer:
         self._busy: set[web.RequestHandler] = set()
 
     async def start(self) -> None:
-        """Listen for requests. Raises ConfigError if the address is taken or belongs to another machine."""
+        """Listen for requests. Raises ConfigError if the address is in use or belongs to another machine."""
         config = self._config
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
@@ -118,8 +118,8 @@ class HarnessServer:
     def _accept(self) -> asyncio.Protocol:
         """Return the protocol of a new connection.
 
-        Connections take at most half of the files that the run may open. Beyond that, a new connection takes the place
-        of the oldest one without a request. So no agent can lock the others out with idle connections.
+        At most half of the files that the process may open are connections. At this limit, a new connection replaces
+        the oldest one that has no request under way. So no agent can block the others with idle connections.
         """
         server = self._runner and self._runner.server
         assert server is not None
@@ -176,9 +176,9 @@ class HarnessServer:
             # The client is gone, or does not read its answer.
             raise
         except web.HTTPException as error:
-            text = f"{request.method} {request.path}: {error.reason}. There are /v1/models, /v1/chat/completions"
+            text = f"{request.method} {request.path}: {error.reason}. Below the session's base URL, there are only"
             return ApiError(
-                error.status, f"{text} and /v1/completions, below the session's base URL.", code="unknown_url"
+                error.status, f"{text} /models, /chat/completions and /completions.", code="unknown_url"
             ).response()
         except Exception as error:
             session = self._sessions.get(request.match_info.get("session", ""))
@@ -219,7 +219,7 @@ class HarnessServer:
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
         write: Callable[[PreTrainedTokenizerBase, BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Generate the answer to a request and send it. Count its turns as received once they are sent."""
+        """Generate the answer to a request and send it. Its turns count as received when the last part is sent."""
         session = self._session(request)
         if len(session.calls) >= _MOST_CALLS:
             raise ApiError(
@@ -229,7 +229,7 @@ class HarnessServer:
             )
 
         async def prepare() -> tuple[BodyT, Generate]:
-            # This is a function of its own, so that the bytes are freed before the model writes.
+            # The body is read in a separate function, so that `raw` is freed before the model generates.
             async with session.bodies:
                 raw = await _receive(request, self._config.max_body_bytes)
                 return await session.work(len(raw), lambda: read(session, raw))
@@ -324,7 +324,7 @@ def _no_session() -> ApiError:
 
 
 def _fail(session: LiveSession, error: Exception) -> ApiError:
-    """End the attempt with an error that the request did not cause, and return the error for the client."""
+    """End the attempt with this error, and return the error for the client."""
     session.fail(error)
     if isinstance(error, PrefixError):
         return ApiError(400, str(error), param="messages", code="history_rewritten")

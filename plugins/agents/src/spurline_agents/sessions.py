@@ -1,7 +1,7 @@
 """Keep the state of one attempt on the server: its turns, its conversations, its running requests, and its failure.
 
-The API has no state, so a client sends the whole conversation with each request. A session recognises the model's turns
-in it by their text, and uses the tokens that the model wrote. Other messages begin a new conversation.
+The API has no state, so a client sends the whole conversation with each request. A session finds earlier turns of the
+model in it by their text, and uses the tokens that the model wrote. If it finds none, a new conversation begins.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 class DeliveredPolicy:
-    """A PolicyHandle that leaves out the turns that no client has received, as when a client hangs up."""
+    """A PolicyHandle without the turns that no client has received, for example because a client hung up."""
 
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
         self.sampling = policy.sampling
-        # The results have the order of the requests, as `policy.turns` have. None stands for an answer to come.
+        # The results in the order of the requests, like `policy.turns`. None: the result has not come yet.
         self._results: list[GenerationResult | None] = []
-        # The keys are the `id` of the result.
+        # Prompts by the `id` of their result.
         self._prompts: dict[int, Sequence[int]] = {}
         self._delivered: set[int] = set()
 
@@ -128,7 +128,7 @@ class LiveSession:
         self.last_chat: ChatFront | None = None
         """The conversation with the model's last turn."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
-        """A request holds it while its body is in memory."""
+        """Limits the number of request bodies that are in memory at a time."""
         self.calls: set[asyncio.Future[Any]] = set()
         """The requests that are under way."""
         self.failed = asyncio.Event()
@@ -139,7 +139,7 @@ class LiveSession:
         self._threads = threads
         self._work = asyncio.Lock()
         self._known: dict[bytes, ChatFront] = {}
-        """Conversations that end with a turn, by the digest of their messages."""
+        """Conversations that end with a turn of the model, by the digest of their messages."""
         self._num_turns = 0
         self._num_refused = 0
 
@@ -183,7 +183,7 @@ class LiveSession:
         return chat, key
 
     def remember(self, key: bytes, message: Mapping[str, Any], chat: ChatFront) -> None:
-        """Remember that the model has taken a turn in `chat`, which the client gets as `message`."""
+        """Remember `chat`, whose last turn is from the model. The client gets this turn as `message`."""
         self._known[_digest(key, _identity(message))] = chat
 
     def take_turns(self, count: int) -> None:
@@ -199,8 +199,8 @@ class LiveSession:
             return
         self._num_refused += 1
         text = (
-            f"{self.where}: the request asks for {count} turns, and the attempt has taken {self._num_turns} of its "
-            f"{most} turns (environment.max_turns)."
+            f"{self.where}: the request asks for {count} turns, but the attempt has already taken {self._num_turns} "
+            f"of its {most} turns (environment.max_turns)."
         )
         if self._num_refused > _REFUSALS:
             raise AttemptFailedError(f"{text} The agent was already refused {_REFUSALS} times.")

@@ -1,10 +1,10 @@
-"""Run a program, and end all processes that it has started when it ends.
+"""Run a program. When it ends, end all processes that it has started.
 
 The run starts one supervisor for the program of each attempt: `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`
 with the arguments of `main`. On Linux the supervisor is the subreaper of all descendants of the program, including
 those that leave its session or lose their parent. It ends them all when the program ends, when the supervisor gets
-SIGTERM, and when the run dies. If the supervisor is killed, the program dies with it, and `agents` kills the other
-processes. On other systems the supervisor ends the program's process group only.
+SIGTERM, and when the run dies. If the supervisor is killed, the kernel kills the program, and the module `agents` kills
+the other processes. On other systems the supervisor ends only the program's process group.
 
 The supervisor keeps only the end of the program's output, so that a long output fills neither memory nor disk. It exits
 with the program's exit code, or with 128 + the number of the signal that killed the program. It imports only the
@@ -23,7 +23,7 @@ import time
 from contextlib import suppress
 
 STDOUT_KEPT = 2**20
-"""Last bytes of standard output that are kept."""
+"""Number of bytes that are kept from the end of standard output."""
 STDERR_KEPT = 2000
 CANNOT_BE_RUN = 127
 _READ = 2**16
@@ -75,7 +75,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
         if os.getppid() != run:
             return 128 + signal.SIGTERM
     printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
-    # A signal between the fork and the handler would end the supervisor alone.
+    # Without its handler, which is set after the fork, SIGTERM would end the supervisor but not the program.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     supervisor, program = os.getpid(), os.fork()
     if program == 0:
@@ -101,7 +101,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
 
 
 def _become(command: list[str], supervisor: int, stdout: int, stderr: int, memory_bytes: int) -> None:
-    """Replace this process, which is a new child of the supervisor, by the program."""
+    """Replace this process, which is a new child of the supervisor, with the program."""
     try:
         os.setpgid(0, 0)
         if _ON_LINUX:

@@ -53,7 +53,9 @@ def test_states_are_saved_by_plugin_and_name_and_restored_where_they_are_kept_ag
     again.restore(checkpoint)
     again.keep("ema", "weights", late)
     assert (early.values.tolist(), late.values.tolist()) == ([2.0], [1.0])
-    assert again.close() == ["The state 'mine.v2' in the checkpoint is left out, since nothing in this run keeps it."]
+    assert again.close() == [
+        "The checkpoint has the state 'mine.v2', which nothing in this run uses. It is not restored."
+    ]
 
 
 def test_a_plugin_that_is_new_or_gone_is_a_note_on_resume_and_no_error(tmp_path: Path) -> None:
@@ -64,19 +66,19 @@ def test_a_plugin_that_is_new_or_gone_is_a_note_on_resume_and_no_error(tmp_path:
     again.keep("new", "weights", Average())
     assert again.close() == [
         "The state 'weights' of plugin 'new' is new in this run.",
-        "The state 'weights' of plugin 'gone' in the checkpoint is left out, since nothing in this run keeps it.",
+        "The checkpoint has the state 'weights' of plugin 'gone', which nothing in this run uses. It is not restored.",
     ]
 
 
 @pytest.mark.parametrize(
     ("name", "state", "message"),
     [
-        ("weights", Average(), r"keep_state\('weights'\): this name is taken"),
+        ("weights", Average(), r"keep_state\('weights'\): another state has this name"),
         ("x", {"values": 1}, r"was given \{'values': 1\}.*state_dict"),
         ("x", Average, "was given <class "),
-        ("../x", Average(), "a name is letters, digits"),
-        ("", Average(), "a name is letters, digits"),
-        (3, Average(), "a name is letters, digits"),
+        ("../x", Average(), "use only letters, digits"),
+        ("", Average(), "use only letters, digits"),
+        (3, Average(), "use only letters, digits"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(name: Any, state: Any, message: str) -> None:

@@ -1,6 +1,6 @@
 """Keep the state of hooks in the checkpoint, under `hooks/PLUGIN/NAME`.
 
-A hook calls `Run.keep_state` with an object before the first step. On a resume, this restores the object.
+A hook calls `Run.keep_state` with an object before the first step. In a resumed run, this call restores the object.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ class HookStates:
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
         """Save this state in checkpoints from now on, and restore it on a resume.
 
-        `plugin` is the plugin whose hook calls this; None if the program calls it.
+        `plugin` is the name of the plugin whose hook called `Run.keep_state`, or None if the program called it.
 
         Raises PluginError if the state cannot be kept, and CheckpointError if the saved state does not fit.
         """
         asked = f"keep_state({name!r})"
         if self._is_closed:
-            raise PluginError(f"{asked} came after training began, too late for a resume. Call it in on_run_start.")
+            raise PluginError(f"{asked} came after training began. Call it in on_run_start.")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise PluginError(f"{asked}: a name is letters, digits, dots, dashes and underscores, such as 'average'.")
+            raise PluginError(f"{asked}: use only letters, digits, dots, dashes and underscores, as in 'average'.")
         if isinstance(state, type) or not isinstance(state, Stateful):
             raise PluginError(
                 f"{asked} was given {state!r:.60}. Give it an object with state_dict() and load_state_dict(state)."
             )
         key = name if plugin is None else f"{re.sub(r'[^A-Za-z0-9_.-]', '-', plugin)}/{name}"
         if key in self._kept:
-            raise PluginError(f"{asked}: this name is taken already. Give each state a name of its own.")
+            raise PluginError(f"{asked}: another state has this name. Give each state a different name.")
         self._kept[key] = state
         if self._checkpoint is not None:
             self._restore(key)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore all registered states from the checkpoint. States that are registered later are restored then."""
+        """Restore all registered states from the checkpoint. A state that is registered later is restored by `keep`."""
         self._checkpoint = checkpoint
         folder = checkpoint.path / FOLDER
-        # Files in deeper folders belong to parts of states.
+        # Files in deeper folders belong to the `StateParts` of these states.
         files = [*folder.glob("*.json"), *folder.glob("*/*.json")]
         self._saved = {str(path.relative_to(folder))[: -len(".json")] for path in files}
         for key in self._kept:
@@ -77,16 +77,19 @@ class HookStates:
             ) from error
 
     def close(self) -> list[str]:
-        """Accept no more states, and return notes on the resume, if there was one."""
+        """Accept no more states. Return notes on states that only the checkpoint or only this run has."""
         self._is_closed = True
         left = [
-            f"The state {_described(key)} in the checkpoint is left out, since nothing in this run keeps it."
+            f"The checkpoint has the state {_described(key)}, which nothing in this run uses. It is not restored."
             for key in sorted(self._saved - self._kept.keys())
         ]
         return [f"The state {_described(key)} is new in this run." for key in self._new] + left
 
     def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
-        """Yield (path in a checkpoint, state, owner) of each state. Raises HookFailedError if one cannot be saved."""
+        """Yield (path in a checkpoint, content, words for messages) for each state.
+
+        Raises HookFailedError if a state cannot be saved.
+        """
         for key, state in self._kept.items():
             try:
                 content = state.state_dict()

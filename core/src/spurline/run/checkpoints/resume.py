@@ -1,7 +1,7 @@
 """Decide whether a run continues from a checkpoint, and restore its components from it.
 
-The marks of the settings (`OnResume`) decide which settings may differ from the checkpoint's. One error names every
-change that is not permitted, and the command that permits it if there is one.
+The mark of a setting (`OnResume`) decides whether the setting may differ from the checkpoint's. One error names all
+changes that are not permitted, and a command that permits them, where that is possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from spurline.run.evaluations.watched import BestSoFar, EarlyStop, is_same_data
 
 _REMARK = {
     OnResume.FREE: "",
-    OnResume.TO_ROUNDING: " (equal to rounding, not bit for bit; with dropout also other random numbers)",
+    OnResume.TO_ROUNDING: " (results are equal to rounding, not bit for bit; with dropout, random numbers differ)",
     OnResume.BY_NAME: " (allowed by name)",
 }
 
@@ -43,7 +43,7 @@ class ResumeRequest:
     """The options of a resume.
 
     Attributes:
-        choice: `auto` for the latest checkpoint if there is one, `never`, or a choice of `CheckpointStore.chosen`.
+        choice: `auto` (the latest checkpoint, if there is one), `never`, or an argument of `CheckpointStore.chosen`.
         allow_change: Settings or sections that may differ although they change how the run trains.
     """
 
@@ -75,7 +75,7 @@ class Resume:
 
     @property
     def pending(self) -> Mapping[str, float] | None:
-        """Return the metrics of the checkpoint's step if its evaluation failed and is still to come, else None."""
+        """Return the metrics of the checkpoint's step if its evaluation failed and must be repeated, else None."""
         return None if self.checkpoint is None else self.checkpoint.manifest.get("pending_evaluation")
 
     @property
@@ -95,7 +95,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
     store.clean()
     if request.choice == "never" and store.paths():
         raise RunDirectoryError(
-            f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, and `--resume never` "
+            f"run_dir {directory.path} already has checkpoints up to {store.paths()[-1].name}, but `--resume never` "
             "begins a new run. Choose another run_dir, or move this one away."
         )
     checkpoint = None
@@ -117,12 +117,12 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         *(f"Changed at step {entry['step']:,}: {_recorded(entry)}." for entry in earlier),
         *(f"Changed since the checkpoint: {change}{_REMARK[change.mark]}." for change in changes),
         *(
-            f"Version differs: {name} {saved.get(name, '(absent)')} saved the checkpoint, {version} resumes it."
+            f"Version differs: the checkpoint has {name} {saved.get(name, '(absent)')}, this run has {version}."
             for name, version in loaded.host.versions().items()
             if saved.get(name) != version
         ),
     ]
-    # The history has no changes that cannot affect the metrics.
+    # The history lists only changes that can affect the metrics.
     new = [
         {"step": checkpoint.step, "key": change.key, "before": change.before, "now": change.now}
         for change in changes
@@ -134,7 +134,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
 def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:
     """Return the settings that differ from the checkpoint's. Raises CheckpointError if one is not permitted."""
     changed = differences(checkpoint.config, loaded.config)
-    # If the same command runs again, the checkpoint already has the change.
+    # If the same command runs again, the checkpoint's history may already have the change.
     known = [*changed, *map(_recorded, checkpoint.manifest.get("history", []))]
     for name in request.allow_change:
         if not any(change.is_named(name) for change in known):
@@ -152,14 +152,14 @@ def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: Res
             lines += [
                 "A run keeps its data, its objective, its model and its backend, so these cannot change:",
                 *(f"  {change}" for change in refused),
-                "Set these back to continue this run. Or choose another run_dir to start a new run; to begin with the "
-                "weights of this one, export them with `spurline export` and set model.path to them.",
+                "Set these back to continue this run. Or choose another run_dir to start a new run. If the new run "
+                "must begin with the weights of this run, run `spurline export` and set model.path to the export.",
             ]
         if ungranted:
             names = list(dict.fromkeys([*request.allow_change, *(change.key for change in ungranted)]))
             command = loaded.train_command(*ResumeRequest(request.choice, tuple(names)).options())
             lines += [
-                "These change how the run trains, and need permission:",
+                "These changes affect how the run trains, and need permission:",
                 *(f"  {change}" for change in ungranted),
                 f"Set them back, or allow them with: {command or f'Run(..., allow_change={names})'}",
             ]
@@ -174,14 +174,14 @@ def _recorded(entry: Mapping[str, Any]) -> Difference:
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
     """Return whether a checkpoint belongs to another run or was set aside.
 
-    Raises RunDirectoryError if so and the directory has metrics or checkpoints of its own.
+    Raises RunDirectoryError for such a checkpoint if the run directory already has metrics or checkpoints.
     """
     here = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
     own = here and checkpoint.path.name.startswith("step-")
     if not own and (directory.metrics.exists() or CheckpointStore(directory.checkpoints).paths()):
         raise RunDirectoryError(
-            f"{checkpoint.path} belongs to another run or was set aside, and run_dir {directory.path} has metrics "
-            "or checkpoints of its own. Choose a new run_dir, since the two would be mixed."
+            f"{checkpoint.path} belongs to another run or was set aside, but run_dir {directory.path} already has "
+            "metrics or checkpoints. Choose a new run_dir, so that the two runs are not mixed."
         )
     return not own
 
@@ -207,7 +207,7 @@ def restore(
                 notes.append(f"{name} is new in this run and starts without state.")
                 continue
             raise CheckpointError(
-                f"Checkpoint {checkpoint.path} has no state of {name}, so another configuration saved it."
+                f"Checkpoint {checkpoint.path} has no state of {name}. It was saved with another configuration."
             ) from None
         try:
             component.load_state_dict(state)
@@ -225,7 +225,7 @@ def restore(
         ) from error
     components.hook_states.restore(checkpoint)
     moved = store.set_aside_after(checkpoint.step)
-    notes += [f"Set aside, since its steps are trained again: {path}." for path in moved]
+    notes += [f"A later checkpoint was set aside, since its steps are trained again: {path}." for path in moved]
     before, now = checkpoint.manifest.get("held_out") or {}, fingerprints(components.data.evaluations)
     notes += [
         f"The held-out data of {label} has changed since the checkpoint, so its earlier scores are not comparable."
@@ -242,13 +242,13 @@ def restore(
 
 
 def _refuse_shorter(checkpoint: Checkpoint, components: Components, loaded: LoadedConfig) -> None:
-    """Raise ConfigError for a run that would end before its checkpoint, since its records would be wrong."""
+    """Raise ConfigError if the checkpoint is beyond the last step of the run."""
     steps = components.data.source.total_steps
     if checkpoint.step > steps:
         key = "steps" if loaded.config.steps is not None else "epochs"
         text = (
-            f"makes {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Give at least that many, or "
-            "choose an earlier checkpoint with --resume PATH."
+            f"gives {steps:,} steps, but the checkpoint is at step {checkpoint.step:,}. Raise {key}, or choose an "
+            "earlier checkpoint with --resume PATH."
         )
         raise ConfigError([Problem(key, text)], loaded.origin)
 

@@ -28,19 +28,19 @@ from spurline.run.evaluations.evaluation import fingerprints
 WAIT_LIMIT_S = 3600.0
 """Longest time that a run waits for a checkpoint that is being written."""
 _ABANDON_LIMIT_S = 5.0
-"""Longest time that the end of a run waits for a checkpoint that is being renamed."""
+"""Longest time that a run waits, when it ends, for a checkpoint that is being renamed."""
 
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """The content of one checkpoint, and which other checkpoints are kept.
+    """The content of one checkpoint, and the rules for deleting older ones.
 
     Attributes:
         step: The last step that the checkpoint covers.
-        write: Function that fills its folder.
-        facts: Entries of its manifest.
-        best: Step of the best evaluation so far. Its checkpoint is kept.
-        keep_last: Number of the newest checkpoints to keep.
+        write: Function that writes the files into the checkpoint's folder.
+        facts: Entries of the checkpoint's manifest.
+        best: Step of the best evaluation so far. The checkpoint of this step is not deleted.
+        keep_last: Number of newest checkpoints that are not deleted.
     """
 
     step: int
@@ -53,7 +53,7 @@ class CheckpointContents:
     def of(
         cls, step: int, components: Components, loaded: LoadedConfig, course: Mapping[str, Any], *, copied: bool
     ) -> Self:
-        """Return the contents of a step's checkpoint; `course` has the facts of the run so far.
+        """Return the contents of a step's checkpoint. `course` has facts about the run up to this step.
 
         If `copied`, all state is copied now, so that another thread can write it while training goes on. Otherwise
         state is read while it is written.
@@ -86,14 +86,14 @@ class CheckpointContents:
         return self.publish(store, store.prepare(self.step, self.write, self.facts))
 
     def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
-        """Make the prepared checkpoint the latest, return its folder, and remove checkpoints that are not kept."""
+        """Make the prepared checkpoint the latest, delete older ones that need not be kept, and return its folder."""
         path = store.publish(prepared, self.best)
         store.prune(self.keep_last, self.best)
         return path
 
 
 def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
-    """Yield (path in a checkpoint, state, owner) of components and hooks. Each state is read when it is yielded."""
+    """Yield (path in a checkpoint, state, words for messages) of components and hooks, reading one state at a time."""
     for name, component in stateful_components(components, loaded):
         yield f"components/{name}", component.state_dict(), None
     yield from components.hook_states.states()
@@ -110,7 +110,7 @@ class Writing:
         self._error: BaseException | None = None
         self._publishing = threading.Lock()
         self._is_abandoned = False
-        # As a daemon, the thread cannot keep the process alive if the disk hangs. The next start removes its files.
+        # If the disk hangs, a daemon thread does not keep the process alive. The next start removes unfinished files.
         threading.Thread(target=self._run, name="spurline-checkpoint", daemon=True).start()
 
     def _run(self) -> None:
@@ -121,7 +121,7 @@ class Writing:
                     prepared.discard()
                 else:
                     self._path = self._contents.publish(self._store, prepared)
-        except BaseException as error:  # noqa: BLE001 - raised where the end of the write is taken
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         finally:
             self._done.set()
@@ -155,8 +155,8 @@ class Saving:
         directory: The run directory.
         components: The components whose state is saved.
         state: The progress of the run. This class sets its `checkpoint` and `saved_step`.
-        course: Returns facts of the run so far, for the manifest. Its argument has the metrics of a step whose
-            evaluation is still to come, or is None.
+        course: Returns facts about the run so far, for the manifest. Its argument is None, or the metrics of a step
+            that still must be evaluated.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Saving:
         course: Callable[[Mapping[str, float] | None], Mapping[str, Any]],
     ) -> None:
         self.has_saved = False
-        """True if a checkpoint of this process is complete."""
+        """True if this process has saved a complete checkpoint."""
         self._loaded, self._directory = loaded, directory
         self._store = CheckpointStore(directory.checkpoints)
         self._components = components
@@ -188,8 +188,8 @@ class Saving:
 
         Args:
             step: The step that has just been trained.
-            pending: Its metrics, if its evaluation and metrics line are still to come.
-            beside: Whether to copy the state now, and write it while training goes on.
+            pending: The metrics of the step if it still must be evaluated and recorded, else None.
+            beside: Whether to copy the state now, and write the copy on another thread while training goes on.
         """
         self.take_written(wait=True)
         self._directory.check_present()
@@ -211,12 +211,12 @@ class Saving:
         try:
             self.save(step, pending)
         except Exception as failure:  # noqa: BLE001 - the evaluation's own error must be raised
-            error.add_note(f"The step before it could not be saved either: {failure}")
+            error.add_note(f"Step {step} could not be saved either: {failure}")
         else:
             error.add_note(f"Step {step} was trained and saved. The same command evaluates it again and goes on.")
 
     def take_written(self, *, wait: bool) -> None:
-        """Report the checkpoint that another thread has written, if there is one. Raises the error of the writing."""
+        """Report the checkpoint that another thread has written, if any. If writing failed, raises that error."""
         writing = self._writing
         if writing is None:
             return
@@ -236,9 +236,9 @@ class Saving:
         self._saved(writing.step, writing.result())
 
     def settle(self, error: BaseException) -> None:
-        """Finish the checkpoint that is being written when the run fails.
+        """After the run has failed with `error`, wait until the checkpoint that is being written is complete.
 
-        After a second signal, or if the run directory is lost, abandon it instead.
+        After a second signal, or if the run directory is lost, abandon the checkpoint instead.
         """
         if isinstance(error, (KeyboardInterrupt, RunDirectoryLostError)):
             self.abandon()
@@ -246,7 +246,7 @@ class Saving:
         try:
             self.take_written(wait=True)
         except Exception as failure:  # noqa: BLE001 - the error that ended the run must be raised
-            error.add_note(f"Ending the checkpoint under way failed too: {failure}")
+            error.add_note(f"Writing the last checkpoint failed too: {failure}")
 
     def abandon(self) -> None:
         """Prevent any checkpoint that is being written from being published."""

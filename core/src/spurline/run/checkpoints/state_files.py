@@ -2,7 +2,7 @@
 
 A state is nested dicts and lists of JSON values and numpy arrays. NAME.json holds the structure, and NAME.safetensors
 the arrays, under names made of their keys, such as `weights/embed`. Each part of a `StateParts`, such as a finished
-group of rollouts, has files of its own, NAME.parts/0/00000.json and so on. Parts are written and read one by one.
+group of rollouts, is in separate files: NAME.parts/0/00000.json and so on. Parts are written and read one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 _REFERENCE = "__array__"
 """Key that refers to an array in the structure; its value is the name of the array."""
 _PARTS = "__parts__"
-"""Key that refers to `StateParts`; its value is their number in the state, which is the name of their folder."""
+"""Key that refers to a `StateParts`. Its value is the index of the `StateParts`, and the name of its folder."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
 """Names that an array cannot have in a safetensors file."""
@@ -44,13 +44,13 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
     Args:
         path: The files' path without their suffixes.
         state: The result of `state_dict`.
-        owner: The owner of the state, for messages; by default the last two parts of the path.
+        owner: Words for the state in messages, such as `'average' of plugin 'ema'`. The default is made from `path`.
 
     Returns:
         The digests of the files by their path relative to the folder of `path`. The files have been forced to disk.
 
     Raises:
-        RunFailedError: If a value cannot be saved; names the value.
+        RunFailedError: If a value cannot be saved. The error names the value.
     """
     digests: dict[Path, FileDigest] = {}
     try:
@@ -59,14 +59,14 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
         _write(path, state, (), digests)
     except TypeError as error:
         raise RunFailedError(
-            f"The state {owner or f'of {path.parent.name}/{path.name}'} cannot be saved: {error}. `state_dict` returns "
-            "nested dicts with text as keys, and lists, of JSON values and numpy arrays of numbers."
+            f"The state {owner or f'of {path.parent.name}/{path.name}'} cannot be saved: {error}. `state_dict` must "
+            "return nested dicts and lists of JSON values and numpy arrays of numbers. Keys must be text."
         ) from error
     return {str(file.relative_to(path.parent)): digest for file, digest in digests.items()}
 
 
 def copied_state(value: Any) -> Any:
-    """Return a deep copy of the result of `state_dict`. Parts are made now, except frozen parts, which are shared."""
+    """Return a deep copy of the result of `state_dict`. A `StateParts` is copied only if it is not frozen."""
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, StateParts):
@@ -82,7 +82,7 @@ def copied_state(value: Any) -> Any:
 
 
 def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> None:
-    """Write one state, and add the digests of its files. `keys` is its place in a larger state, for messages."""
+    """Write one state, and add the digests of its files. `keys` lead to it from the outermost state, for messages."""
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Remove an earlier state with its arrays and parts.
@@ -110,7 +110,7 @@ def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests
 def read_state(path: Path) -> dict[str, object]:
     """Read a state that `write_state` wrote. Parts are read while they are iterated over.
 
-    Raises FileNotFoundError if there is none, and DamagedCheckpointError if its files have changed.
+    Raises FileNotFoundError if there is no such state, and DamagedCheckpointError if its files have changed.
     """
     structure, arrays_path, parts_path = _state_paths(path)
     text = structure.read_bytes()
@@ -123,7 +123,7 @@ def read_state(path: Path) -> dict[str, object]:
         return _put_back(content["state"], load_file(arrays_path) if arrays_path.exists() else {}, parts)
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise DamagedCheckpointError(
-            f"{structure} is damaged, or not of one state with the files beside it ({type(error).__name__}: {error})."
+            f"{structure} is damaged, or does not belong to the files beside it ({type(error).__name__}: {error})."
         ) from error
 
 
@@ -139,13 +139,13 @@ def _state_paths(path: Path) -> tuple[Path, Path, Path]:
 
 @dataclass(frozen=True)
 class _TakenOut:
-    """Arrays by name and parts with their keys, which were taken out of a state because JSON cannot hold them."""
+    """The arrays (by name) and the `StateParts` (with their keys) of a state. JSON cannot hold them."""
 
     arrays: dict[str, NDArray[Any]]
     parts: list[tuple[StateParts, tuple[str, ...]]]
 
     def replaced(self, value: Any, keys: tuple[str, ...]) -> Any:
-        """Return the value with references in place of arrays and parts, and add these to this object."""
+        """Add arrays and `StateParts` to this object, and return the value with references in their place."""
         if isinstance(value, np.ndarray):
             if not can_hold(value):
                 raise TypeError(f"{_way(keys)} is an array of {value.dtype}")

@@ -27,10 +27,10 @@ class RunResult:
         signal: The signal that stopped the run, if any.
         stop_reason: The reason given to `request_stop`, or the reason why `stop_when` ended the run early.
         go_on: A sentence on how to continue a stopped run.
-        best: `metric`, `step` and `value` of the best evaluation so far, with `checkpoint.keep_best`.
-        warnings: Sentences about lasting trouble. The report also lists trouble that has passed.
-        model: The folder of the model that a finished run exported, with `checkpoint.export_hf`.
-        adapter: The folder of the exported adapter, with `checkpoint.export_adapter`.
+        best: `metric`, `step` and `value` of the best evaluation so far, if `checkpoint.keep_best` is set.
+        warnings: Sentences about trouble that lasted until the end. The report also lists trouble that went away.
+        model: The folder of the model that a finished run exported, if `checkpoint.export_hf` is set.
+        adapter: The folder of the exported adapter, if `checkpoint.export_adapter` is set.
         files: Files that plugins made from the run's record, by name, such as `report`.
     """
 
@@ -54,7 +54,7 @@ class RunResult:
 
 
 def explained(error: BaseException, state: RunState, how: str) -> BaseException:
-    """Return the error that ended a run, with the last checkpoint and how to continue in its text or notes.
+    """Return the error that ended a run. Its text or notes name the last checkpoint and how to continue.
 
     Args:
         error: The error.
@@ -68,7 +68,7 @@ def explained(error: BaseException, state: RunState, how: str) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return KeyboardInterrupt(f"Stopped at once, after step {state.step:,}. {where} {how}")
     if isinstance(error, NonFiniteLossError):
-        where = f"The last good checkpoint is {kept}." if kept else "There was no checkpoint before it."
+        where = f"The last good checkpoint is {kept}." if kept else "There is no earlier checkpoint."
         return NonFiniteLossError(f"Step {state.step + 1}: {error} {where}")
     return error
 

@@ -51,7 +51,7 @@ class StopRequest:
         self._previous = {}
 
     def cut_short(self, work: Callable[[], None]) -> None:
-        """Call `work`, unless a signal has arrived already. The first signal during `work` ends it at once."""
+        """Call `work`, unless a signal has arrived already. The first signal during `work` ends `work` at once."""
         if self.signal is not None:
             return
         try:
@@ -65,7 +65,7 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first = self.signal is None
         if number == signal.SIGHUP:
-            # The shell and the kernel both send it when a terminal closes, so a second one does not stop at once.
+            # When a terminal closes, the shell and the kernel both send SIGHUP. A second SIGHUP does not stop at once.
             _leave_closed_terminal()
         elif not is_first:
             raise KeyboardInterrupt(f"Interrupted by a second signal, {signal.Signals(number).name}.")
@@ -77,7 +77,7 @@ class StopRequest:
 
     def _acknowledge(self, number: int) -> None:
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
-        # A terminal has printed `^C` on this line. Do not use sys.stderr, since the signal may have interrupted it.
+        # A terminal has printed `^C` on this line. The signal may have interrupted a write to sys.stderr, so avoid it.
         begin = "\n" if os.isatty(2) else ""
         # The run must save even if the message cannot be written.
         with suppress(OSError):

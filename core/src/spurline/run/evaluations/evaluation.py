@@ -53,7 +53,7 @@ class ScheduledEvaluation:
         return f"eval/{self.name}" if self.name else "eval"
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence of its data; None if it is not known. A DataError names the evaluation."""
+        """Return the longest sequence of the data, or None if it is unknown. A DataError names the evaluation."""
         with _naming(self.name):
             return self.held_out.longest()
 
@@ -85,10 +85,10 @@ class DataEvaluation(HeldOutEvaluation):
             plugin = plugin_of_kind("evaluation")
             is_installed = plugin in installed_plugins()
             how = f" Plugin '{plugin}' does: {how_to_enable(plugin, is_installed=is_installed)}." if plugin else ""
-            raise ConfigError.at("data.eval", f"is given, and no enabled plugin measures held-out data.{how}")
+            raise ConfigError.at("data.eval", f"is given, but no enabled plugin measures held-out data.{how}")
         chosen, given = registry.get("evaluation", name), dict[str, Any](data, batch_size=config.evaluation.batch_size)
         if "batch_size" not in chosen.config.model_fields and given.pop("batch_size") is not None:
-            raise ConfigError.at("evaluation.batch_size", f"is given, and '{name}' has no such setting. Remove it.")
+            raise ConfigError.at("evaluation.batch_size", f"is given, but '{name}' has no such setting. Remove it.")
         settings = chosen.config(**given)
         self._loss: MeasuresSamples = registry.create("evaluation", settings, context=context)
         self._parts: list[HeldOutEvaluation] = []

@@ -1,4 +1,4 @@
-"""Evaluate held-out data at a step, and watch the scores for the best checkpoint and the end of the run.
+"""Evaluate held-out data at a step. The scores decide which checkpoint is the best, and whether the run ends early.
 
 `StepScores` makes the evaluations. `BestSoFar` and `EarlyStop` each watch one metric. Their state is part of a
 checkpoint's manifest, so a resumed run goes on as if it had never stopped.
@@ -31,11 +31,11 @@ class StepScores:
         """Metrics of the evaluations that hooks asked for in the current step; None between two steps."""
 
     def open(self) -> None:
-        """Begin a step. Evaluations by hooks are recorded with it from now on."""
+        """Begin a step. From now on, metrics that hooks evaluate are recorded with this step."""
         self._asked = {}
 
     def close(self) -> None:
-        """End the step after it is recorded."""
+        """End the step. Call this after the step is recorded."""
         self._asked = None
 
     @property
@@ -44,7 +44,7 @@ class StepScores:
         return MappingProxyType(self._asked or {})
 
     def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics and sample answers of these evaluations. If `stop_when` ends the run, include all others."""
+        """Return metrics and sample answers of these evaluations. If `stop_when` ends the run, make the rest too."""
         scores, samples = self._measured(step, due)
         rest = [evaluation for evaluation in self._evaluations if evaluation not in due]
         if rest and self._early_stop.reason is not None:
@@ -54,7 +54,7 @@ class StepScores:
         return scores, samples
 
     def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that hooks have evaluated in this step. Raises UserError if `metrics` has one of them."""
+        """Return the metrics that hooks have evaluated in this step. Raises UserError if one is in `metrics` too."""
         if taken := sorted(self.asked.keys() & metrics.keys()):
             raise UserError(f"run.evaluate: the step itself has a metric '{taken[0]}'. Evaluate under another prefix.")
         return dict(self.asked)
@@ -62,13 +62,13 @@ class StepScores:
     def ask(self, prefix: str) -> dict[str, float]:
         """Make every evaluation now, with metrics under PREFIX/. `Run.evaluate` lists the errors."""
         if not self._evaluations:
-            what = f"is empty, and run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
+            what = f"is empty, but run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
             raise ConfigError.at("data.eval", what)
         swapped = isinstance(self._backend, LendsParameters) and self._backend.is_swapped
         if swapped and any(evaluation.held_out.measures_copies for evaluation in self._evaluations):
             raise RunFailedError(
-                f"run.evaluate({prefix!r}): the answers come from engines with weights of their own, so the parameters "
-                "swapped in the backend would not count. Use source: rollouts, or evaluate an export."
+                f"run.evaluate({prefix!r}): the engines that answer have their own copy of the weights, so they would "
+                "not use the parameters swapped in the backend. Use source: rollouts, or evaluate an export."
             )
         scores, _ = self._run(self._evaluations)
         renamed = {f"{prefix}/{name.removeprefix('eval/')}": value for name, value in scores.items()}
@@ -90,7 +90,7 @@ class StepScores:
         return scores, samples
 
     def _run(self, evaluations: Iterable[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics and sample answers. Raises ConfigError if two evaluations return one metric."""
+        """Return metrics and sample answers. Raises ConfigError if two evaluations return metrics of the same name."""
         scores: dict[str, float] = {}
         samples: list[dict[str, Any]] = []
         for evaluation in evaluations:
@@ -135,16 +135,16 @@ class BestSoFar:
         return []
 
     def observe(self, step: int, scores: Mapping[str, float], labels: Collection[str], every: Collection[str]) -> None:
-        """Look at the evaluations of a step.
+        """Update the best evaluation with the scores of a step.
 
         Args:
-            step: The step, or 0 before training. There is no checkpoint of step 0.
-            scores: The metrics of these evaluations.
-            labels: Labels of these evaluations.
+            step: The step, or 0 before training. Step 0 has no checkpoint, so it is never the best.
+            scores: The metrics of the evaluations that were made at this step.
+            labels: Labels of the evaluations that were made at this step.
             every: Labels of all evaluations of the run.
 
         Raises:
-            ConfigError: If the evaluation that should measure the watched metric does not.
+            ConfigError: If `scores` lacks the watched metric although its evaluation was made.
         """
         if self._config is None:
             return
@@ -170,7 +170,7 @@ class EarlyStop:
     def __init__(self, config: StopWhenConfig | None) -> None:
         self._config = config
         self._best: tuple[int, float] | None = None
-        """Step and value of the best evaluation so far. A value counts as better if it is better by `min_delta`."""
+        """Step and value of the best evaluation so far. A new value must be better by more than `min_delta`."""
         self._last: tuple[int, float] | None = None
         self._waited = 0
         """Evaluations since the best one."""
@@ -189,7 +189,7 @@ class EarlyStop:
         return []
 
     def observe(self, step: int, scores: Mapping[str, float], labels: Collection[str], every: Collection[str]) -> None:
-        """Look at the evaluations of a step, as `BestSoFar.observe` does."""
+        """Take the scores of a step into account. The arguments are the same as in `BestSoFar.observe`."""
         if self._config is None or (self._last is not None and self._last[0] == step):
             # A step is evaluated again if something failed after its first evaluation. Count it once.
             return
@@ -204,7 +204,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Return why the run is over; None while it goes on. The evaluation before training ends no run."""
+        """Return why the run is over; None while it goes on. The evaluation before training never ends the run."""
         config = self._config
         if config is None or self._last is None or self._last[0] == 0 or self._best is None:
             return None
@@ -226,7 +226,7 @@ class EarlyStop:
         return {**self._measure(), "best": self._best, "last": self._last, "waited": self._waited}
 
     def _measure(self) -> dict[str, Any]:
-        """Return the settings that make values comparable. A resume may change the other settings."""
+        """Return the settings that must stay the same for values to be comparable. A resume may change the others."""
         assert self._config is not None
         config = self._config
         return {"metric": config.metric, "lower_is_better": config.lower_is_better, "min_delta": config.min_delta}

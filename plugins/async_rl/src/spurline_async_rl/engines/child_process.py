@@ -1,7 +1,7 @@
-"""Rollout engine `child_process`: engine `in_process` in child processes.
+"""Rollout engine `child_process`, which runs engine `in_process` in child processes.
 
-Generation there never delays the event loop or the training of this process. `ChildMember` in the parent and `Child` in
-the child process exchange messages.
+Generation then never delays the event loop or the training of the parent process. `ChildMember` in the parent and
+`Child` in the child process exchange messages.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from spurline_rl.trajectory import FinishReason
 from spurline_text.tokenizer import load_tokenizer
 
 _ERRORS = {"data": DataError, "user": UserError, "lost": BucketLostError, "failed": RunFailedError}
-"""The classes of a child's errors, by the `kind` of its message."""
+"""The classes of errors in a child, by the `kind` in the message that reports the error."""
 
 
 class ChildMember:
-    """An `EngineMember`."""
+    """An `EngineMember` whose engine is in a child process."""
 
     transports: Sequence[str] = ("shared_memory", "collective", "disk")
     num_workers = 1
@@ -53,7 +53,7 @@ class ChildMember:
 
     def __init__(self, number: int, config: ChildProcessEngineConfig, run: RunConfig) -> None:
         self.name = name = f"engine {number}"
-        # torch reads it when it is imported.
+        # torch reads OMP_NUM_THREADS when it is imported.
         self._environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
         if (gpu := shared_gpu(run, number)) is not None:
             self._environment[VISIBLE] = gpu
@@ -102,7 +102,7 @@ class ChildMember:
     async def close(self) -> None:
         if self._child is None:
             return
-        # It ends by itself when its input ends.
+        # The child process ends by itself when its input ends.
         self._child.close_input()
         try:
             await self._dead.wait()
@@ -171,7 +171,7 @@ _MAX_LINE_BYTES = 1 << 28
 
 
 class Child:
-    """Does what the messages say. Each message has its own task, so requests run concurrently."""
+    """Carries out the parent's messages in the child process. Each message has a task, so requests run concurrently."""
 
     def __init__(self, parent: Parent) -> None:
         self._parent = parent
@@ -277,7 +277,7 @@ class Child:
         self._send(number, **tokens)
 
     def _send(self, number: int, **message: Any) -> None:
-        """Send a message, together with all others of this turn of the loop."""
+        """Send a message, together with all others of the same iteration of the event loop."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append({"id": number, **message})

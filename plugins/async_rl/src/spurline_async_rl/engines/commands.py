@@ -12,8 +12,8 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
 PAUSE, UPDATE, SLEEP = "pause", "update", "sleep"
-"""The holds, in which an engine does not generate: a pause, an update of its weights, and sleep, in which the trainer
-has the memory of its device."""
+"""The kinds of holds. During a hold, an engine does not generate: it is paused, its weights are updated, or it sleeps
+while the trainer uses the memory of its device."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Command:
     """Base of all commands.
 
     Attributes:
-        name: The method of `RolloutEngine`, `TakesWeights` or `MaySleep` that does it, and explains it. The command's
-            fields are its arguments.
+        name: Name of the method of `RolloutEngine`, `TakesWeights` or `MaySleep` that carries out the command. Its
+            docstring explains the command. Its arguments are the fields of the command.
         hold: The hold that the command belongs to.
         begins: Whether the hold begins with this command.
     """
@@ -33,7 +33,7 @@ class Command:
 
     @property
     def ends(self) -> bool:
-        """Return whether the hold ends with this command. The engine goes on if no other hold is left."""
+        """Return whether the hold ends with this command. Without another hold, the engine generates again."""
         return self.name in ("resume", "finish_update")
 
     @property
@@ -139,11 +139,11 @@ class Gate:
 
 
 class ControlledEngine(TakesWeights):
-    """Base of an engine with one method for all commands."""
+    """Base of an engine that carries out all commands in one method, `control`."""
 
     @abstractmethod
     async def control(self, command: Command) -> None:
-        """Do the command. It raises the same errors as the method with its name."""
+        """Carry out the command. Raises the same errors as the method with the command's name."""
 
     async def pause(self) -> None:
         await self.control(Pause())

@@ -29,13 +29,13 @@ class PoolConfig(RolloutEngineConfig):
     `cluster.address`. `colocated`: on the trainer's devices; trainer and engines use their memory in turn."""
     offload_trainer: Annotated[bool, OnResume.FREE] = False
     """Move the trainer's weights off the devices too while colocated engines generate. This leaves more memory for keys
-    and values, but each turn takes longer to begin."""
+    and values, but each change between training and generation takes longer."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """Number of engines. A request goes to the least busy engine, or to the one that has its prompt in the cache."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=900.0, gt=0)
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds without a new token of a response, pauses not counted, after which its engine is replaced."""
+    """An engine is replaced if a response gets no new token for this many seconds. Pauses do not count."""
     pause_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds an engine may take to pause before it is replaced."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
@@ -44,7 +44,7 @@ class PoolConfig(RolloutEngineConfig):
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """How often dead engines may be started again in the whole run before it ends."""
+    """How often dead engines may be started again in the whole run. At the next death, the run ends with an error."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After an update of the weights, `recompute` the keys and values of unfinished responses, which is exact. `keep`
     uses the old ones, which is faster, but later tokens are then only approximate."""
@@ -74,7 +74,8 @@ class PoolConfig(RolloutEngineConfig):
         if self.offload_trainer and not self.is_colocated:
             yield Problem(
                 "offload_trainer",
-                "is true, but engines and trainer do not share devices. Set placement: colocated, or remove it.",
+                "is true, but engines and trainer do not share devices. Set placement: colocated, or offload_trainer: "
+                "false.",
             )
         ranks = run.backend.rank_request()
         shares_gpu = self._takes_gpus() and (self.is_colocated or trains_on_gpu_here(run))
@@ -96,14 +97,14 @@ class PoolConfig(RolloutEngineConfig):
         elif ranks is not None and ranks.launch == "ray":
             yield Problem(
                 "placement",
-                "is colocated, but the backend's launch is ray, and Ray gives no two actors one GPU. Set "
+                "is colocated, but the backend's launch is ray, and Ray does not let two actors share a GPU. Set "
                 "backend.launch: local, or placement: ray.",
             )
         devices = 1 if ranks is None else ranks.count
         if workers > devices and (ranks is None or ranks.device == "cuda") and self._takes_gpus():
             yield Problem(
                 "engines",
-                f"need {workers} GPUs, but with placement: colocated they share the trainer's {devices}. "
+                f"need {workers} GPUs, but with placement: colocated there are only the trainer's {devices}. "
                 f"Lower engines{' or tensor_parallel_size' if workers != self.engines else ''}.",
             )
         if self.kv_cache == "keep":
@@ -209,9 +210,9 @@ class ChildProcessEngineConfig(PoolConfig):
 
 
 _OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
-"""Settings that apply to servers. The time limits do too."""
+"""Settings that apply to servers, besides the time limits."""
 CPU_KV_CACHE_GB = 4.0
-"""Value of `kv_cache_gb: null` on a CPU."""
+"""The number that `kv_cache_gb: null` means on a CPU."""
 
 
 class VllmEngineConfig(PoolConfig):
@@ -234,16 +235,17 @@ class VllmEngineConfig(PoolConfig):
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """GPUs of one engine."""
+    """Number of GPUs of one engine."""
     enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
     """Do not compile the model or capture CUDA graphs. null is false on GPUs, and true on CPUs."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses that one engine decodes together; more requests wait."""
     chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
-    """Tokens of a response that an engine sends together, or fewer after a second. Large chunks save time in the
-    controller. If a Ray actor dies, the tokens that it has not sent are generated again."""
+    """An engine sends this many tokens of a response together, or fewer if a second has passed. Large chunks save time
+    in the controller. If a Ray actor dies, the tokens that it has not sent are generated again."""
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """GiB of keys and values in an engine. null is the rest of `gpu_memory_utilization` on GPUs, and 4 on CPUs."""
+    """GiB of keys and values in an engine. null means 4 on CPUs, and on GPUs all that `gpu_memory_utilization` leaves
+    after the weights."""
     enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Compute a prompt only once for all its requests with the same weights."""
     cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
@@ -252,8 +254,8 @@ class VllmEngineConfig(PoolConfig):
     """More engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They override all
     other settings."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
-    """`mode: server`: base URL of each server, such as `http://node1:8000`. Start them with VLLM_SERVER_DEV_MODE=1,
-    `--logprobs-mode processed_logprobs` and
+    """`mode: server`: base URL of each server, such as `http://node1:8000`. Start each server with
+    VLLM_SERVER_DEV_MODE=1, `--logprobs-mode processed_logprobs` and
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
     """`mode: server`: name of the environment variable with the API key of the servers, if they need one."""
@@ -277,7 +279,7 @@ class VllmEngineConfig(PoolConfig):
 
     @property
     def notes_experts(self) -> bool:
-        # The answers of servers have no experts.
+        # The answers of servers do not name the chosen experts.
         return self.mode == "engine"
 
     def colocated_memory(
@@ -288,7 +290,7 @@ class VllmEngineConfig(PoolConfig):
         weights = value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
-        # The share includes the memory for activations.
+        # gpu_memory_utilization also includes the memory for activations, so the cache gets at most this.
         cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
 

@@ -14,7 +14,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for an engine that has `each` GPUs alone, or None to inherit the variable.
+    """Return CUDA_VISIBLE_DEVICES for an engine that shares none of its `each` GPUs, or None to inherit the variable.
 
     Raises:
         ConfigError: If there are too few GPUs.
@@ -46,6 +46,6 @@ def _candidates(run: RunConfig) -> tuple[str, ...] | None:
     beside = gpus_beside_ranks(request)
     if beside is None or request is None:
         return None
-    # Handles of memory work only on the GPU of the rank that makes them.
+    # A CUDA IPC handle of a rank's memory works only on the GPU of that rank.
     shares = run.source.facts.has_colocated_engines or run.source.facts.transport == "cuda_ipc"
     return gpus_of_ranks(request) if shares else beside

@@ -2,7 +2,7 @@
 
 A `PooledEngine` runs a member, which is a child process, a vLLM engine, an actor or a server. Members know nothing of
 other members, routing, retries and time limits. An error of a member ends its `PooledEngine`, and the pool makes a new
-one. It does not fail a publish or pause of the other engines.
+one. The error does not end an update or a pause of the other engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class EngineMember(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """Return how many processes hold its weights. This and `weights_dtype` are known after the start."""
+        """Return how many processes have weights of the engine. This and `weights_dtype` are known after the start."""
         ...
 
     @property
@@ -54,7 +54,7 @@ class EngineMember(Protocol):
         ...
 
     async def control(self, command: Command) -> None:
-        """Do what the command says. An error ends the engine."""
+        """Carry out the command. An error ends the engine."""
         ...
 
     async def wait_dead(self) -> str:
@@ -62,7 +62,7 @@ class EngineMember(Protocol):
         ...
 
     async def close(self) -> None:
-        """End its processes; if it is cancelled, by force. May be called at any time, and again."""
+        """End the engine's processes. If this call is cancelled, kill them. May be called at any time, and again."""
         ...
 
 
@@ -70,14 +70,14 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 """An `awaiting` engine has started, but must not generate before it gets weights."""
 
 _GIVEN_UP_CLOSE_S = 5.0
-"""Seconds in which an engine that is dead or has not started must end before it is killed."""
+"""Time limit in seconds to close an engine that is dead or has not started. Then its processes are killed."""
 _HANDING_OVER_S = 1.0
 """Seconds in which the member of a dead engine may add its last tokens to `Progress`."""
 
 
 @dataclass(eq=False, slots=True)
 class _Awaited:
-    """A request to the member. The caller awaits `answer`, and does not wait if `work` takes longer.
+    """A request to the member. The caller awaits `answer`, since `work` may take longer to stop.
 
     `seen` is the number of tokens at the last check. The wait for the next token began at `since`.
     """
@@ -167,7 +167,7 @@ class PooledEngine(ControlledEngine):
         return self._end.result() if self._end.done() else ""
 
     async def live(self) -> str:
-        """Start it, and return the reason for its death when it has died.
+        """Start the engine. When it has died, return the reason.
 
         Raises:
             UserError: If the user must correct something before it can start.
@@ -192,7 +192,7 @@ class PooledEngine(ControlledEngine):
         return self.reason
 
     def kill(self, reason: str) -> None:
-        """Declare it dead, and fail its requests with EngineDiedError. `close` ends its processes."""
+        """Mark the engine as dead, and fail its requests with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
             # Thousands of requests do not wait for `_end`, because each wakeup would search all other waiters.
@@ -201,7 +201,7 @@ class PooledEngine(ControlledEngine):
             self._become("dead")
 
     async def close(self) -> None:
-        """End its processes, within `close_timeout_s`, or sooner if it is dead or has not started."""
+        """End the engine's processes. The time limit is `close_timeout_s`, or less for an engine that does not run."""
         ends_in_order = self.has_started and not self._end.done()
         limit = self._config.close_timeout_s if ends_in_order else _GIVEN_UP_CLOSE_S
         self.kill(f"{self.name} was closed")
@@ -214,7 +214,7 @@ class PooledEngine(ControlledEngine):
         except TimeoutError:
             if not deadline.expired():
                 raise
-            # Being cancelled, the member has killed its processes.
+            # The member was cancelled, so it has killed its processes.
         self.has_ended = True
         self._on_change()
 
@@ -244,10 +244,10 @@ class PooledEngine(ControlledEngine):
                 _retrieve(awaited.answer)
 
     async def control(self, command: Command) -> None:
-        """Have the member do the command. If it fails or takes too long, the engine dies.
+        """Have the member carry out the command. If this fails or takes too long, the engine dies.
 
         Raises:
-            BucketLostError: If a bucket did not reach it. The engine does not die.
+            BucketLostError: If a bucket did not reach the engine, which does not die of this error.
         """
         if command.begins:
             self._holds.add(command.hold)
@@ -286,7 +286,7 @@ class PooledEngine(ControlledEngine):
                 self.has_refused = True
                 self.kill(f"{self.name} did not {what} within {limit_s:g} s (source.engine.{setting})")
             elif task.cancelled():
-                self.kill(f"{self.name} could not {what}: it was cancelled from within")
+                self.kill(f"{self.name} could not {what}: the engine itself cancelled the call")
             elif isinstance(error := task.exception(), BucketLostError):
                 raise error
             elif error is not None:
@@ -299,7 +299,7 @@ class PooledEngine(ControlledEngine):
             task.cancel()
 
     def _check_progress(self) -> None:
-        """Kill it if a request has waited too long for its next token.
+        """Kill the engine if a request has waited too long for its next token.
 
         A request without tokens may be queued behind others. Its wait begins with the last token of any request.
         """

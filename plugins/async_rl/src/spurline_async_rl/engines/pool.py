@@ -26,13 +26,13 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationRe
 T = TypeVar("T")
 
 _SLACK = 16
-"""A request goes to the engine that knows its prompt unless another one has this many fewer requests."""
+"""A request goes to the engine that had its prompt before, unless another has fewer requests by more than this."""
 _REMEMBERED = 8192
-"""Prompts whose engine is remembered."""
+"""Number of prompts for which the router remembers the engine."""
 _LONGEST_BREAK_S = 60.0
 """Longest wait before an engine is started again. The waits double from 1 s."""
 _FIRST_TRIES = 3
-"""Failed starts of one engine after which the run ends, if no engine has ever started."""
+"""If no engine has ever started, the run ends after this many failed starts of one engine."""
 
 
 class Router:
@@ -59,8 +59,9 @@ class Router:
 class EnginePool(ControlledEngine):
     """A `RolloutEngine` that `TakesWeights`.
 
-    The first call of any method except `close` starts the engines. Requests wait for the first update, and while the
-    pool sleeps. `make_member` returns a new member for an engine's number. It is called again after a death.
+    The first call of any method except `close` starts the engines. Requests wait until the first update is finished,
+    and while the pool sleeps. `make_member` returns a new member for the number of an engine. It is called again when
+    the engine has died.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class EnginePool(ControlledEngine):
     async def start(self) -> None:
         """Return when all engines have started. Raises RunFailedError if that fails."""
         self._open()
-        # The time of each start and the number of starts are limited.
+        # This needs no time limit, since the time of each start and the number of starts are limited.
         await self._until("start", lambda: len(self._started()) == len(self._engines))
 
     async def wait_for_one(self) -> None:
@@ -128,7 +129,7 @@ class EnginePool(ControlledEngine):
         self._open()
         response = Response(request, self._tokenizer)
         while True:
-            # During a pause, even new engines must not generate.
+            # During a pause or sleep, even new engines must not generate.
             ready = await self._until(request.name, lambda: self._ready() if self._held.keys() <= {UPDATE} else [])
             engine = self._router.choose(request.name, ready)
             self._holders[request.name] = engine
@@ -141,7 +142,7 @@ class EnginePool(ControlledEngine):
             except DataError:
                 if not response.has_tokens:
                     raise
-                # An engine has accepted the prompt before, so now the tokens fill the model's context.
+                # An engine has accepted the prompt before, so the generated tokens now fill the model's context.
                 return response.result("length")
             finally:
                 self._holders.pop(request.name, None)
@@ -152,8 +153,8 @@ class EnginePool(ControlledEngine):
     async def control(self, command: Command) -> None:
         """Send the command to all engines that take part in its hold.
 
-        An engine that dies is not waited for. It is started again and then awaits the weights, so it never generates
-        with old ones. After `Sleep`, no process has device memory, not even of a dead engine.
+        This does not wait for an engine that dies. A new engine takes its place and awaits the weights, so it never
+        generates with old ones. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -173,7 +174,7 @@ class EnginePool(ControlledEngine):
         elif command.hold in self._held:
             self._held[command.hold] = alive
         if isinstance(command, Sleep):
-            # Closing an engine has a time limit.
+            # This needs no time limit, since closing an engine has one.
             await self._until("sleep", lambda: not any(engine.may_have_memory for engine in self._engines))
         if command.hold in (UPDATE, SLEEP) and refusals and not alive:
             what = "takes the new weights" if command.hold == UPDATE else f"could {command}"
@@ -182,10 +183,10 @@ class EnginePool(ControlledEngine):
             raise error
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
-        """Return the engines that take part in a hold that begins. The first update waits for all engines."""
+        """Return the engines for a hold that begins with this command. The first update waits for all engines."""
         if command.hold == SLEEP:
-            # From now on no engine is started. A start is not interrupted, or an engine that starts slowly might never
-            # come up between two sleeps.
+            # From now on no engine is started. But a start that has begun is not interrupted. Otherwise an engine that
+            # starts slowly might never finish its start between two sleeps.
             self._held[SLEEP] = []
             self._changed()
             await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
@@ -201,7 +202,7 @@ class EnginePool(ControlledEngine):
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
-        # Closing an engine has a time limit.
+        # This needs no time limit, since closing an engine has one.
         await asyncio.gather(*self._lives, return_exceptions=True)
 
     def _open(self) -> None:

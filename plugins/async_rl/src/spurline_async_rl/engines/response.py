@@ -1,7 +1,7 @@
 """Collect the tokens of a response, which several engines may generate in turn.
 
-`Progress` has the tokens from one engine. `Response` joins them to the result. The pool continues a response after its
-engine has died. The member of a vLLM server continues responses that a pause has interrupted.
+`Progress` has the tokens from one engine. `Response` joins the tokens of all engines in the result. The pool continues
+a response after its engine has died. The member of a vLLM server continues responses that a pause has interrupted.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SEED_BITS = 0x7FFF_FFFF_FFFF_FFFF
 class Delta:
     """The next tokens of a response. The last delta has a `finish_reason`.
 
-    `experts`, int16 [tokens, layers, top_k], are the chosen experts of consecutive tokens of prompt and response. The
-    first token has index `experts_start`. They are None unless vLLM was asked for them.
+    `experts`, int16 [tokens, layers, top_k], has the chosen experts of consecutive tokens of prompt and response.
+    `experts_start` is the index of the first of these tokens. `experts` is None unless vLLM was asked for it.
     """
 
     token_ids: TokenIds
@@ -104,7 +104,7 @@ class Progress:
             self._add(token_ids, logprobs, raw_logprobs, array("i", (version,)) * count)
 
     def extend(self, other: Progress) -> None:
-        """Add all tokens of the next part of the response, without experts."""
+        """Add all tokens of `other`, which is the next part of the response, but not its experts."""
         if len(other):
             self._add(other._token_ids, other._logprobs, other._raw_logprobs, other._versions)
 
@@ -129,8 +129,8 @@ class Progress:
 class Response:
     """The response to one request. Its tokens are added to `progress`.
 
-    With `finds_stop_texts`, all stop texts are found here, and not by engines. Otherwise only those are found here that
-    begin in the tokens of one engine and end in the tokens of another one.
+    With `finds_stop_texts`, this class finds all stop texts. Otherwise engines find them, and this class finds only
+    stop texts that begin in the tokens of one engine and end in the tokens of another one.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Response:
 
     @property
     def ended(self) -> FinishReason | None:
-        """Return the finish reason if the response is complete. An engine may have died before it told the reason."""
+        """Return the finish reason if the response is complete. An engine may have died before it sent the reason."""
         so_far = self._so_far
         if self._has_stop_text or (self.has_tokens and so_far.last_token in self._ends):
             return "stop"
@@ -184,7 +184,7 @@ class Response:
         """
         was_continued = self.has_tokens
         self._so_far.extend(part)
-        # The prompt of each engine includes all earlier tokens, so its experts cover the whole response.
+        # The engine's prompt included all earlier tokens, so these experts begin at the first token of the prompt.
         if (experts := part.experts.since(0)) is not None:
             self._so_far.experts.add(0, experts)
         # An engine does not know the text before its own tokens.
@@ -235,9 +235,9 @@ class VllmResponse(Response):
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
         if len(prompt) >= max_model_len:
             raise DataError(
-                f"{request.name}: the prompt has {len(prompt)} tokens, and the engine's context of {max_model_len} "
-                "holds prompt and response. Shorten the prompt, or raise max_model_len and kv_cache_gb where the model "
-                "allows it."
+                f"{request.name}: the prompt has {len(prompt)} tokens, but the engine's context for prompt and "
+                f"response has {max_model_len}. Shorten the prompt, or raise max_model_len and kv_cache_gb where the "
+                "model allows it."
             )
         for token in (min(prompt), max(prompt)):
             if token < 0 or (vocabulary and token >= vocabulary):

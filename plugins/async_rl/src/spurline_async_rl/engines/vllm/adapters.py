@@ -48,13 +48,13 @@ class EngineAdapter:
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": min(rank for rank in _RANKS if rank >= self.rank),
-            # By default, vLLM would reserve memory at every layer, and compute with it.
+            # By default, vLLM would reserve memory for an adapter at every layer, and compute with it.
             "lora_target_modules": list(self.targets),
         }
 
 
 def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | None:
-    """Return the adapter of this run, or None if its engines must be sent whole weights.
+    """Return the adapter of this run, or None if its engines must get all weights.
 
     Raises:
         ModelError: If the model or a target does not exist.
@@ -78,7 +78,7 @@ def engine_adapter(config: VllmEngineConfig, run: RunConfig) -> EngineAdapter | 
 
 
 def adapter_request() -> Any:
-    """Return the adapter's name for vLLM, which is part of each request for tokens."""
+    """Return the object that names the adapter to vLLM. Each request for tokens includes it."""
     from vllm.lora.request import LoRARequest
 
     # vLLM requires a path, but never reads it, because the adapter is in memory.
@@ -96,7 +96,7 @@ def _adapted_modules(run: RunConfig, lora: LoraConfig) -> Mapping[str, str]:
 
 
 class AdapterUpdate:
-    """The received tensors of an adapter in a worker, as copies in fp32 on the CPU."""
+    """Collects the tensors of an adapter in a worker, as copies in fp32 on the CPU, and installs the adapter."""
 
     def __init__(self, runner: Any, settings: Mapping[str, Any]) -> None:
         """Expect an adapter with these settings (see `TakesWeights.begin_adapter_update`) for vLLM's model runner.
@@ -120,7 +120,7 @@ class AdapterUpdate:
 
         for name, tensor in tensors:
             if is_base_embedding_weights(name):
-                # If the output layer has an adapter, PEFT sends its base weights too. The engine has them already.
+                # If the output layer has an adapter, PEFT adds the layer's base weights. The engine has them already.
                 continue
             # vLLM multiplies these tensors by the scale in place, and rounds them to the engine's dtype afterwards.
             self._tensors[name] = tensor.to("cpu", torch.float32, copy=True)
@@ -166,7 +166,7 @@ class AdapterUpdate:
 def lora_manager(runner: Any) -> Any:
     """Return vLLM's manager of adapters. Raises RunFailedError if the engine was started without adapters."""
     if not hasattr(runner, "lora_manager"):
-        raise RunFailedError("This engine was started without adapters, and only an adapter came.")
+        raise RunFailedError("This engine was started without adapters, but only an adapter was sent.")
     return runner.lora_manager._adapter_manager
 
 
@@ -176,7 +176,7 @@ def _adaptable(manager: Any) -> list[str]:
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:
-    """Match a name like PEFT does: with a regular expression, or with a list of ends."""
+    """Return whether PEFT would adapt the module. `targets` is a regular expression, or a list of ends of names."""
     if isinstance(targets, str):
         return re.fullmatch(targets, module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)

@@ -1,4 +1,4 @@
-"""Run one AsyncLLM of vLLM, with the commands of a pool, and with tokens in chunks."""
+"""Run one AsyncLLM of vLLM, which carries out the commands of a pool and yields tokens in chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class AsyncEngine:
-    """A vLLM engine on this machine. `start` sets all attributes except `num_workers`."""
+    """A vLLM engine on this machine. `start` sets the attributes that are declared here."""
 
     max_model_len: int
     vocabulary: int
@@ -48,7 +48,7 @@ class AsyncEngine:
         return str(self.processes)
 
     async def start(self) -> None:
-        """Start it. Raises EngineDiedError with vLLM's own message."""
+        """Start the engine. If this fails, raises EngineDiedError with vLLM's own message."""
         # A start takes a minute, so it runs on a thread.
         self._starting = EngineStart(self._spec)
         self._llm = await in_thread(self._starting.run)
@@ -62,11 +62,11 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the response in parts of `chunk_tokens` tokens, or fewer after a second and before a command.
+        """Yield the response in parts of `chunk_tokens` tokens. After a second or before a command, a part has fewer.
 
-        Closing the generator aborts the request. If it is cancelled or the engine dies, it first yields all tokens that
-        have come. Stop texts do not end the response. Requests with the same `salt` share computed prompts. With
-        `each_step` every token is yielded at once.
+        Closing the generator aborts the request. If the task is cancelled or the engine dies, the generator first
+        yields all tokens that have come. Stop texts do not end the response. Requests with the same `salt` share
+        computed prompts. With `each_step`, every token is yielded at once.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -95,13 +95,13 @@ class AsyncEngine:
             self._streams.close(request_id)
 
     async def control(self, command: Command) -> None:
-        """Do what the command says. Raises RunFailedError if a worker cannot do it or weights are missing."""
+        """Carry out the command. Raises RunFailedError if a worker cannot do so or weights are missing."""
         if command.begins:
             self._holds.add(command.hold)
             outdates = command.hold == UPDATE and not self.keeps_kv_cache
             await self._stand_still(clear_cache=outdates or isinstance(command, Sleep))
         if isinstance(command, Sleep):
-            # Level 1 moves the weights to the host's memory; level 2 drops them. `keep` keeps unfinished requests.
+            # Level 1 moves the weights to the host's memory; level 2 drops them. Mode `keep` keeps unfinished requests.
             await self._do(self._llm.sleep(level=1 if command.keep_weights else 2, mode="keep"), str(command))
         elif isinstance(command, Wake):
             await self._do(self._llm.wake_up(["kv_cache" if command.part == "cache" else "weights"]), str(command))
@@ -112,15 +112,15 @@ class AsyncEngine:
             if not self._holds:
                 await self._answer_of(self._llm.resume_generation())
             elif isinstance(command, Wake):
-                # vLLM has resumed by itself, but another hold is left.
+                # After the wake-up, vLLM generates again by itself, but another hold has not ended.
                 await self._stand_still(clear_cache=False)
 
     async def wait_ended(self) -> str:
-        """Return when it has ended, with the reason."""
+        """Wait until the engine has ended, and return the reason."""
         return f"{await self.processes.wait_ended()}{end_of(self._spec.log)}"
 
     async def close(self) -> None:
-        """End its processes. If this is cancelled, they are killed."""
+        """End the engine's processes. If this call is cancelled, kill them."""
         if self._starting is not None:
             self._starting.give_up()
         if self._llm is None:
@@ -128,17 +128,17 @@ class AsyncEngine:
         llm, self._llm = self._llm, None
         self._end_output(llm)
         try:
-            # vLLM's default is 5 s. Processes that are killed then would leave shared memory behind.
+            # vLLM's default timeout is 5 s. Then it kills the processes, which would leave shared memory behind.
             await in_thread(partial(llm.shutdown, timeout=self._spec.config.close_timeout_s))
         finally:
             self.processes.kill()
-            # `__del__` would call it again, perhaps while the interpreter shuts down.
+            # `__del__` would call `shutdown` again, perhaps while the interpreter shuts down.
             llm.shutdown = lambda timeout=None: None
 
     def _end_output(self, llm: Any) -> None:
         """Stop the output handler, and end requests that wait for tokens.
 
-        vLLM's shutdown would stop it last, and it may print a traceback before.
+        vLLM's shutdown would stop the handler last. Until then the handler might print a traceback.
         """
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -154,7 +154,7 @@ class AsyncEngine:
         self._streams = TokenStreams(self._llm, config.chunk_tokens, min(1.0, config.generate_timeout_s / 4))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Stop between two tokens, and return when all earlier tokens have been taken.
+        """Stop generation between two tokens, and return when all earlier tokens have been received.
 
         With `clear_cache`, unfinished requests compute their keys and values again later.
         """
@@ -182,7 +182,7 @@ class AsyncEngine:
         return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
-        """Return the answer of a call. If the engine dies, vLLM would never answer."""
+        """Return the answer of a call. Raises EngineDiedError if the engine dies, since vLLM would never answer."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
         try:
