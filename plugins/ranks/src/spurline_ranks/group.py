@@ -231,7 +231,7 @@ class RankGroup(ABC):
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
         where, silent = self._where_they_stand(missing)
         who = self._identity(missing[0] if silent is None else silent)
-        raise who.failed(f"`{call}` was not done within {limit_s:g} s, its limit by {_setting(call)}. {where}", call)
+        raise who.failed(f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
         """Return a text on what missing ranks do, with stacks, and the first rank that does not answer, or None."""

@@ -136,7 +136,7 @@ class WeightGathering:
         self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
     ) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
-        # Weights are cast before they are sent, which halves the bytes. Adapters are merged before the cast.
+        # Weights without adapters are cast before they are sent, which halves the bytes. Others are merged, then cast.
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:
