@@ -107,7 +107,7 @@ def prune(
 
 
 def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int]:
-    """Remove and print the entries that `reason_of` gives a reason for, or finds damaged.
+    """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print them.
 
     Returns the number of removed entries, and of entries that cannot be read or removed.
     """

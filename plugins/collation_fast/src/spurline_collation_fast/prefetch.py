@@ -28,8 +28,8 @@ Timed = tuple[TrainingBatch, float]
 class AsyncPrefetch:
     """Builds at most `depth` batches ahead of the current training step.
 
-    Only the thread of the loop calls its methods. Another thread builds the steps one at a time, in order. The two
-    threads share only a queue and futures.
+    Only the thread of the training loop calls its methods. Another thread builds the steps one at a time, in order. The
+    two threads share only a queue and futures.
     """
 
     def __init__(self, config: AsyncPrefetchConfig, build: BuildBatch, last_step: int) -> None:

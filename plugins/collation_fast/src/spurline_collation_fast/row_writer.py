@@ -7,7 +7,8 @@ memory of any other object.
 
 Nothing here copies to a device. Code that starts a copy of a column, as the local backend does from pinned memory, must
 wait for the copy before the batch is released: another thread may write the next batch into the same memory at once.
-The loop releases a batch after the backend has returned the numbers of its step, and by then all copies are complete.
+The training loop releases a batch after the backend has returned the metrics of its step. By then all copies are
+complete.
 """
 
 from __future__ import annotations

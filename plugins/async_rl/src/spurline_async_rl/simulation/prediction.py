@@ -86,7 +86,7 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The output of `spurline simulate`. `alternatives` has predictions with one knob changed, by its letter."""
+    """The output of `spurline simulate`. `alternatives` has predictions with one knob changed, by the knob's letter."""
 
     basis: Sequence[str]
     steps_simulated: int
@@ -187,7 +187,7 @@ def _bounds(knobs: Knobs) -> list[int]:
 
 
 def recommended(found: Sequence[Prediction]) -> Prediction:
-    """Choose the smallest bound with nearly the best throughput, and then the freshest tokens."""
+    """Choose the smallest bound with nearly the best throughput, and of its fastest predictions the freshest tokens."""
     best = max(item.per_s for item in found)
     bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)
     of_bound = [item for item in found if item.knobs.max_staleness == bound]

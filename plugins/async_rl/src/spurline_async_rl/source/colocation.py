@@ -31,8 +31,8 @@ from spurline_rl.protocols.weight_sync import SyncReport
 class Colocation:
     """Passes the memory, and knows which weights the engines have. All methods are called on the training thread.
 
-    They raise RunFailedError if this or an earlier call fails. `engines_have` is the version of the weights in all
-    engines, or None if it is unknown.
+    They raise RunFailedError if they fail or an earlier call has failed. `engines_have` is the version of the weights
+    in all engines, or None if it is unknown.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Colocation:
         self.take_back(keep_weights=False)
 
     def give(self, version: int) -> SyncReport | None:
-        """Give the memory to the engines, which then generate with the backend's weights. These have version `version`.
+        """Give the memory to the engines, which then generate with the backend's weights of version `version`.
 
         Returns:
             The report of the publish, or None if the engines had these weights already.

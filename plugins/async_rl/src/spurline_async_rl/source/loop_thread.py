@@ -52,7 +52,7 @@ async def _calling(function: Callable[..., T], *arguments: Any) -> T:
 
 
 class LoopThread:
-    """A thread with an event loop. Its first use starts it. Its methods are called from another thread."""
+    """A thread with an event loop. The first use starts the thread. All methods are called from other threads."""
 
     def __init__(self, name: str) -> None:
         self._name = name
