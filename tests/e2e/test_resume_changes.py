@@ -101,7 +101,7 @@ def test_a_change_that_nobody_made_cannot_be_allowed(
     path = write_config(base_config)
     code, _, err = spurline("train", path, "--allow-change", "seed")
     assert code == 2
-    assert "this run begins" in err
+    assert "this is a new run" in err
     train(base_config, stop_after=3)
     code, _, err = spurline("train", path, "--allow-change", "optimizer.eps")
     assert code == 2

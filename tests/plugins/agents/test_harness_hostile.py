@@ -183,7 +183,7 @@ def test_other_addresses_are_answered_with_those_that_there_are(path: str) -> No
     attempt(agent, hello())
     status, answer = agent.told
     assert (status, answer["error"]["code"]) == (404, "unknown_url")
-    assert "/v1/chat/completions" in answer["error"]["message"]
+    assert " /chat/completions " in answer["error"]["message"]
 
 
 def test_a_port_that_is_taken_is_named() -> None:
