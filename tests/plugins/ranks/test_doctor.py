@@ -39,7 +39,7 @@ def found(tmp_path: Path, name: str = "fsdp", **backend: Any) -> dict[str, Findi
         pytest.param(
             "fsdp",
             {"context": 2, "replicas": 2},
-            ["hold one copy of the model", "hold the same part of the copies", "share sequences"],
+            ["hold one copy of the model", "hold the same part of each copy", "share sequences"],
             id="copies and context",
         ),
         pytest.param("fsdp", {"expert": 2}, ["divide the experts", "hold parts of the same experts"], id="experts"),

@@ -12,7 +12,7 @@ from spurline_ranks.backend import RankBackend
 
 
 class FsdpBackend(RankBackend):
-    """A `Backend` that `Generates`, `MakesBuckets`, `TrainsAdapters` and `YieldsDevice`."""
+    """A `Backend` with the protocols `Generates`, `MakesBuckets`, `TrainsAdapters` and `YieldsDevice`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._check_device_here("asked for continuations")
@@ -20,7 +20,7 @@ class FsdpBackend(RankBackend):
             # Each decoding step sends tokens to experts in other ranks, so all ranks decode the same prompts.
             shares = [[list(prompt) for prompt in prompts]] * self._ranks.size
             return self._ranks.call("generate", max_new_tokens, per_rank=shares)[0]
-        # All ranks get short and long prompts.
+        # Each rank gets both short and long prompts.
         by_length = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
         dealt = [by_length[rank :: self._ranks.size] for rank in range(self._ranks.size)]
         shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]

@@ -34,14 +34,14 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of copies of the sharded model, usually one for each machine. More copies need more memory, and machines
-    send less to each other."""
+    """Number of copies of the sharded model, usually one for each machine. With more copies, ranks need more memory,
+    and machines send less to each other."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that share each sequence. For sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the experts of a mixture-of-experts model."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Keep weights, gradients and optimizer in the memory of the host. This is slower. For models that do not fit."""
+    """Keep weights, gradients and optimizer in the memory of the host. This saves device memory, but is slower."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Free the gathered weights of a layer after its forward pass. `false` keeps them until its backward pass, which
     needs more memory and sends less."""
@@ -71,7 +71,8 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
             )
         if self.compile and self.expert > 1:
             yield Problem(
-                "compile", "together with expert is not supported: ranks exchange tokens in a layer. Turn one off."
+                "compile",
+                "together with expert is not supported: ranks exchange tokens within a layer. Turn one of them off.",
             )
 
     def share_of(self, rank: int) -> int:
@@ -92,7 +93,7 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
             freezes=True,
             checkpoint_reader="spurline_fsdp_backend.trained_model:read_weights",
             adapter_reader="spurline_fsdp_backend.trained_model:read_adapter",
-            # Replay and balance need hooks of routers, for which compiled layers would be compiled again.
+            # Replay and balance add hooks to routers. Because of the hooks, compiled layers would be compiled again.
             replays_experts=not self.compile,
             # With `context` a rank sees only parts of sequences.
             balances_experts=not self.compile and self.context == 1,

@@ -26,7 +26,8 @@ class Meshes:
     """The groups that this rank is in.
 
     Attributes:
-        sharding: The ranks that shard parameters. With `replicas` it has two dimensions, and the replicas come first.
+        sharding: The ranks that shard parameters. If `replicas` is above 1, the mesh has two dimensions: first
+            the replicas, then the ranks that shard one replica.
         context: The ranks that share the sequences of this rank. None if each rank has its own sequences.
         experts: The first dimension has the ranks that hold parts of the same experts, the second has the ranks that
             divide all experts. None if experts are not divided.
@@ -68,7 +69,7 @@ class FsdpDoctorRank(DoctorRank):
         if meshes.sharding.ndim == 2:
             groups |= {
                 "ranks that hold one copy of the model": meshes.sharding.get_group(SHARD),
-                "ranks that hold the same part of the copies": meshes.sharding.get_group(REPLICA),
+                "ranks that hold the same part of each copy": meshes.sharding.get_group(REPLICA),
             }
         if meshes.experts is not None:
             groups |= {

@@ -1,8 +1,9 @@
 """Plan the division among ranks: describe it, refuse models that do not fit it, and estimate memory.
 
-This reads the config and the shapes of the model, but no weights. The memory is that of the fullest rank. Weights,
-gradients and optimizer are exact sums over its parts of tensors. FSDP2 gathers weights and reduces gradients by groups:
-each decoder layer is one, and all other parameters are another, which stays gathered until the backward pass.
+This reads the config and the shapes of the model, but no weights. The estimate is for the rank that needs most memory.
+The bytes of weights, gradients and optimizer are exact sums over the parts of tensors on this rank. FSDP2 gathers
+weights and sums gradients group by group. Each decoder layer is a group. All other parameters are one more group, which
+stays gathered until the backward pass.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
     if config.context > 1:
         yield f"{config.context} neighbouring ranks share each sequence"
         if local is not None and local % config.context:
-            yield f"groups of context lie across machines, as each has {local} ranks: slow"
+            yield f"groups of context span several machines, as a machine has {local} ranks: slow"
     if config.expert > 1:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
     if config.cpu_offload:
@@ -74,7 +75,7 @@ def _heads(model: Any) -> int | None:
 
 
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that need less memory, the cheapest in time first."""
+    """Yield settings that need less memory. Those that cost least time come first."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
     if not (config.offload_activations or config.compile) and config.on == "cuda":
@@ -90,14 +91,15 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    # With more ranks the model fits without offloading.
+    # A plan adds these changes up. This one undoes `cpu_offload`: with more ranks the model fits without it.
     yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))
 
 
 def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a step of so many tokens on the fullest rank. Raises ModelError, ConfigError.
+    """Estimate the memory of the fullest rank in a step of so many tokens. Raises ModelError, ConfigError.
 
-    With `cpu_offload` the host holds weights, gradients and optimizer. They count if the ranks of a machine are known.
+    With `cpu_offload` the host holds weights, gradients and optimizer. If the number of ranks on a machine is not
+    known, the memory of the host is counted as 0.
     """
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
@@ -112,7 +114,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     groups = _groups(shapes, _gathered(config, shapes.trained))
     update = {
         "gathered weights": computed * _gathered_values(config, shapes),
-        # The gradients of a group exist twice while ranks sum them: as computed and in fp32.
+        # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32.
         "gradients being summed": (computed + 4) * max(map(num_values, groups)),
         "activations": microbatch * on_device,
         # The backward pass has log-softmax and its gradient in fp32, and the gradient of the logits as computed.
@@ -152,14 +154,17 @@ def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: in
 
 
 def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
-    """Count the gathered weights of a rank at its peak: two layers, of which one comes early, and the rest."""
+    """Count the gathered weights of a rank at its peak: the group outside of layers, and two layers.
+
+    The second layer is gathered early. Without `reshard_after_forward` all layers count.
+    """
     everything = _gathered(config, {**shapes.frozen, **shapes.trained})
     root, *layers = map(num_values, _groups(shapes, everything))
     return root + sum(sorted(layers)[-2:] if config.reshard_after_forward else layers)
 
 
 def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
-    """Return the groups of parameters that are gathered together: first the rest, then each layer."""
+    """Return the groups of parameters that are gathered together: first those outside of layers, then each layer."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in shapes.blocks}
     root: dict[str, tuple[int, ...]] = {}
     for name, shape in parts.items():

@@ -121,7 +121,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # This comes before adapters are switched on again, as that marks parameters as trained.
+            # This comes before adapters are switched on again, since switching them on marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -165,18 +165,18 @@ class FsdpRank(RankWorker):
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
     ) -> Iterator[tuple[Rows, TokenStream]]:
-        """Yield the streams of this rank. All ranks have the same number, as some streams are idle."""
+        """Yield the streams of this rank. All ranks have the same number of streams, of which some are idle."""
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
             self._place.doing(f"micro-batch {index} of {number}")
-            # FSDP2 must know the last backward pass of a step.
+            # FSDP2 must know which backward pass is the last of a step.
             cast(FSDPModule, model.causal).set_is_last_backward(index == number)
             yield rows, stream
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StreamModel]:
-        """Lend the model of this role for forward passes."""
+        """Yield the model of this role, for forward passes."""
         if role != "reference":
             yield self._trained[role].model
         elif self._config.lora is not None:
@@ -198,9 +198,9 @@ class FsdpRank(RankWorker):
 
 
 class _ShardGathering:
-    """The `Gathers` of a sharded model. All ranks get every tensor, and ranks that want it keep it.
+    """The `Gathers` of a sharded model. All ranks gather every tensor. Only ranks that want a tensor keep it.
 
-    `read` returns the values of a tensor of the model. While the device is yielded, they are elsewhere.
+    `read` returns the values of a tensor of the model. While engines have the device, the values are on the host.
     """
 
     def __init__(self, causal: PreTrainedModel, read: Callable[[Tensor], Tensor]) -> None:
@@ -218,7 +218,7 @@ class _ShardGathering:
         return whole
 
     def owner_of(self, names: Sequence[str]) -> int:
-        # All ranks are equal, since each gets the same bytes.
+        # Any rank can be the owner, since all ranks gather the same bytes.
         return 0
 
 
@@ -229,7 +229,7 @@ def _whole(value: Tensor) -> Tensor:
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
     """Return the folder for this rank's compiled programs."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    # The folder is private, since the programs in it are run.
+    # The folder must be private, since this process runs the programs in it.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
     return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"

@@ -126,7 +126,7 @@ def build_trained(
 def build_reference(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
 ) -> ShardedStreamModel:
-    """Build the initial model of the run, frozen and in the dtype of computations. A collective.
+    """Build the initial model of the run. It is frozen and has the dtype of computations. A collective.
 
     Raises:
         CheckpointError: If the digest of its weights is not `initial_weights`.
@@ -146,7 +146,7 @@ def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshe
 
 
 def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
-    """Move parameters and buffers of a model without adapters into the adapted model. Both are sharded alike."""
+    """Move parameters and buffers of a model without adapters into the adapted model. Both models are sharded alike."""
     places = {
         without_adapters(f"{path}.{leaf}" if path else leaf): (module, leaf)
         for path, module in adapted.named_modules()
@@ -211,7 +211,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Divide every parameter over the ranks. Each decoder layer is a group, and the rest is another group.
+    """Divide every parameter over the ranks. Each decoder layer is a group. All other parameters are one more group.
 
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
@@ -224,7 +224,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         "offload_policy": CPUOffloadPolicy(pin_memory=config.on == "cuda") if config.cpu_offload else OffloadPolicy(),
     }
     if meshes.experts is not None:
-        # Experts come first, so their layers do not shard them again: they have a mesh of their own.
+        # Experts have a mesh of their own. They are sharded first, so that their layers do not shard them again.
         for holder in _divide_experts(causal, meshes):
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
@@ -285,7 +285,10 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """Check a model at start-up. With `probe: false` this only chooses a reading and checks routers. A collective."""
+    """Check a model at start-up. A collective.
+
+    With `probe: false` this only chooses how the model reads streams, and checks its routers.
+    """
     half = config.computes_in == "bf16"
     # The probe does not call the whole model, so FSDP2 would not gather all weights.
     cast(FSDPModule, model.causal).unshard()
@@ -325,7 +328,7 @@ def give_back(causal: nn.Module) -> None:
     for module in sharded_modules(causal):
         module.reshard()
         state = module._get_fsdp_state()
-        # FSDP2 keeps notes on each forward pass until the backward pass. There is none here.
+        # FSDP2 remembers each forward pass until its backward pass. Here no backward pass follows.
         if hasattr(state._comm_ctx, "post_forward_order"):
             state._comm_ctx.post_forward_order.clear()
         if state._fsdp_param_group is not None:
@@ -340,10 +343,10 @@ def model_tensors(causal: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """Give every rank a whole copy of all parameters in the context. A collective.
+    """Give every rank a whole copy of all parameters while the context is open. A collective.
 
-    The copy has the dtype of computations. In the context forward passes exchange nothing, so ranks may do different
-    things.
+    The copy has the dtype of computations. Forward passes in the context exchange nothing, so ranks may run different
+    ones.
     """
     modules = sharded_modules(causal)
     for module in modules:
@@ -358,5 +361,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass. The backward pass begins with the last ones."""
+    """Return whether gathered weights are freed after the forward pass. The last ones stay for the backward pass."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

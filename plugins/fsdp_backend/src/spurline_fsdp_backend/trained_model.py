@@ -1,8 +1,8 @@
 """A sharded model with its optimizer, and its checkpoints.
 
 Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards. A
-checkpoint has the format of `spurline_ranks.checkpoint`, and any number of ranks can read it, divided in any way. It
-holds the trained weights, the persistent buffers and the optimizer's state.
+checkpoint holds the trained weights, the persistent buffers and the optimizer's state, in the format of
+`spurline_ranks.checkpoint`. Any number of ranks can read it, however they divide the model.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _copies(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    # This does not ask for `is_shard`: it is False for experts, which are sharded twice in one dimension.
+    # `is_shard` is of no use here: it is False for experts, which are sharded twice in one dimension.
     parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts
 
@@ -91,16 +91,17 @@ def _copies(value: Tensor) -> int:
 def save(
     path: Path, models: Mapping[Role, ShardedTrainedModel], layout: Mapping[str, int], read: Callable[[Tensor], Tensor]
 ) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder; return digests by path in it. Ranks exchange nothing.
+    """Write this rank's part into the folder, and return the digests of the written files. Ranks exchange nothing.
 
     Args:
         path: The folder.
         models: The trained models.
         layout: The sizes of the groups of ranks.
-        read: Returns the values of a tensor of the model or optimizer. While the device is yielded, they are elsewhere.
+        read: Returns the values of a tensor of the model or optimizer. While engines have the device, these
+            are copies on the host.
 
     Raises:
-        CheckpointWriteError: If it cannot be written.
+        CheckpointWriteError: If the part cannot be written.
     """
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
@@ -144,7 +145,7 @@ class SavedModel(StoredModel):
 
 
 def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:
-    """Return trained weights and persistent buffers, in the memory of the model. Tied weights come once."""
+    """Return trained weights and persistent buffers by name. They share the model's memory. Tied weights come once."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in trained.model.causal.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -1,7 +1,7 @@
 """Fill a sharded model with weights. Each rank reads its own values from the files.
 
-If there are no safetensors files, or with `init: random`, the first rank loads the whole model and scatters it tensor
-by tensor.
+If there are no safetensors files, or with `init: random`, the first rank loads the whole model and sends each rank its
+shards, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], 
 
 
 def _hand_out(causal: PreTrainedModel, model: ModelConfig, seed: int, device: str) -> None:
-    """Load the whole model on the host of the first rank, and scatter it."""
+    """Load the whole model on the host of the first rank, and send each rank its shards."""
     whole: dict[str, Tensor] = {}
     if dist.get_rank() == 0:
         loaded = load_model(model, device_profile("cpu"), seed)

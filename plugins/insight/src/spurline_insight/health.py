@@ -18,7 +18,7 @@ from spurline.plugins.run_view import RunView, Warned
 from spurline.trackers.jsonl import read_metrics
 
 LEVEL_STEPS = 5
-"""The level of the loss is its median over this many steps. A single hard batch does not change it."""
+"""The level of the loss is its median over this many steps. A single hard batch does not change this median."""
 DIVERGED_BY = 1.0
 """A loss has diverged if its level is at least twice the best level, and this many nats above it. One nat is a factor
 of 2.7 in the probability of a token, more than batches differ."""
@@ -33,7 +33,7 @@ LARGEST_GRADIENT = 1000.0
 """Limit of the median gradient norm over LEVEL_STEPS x 2 steps. Fine-tuning shows 0.1 to 10, an untrained model up to
 100. A larger norm means that the loss is a sum instead of a mean, or that weights are broken."""
 IDLE_STEPS = 3
-"""Steps in a row with a gradient or a learning rate of 0 that are a problem. A schedule may have 1 or 2 of them."""
+"""A gradient or learning rate of 0 is a problem if it lasts this many steps. A schedule may have 1 or 2 such steps."""
 BUSY_LOOP = 0.9
 """If the event loop of asynchronous rollouts is busy for more than this share of time, engines wait for it."""
 LASTING_SHARE = 0.1
@@ -177,13 +177,13 @@ class Finding:
 
     kind: str
     words: str
-    """The sentences about it at the last step that had it."""
+    """The sentences about the problem, from the last step that had it."""
     steps: tuple[int, ...]
-    """The steps that had it, in order."""
+    """The steps that had the problem, in order."""
     when: str
     """These steps in words, such as `Steps 3 to 12 (6 of 60)`."""
     lasts: bool
-    """True if many steps, or the last step, had it."""
+    """True if many steps, or the last step, had the problem."""
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:

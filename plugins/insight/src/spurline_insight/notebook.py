@@ -1,4 +1,4 @@
-"""Draw plots in a notebook while a run trains, and return its metrics as a DataFrame.
+"""Draw plots in a notebook while a run trains, and return the metrics of a run as a DataFrame.
 
 A plot is an SVG without a script. Its text and axes take the colour of the page.
 """
@@ -32,13 +32,14 @@ _LARGEST = 1e300
 
 
 class LivePlot:
-    """Plots below the cell that follow a run: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
+    """Plots of a run while it trains, below the cell: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
 
     Outside of a notebook, nothing is drawn. If one object follows several runs in turn, each run gets its own plots.
 
     Args:
-        metrics: Names of metrics, or patterns such as `reward/*`. Each gets a plot, with all metrics that match it.
-        every_s: Seconds between two updates, at least. The last update has all steps.
+        metrics: Names of metrics, or patterns such as `reward/*`. Each name or pattern gets a plot of all metrics
+            that match.
+        every_s: Minimum time between two updates, in seconds. The last update has all steps.
     """
 
     def __init__(self, metrics: str | Sequence[str] = ("loss",), *, every_s: float = 1.0) -> None:

@@ -11,7 +11,7 @@ from spurline.config.section import Component, ComponentConfig, Section
 
 
 class ReportPanelConfig(ComponentConfig):
-    """A section of the report without settings."""
+    """The settings of a panel, which is a section of the report. The panels of this package have no settings."""
 
     kind: ClassVar[str] = "report_panel"
 
@@ -49,9 +49,9 @@ DEFAULT_ORDER = 500
 class ReportPanel(Protocol):
     """A section of the report. Factory: `Class(config)`.
 
-    `title` is the heading of the panel. A panel may also have a number `order`. If the config chooses no panels, they
-    are sorted by it, and `DEFAULT_ORDER` stands for a missing one. The panels of this package have 0 (the summary) to
-    430, and 900 if they are very long.
+    `title` is the heading of the panel. A panel may also have a number `order`. Without it, its number is
+    `DEFAULT_ORDER`. If the config chooses no panels, all panels are sorted by their numbers. In this package these are
+    0 (the summary) to 430, and 900 or more for very long panels.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""Read the sizes and switches that Megatron-core needs from the config of a Hugging Face model.
+"""Read from the config of a Hugging Face model the sizes and switches that Megatron-core needs.
 
 A config with a field that is not in these tables is refused, because the field would have no effect here.
 """
@@ -21,7 +21,7 @@ class Architecture:
     """A decoder of equal layers with rotary positions, RMS norms and gated SiLU.
 
     Attributes:
-        key_value_heads: The number of keys and values. Each is shared by heads / key_value_heads queries.
+        key_value_heads: The number of key and value heads. Each is shared by heads / key_value_heads query heads.
         tied: Whether the output layer is the embedding.
         qk_norm: Whether queries and keys are normalised per head.
         num_experts: The number of experts in each layer. It is 0 for a dense model.
@@ -74,11 +74,11 @@ _COPIED_OF_EXPERTS = {
     "moe_intermediate_size": "expert_ffn",
     "norm_topk_prob": "renormalizes",
 }
-"""The names in `Architecture` of fields that are copied."""
+"""Fields of a config that are copied, each with its name in `Architecture`."""
 
 _CHECKED = {"head_dim", "pad_token_id", "rope_parameters", "layer_types"}
 _CHECKED_OF_EXPERTS = {"num_local_experts", "sliding_window"}
-"""Fields that are read in other ways."""
+"""Fields that are read, but not just copied."""
 
 _UNUSED = frozenset(
     {
@@ -92,7 +92,7 @@ _UNUSED = frozenset(
         "output_hidden_states",
         "pretraining_tp",
         "problem_type",
-        # It is the weight of a loss that only exists with `output_router_logits`.
+        # The weight of a loss that only exists with `output_router_logits`.
         "router_aux_loss_coef",
         "tokenizer_class",
         "transformers.js_config",
@@ -102,7 +102,7 @@ _UNUSED = frozenset(
         "use_cache",
         # Qwen 3 always has these norms.
         "use_qk_norm",
-        # These determine `layer_types`, which is read instead.
+        # The next three determine `layer_types`, which is read instead.
         "max_window_layers",
         "sliding_window",
         "use_sliding_window",
@@ -122,7 +122,7 @@ _ROPE_SETTINGS = frozenset(
         "original_max_position_embeddings",
     }
 )
-"""The settings that transformers reads for these types."""
+"""The settings that transformers reads for the types in `_ROPE_TYPES`."""
 
 MODEL_TYPES = tuple(sorted(config.model_type for config in _FAMILIES))
 """The model types that can be trained."""
@@ -137,7 +137,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     family = _FAMILIES.get(type(config))
     if family is None:
         raise ModelError(
-            f"model.path: {_name(config)} is a model of type '{config.model_type}', and backend megatron trains "
+            f"model.path: {_name(config)} is a model of type '{config.model_type}', but backend megatron trains only "
             f"{listing(MODEL_TYPES)}. Backends fsdp and local train every causal language model of transformers."
         )
     defaults = {known.name: known.default for known in dataclasses.fields(type(config))}
@@ -161,7 +161,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
 def _unknown(
     config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) of each field that is not computed. The reason is the end of a sentence."""
+    """Yield (field, value, reason) of each field that backend megatron cannot compute. The reason ends a sentence."""
     read = {*_COPIED, *_CHECKED}
     if has_experts:
         read |= {*_COPIED_OF_EXPERTS, *_CHECKED_OF_EXPERTS}

@@ -1,6 +1,6 @@
-"""Write the values of this rank's optimizer, and read them on any number of ranks, divided in any way.
+"""Write the values of this rank's optimizer, and read them on any number of ranks, however they divide the model.
 
-`spurline_ranks.checkpoint` defines the format. Tensors have their names and shapes in the Hugging Face model. A rank's
+`spurline_ranks.checkpoint` defines the format. Tensors have the names and shapes of the Hugging Face model. A rank's
 optimizer holds ranges of flattened parameters, and the module `parts` tells which boxes of tensors they are.
 """
 
@@ -38,7 +38,7 @@ Models = Mapping[Role, "TrainedModel"]
 
 
 def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder; return digests by path in it. A collective."""
+    """Write this rank's part into the folder, and return the digests of the written files. A collective."""
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
     own: dict[Role, Sequence[Owned]] = {
@@ -94,7 +94,7 @@ class SavedModel(StoredModel):
 
 
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
-    """Yield the parts of Hugging Face tensors in these ranges. Values are in the optimizer's own memory.
+    """Yield the parts of Hugging Face tensors in these ranges, as views of the optimizer's own memory.
 
     If the state of a tensor has a single number, the range with the tensor's first value yields it.
     """
@@ -150,7 +150,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
         parts = [part for part, _, _ in _common(owned)] or owned.held.parts
         if not parts:  # only padding
             continue
-        # All parameters have the same keys, so one of them tells which keys there are.
+        # All tensors have the same keys, so those of the first tensor are enough.
         name = parts[0].name
         for key in keys.get(name, ()):
             place = f"{name}/{key}"
@@ -165,7 +165,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """Read the values of a range onto the CPU. The suffix belongs to names in the files, and padding is 0."""
+    """Read the values of a range onto the CPU. Names of tensors in the files end with `suffix`. Padding becomes 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):
@@ -177,7 +177,7 @@ def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
 
 
 def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
-    """Yield (part, begin, end) of each part in the range. Numbers count values of the flattened parameter."""
+    """Yield (part, begin, end) of each part in the range. `begin` and `end` count values of the flattened parameter."""
     begin, end = owned.span
     for part in owned.held.parts:
         low, high = max(begin, part.begin), min(end, part.end)
@@ -195,7 +195,7 @@ def _is_vector(value: object, owned: Owned) -> bool:
 
 
 def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
-    """Return whether this rank writes its values of a parameter. For each value one rank does."""
+    """Return whether this rank writes its values of a parameter. Exactly one rank writes each value."""
     if held.is_copy:
         return False
     # The ranks of a tensor group hold the same undivided parameters.

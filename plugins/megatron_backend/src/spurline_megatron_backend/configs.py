@@ -20,7 +20,7 @@ from spurline_megatron_backend.grid import Grid
 from spurline_models.machine import Finding
 from spurline_ranks.configs import RankBackendConfig
 
-_FSDP = "Set backend.name: fsdp (plugin fsdp_backend), which has it."
+_FSDP = "Backend fsdp (plugin fsdp_backend) has this setting: set backend.name: fsdp."
 
 INSTALL_CORE = "Run `pip install 'megatron-core>=0.16.1,<0.17'`."
 """The advice when Megatron-core is missing."""
@@ -50,14 +50,14 @@ class MegatronBackendConfig(RankBackendConfig):
 
     name: str = "megatron"
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` computes with bf16 weights, sums gradients in fp32, and steps on fp32 weights, which are divided among the
+    """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 weights, which are divided among the
     ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the matrices of every layer. They exchange much, so keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of stages of a pipeline. Each stage has some of the layers. Micro-batches go from stage to stage."""
     virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of parts of the model that each stage computes by turns. With more parts ranks wait less and send more."""
+    """Number of parts of the model that each stage computes in turn. With more parts, ranks wait less and send more."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that share each sequence. For sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -65,11 +65,11 @@ class MegatronBackendConfig(RankBackendConfig):
     expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide each expert. For very large experts."""
     sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Let the ranks of `tensor` also divide the tokens outside of matrices, which needs less memory. null does so if
-    `tensor` is more than 1."""
+    """Let the ranks of `tensor` also divide the tokens, outside of matrices. This needs less memory. `null` turns it on
+    if `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """Recompute nothing, attention (`selective`), or whole layers (`full`) in the backward pass. `full` needs least
-    memory and about a third more time."""
+    """Compute nothing again in the backward pass (`none`), or attention (`selective`), or whole layers (`full`). `full`
+    needs least memory and about a third more time."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
     """The memory that holds the reference model while it is not used. `host` copies it to the device for each use."""
 
@@ -108,7 +108,7 @@ class MegatronBackendConfig(RankBackendConfig):
         return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
-        # Other machines have their own packages, so nothing is checked for a config that trains there.
+        # Machines of a Ray cluster have their own packages, so nothing is checked for a config that trains there.
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
@@ -124,11 +124,11 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        # With this an exchange starts before kernels that are launched later. Megatron-core needs that.
+        # With this variable, an exchange starts before kernels that are launched after it. Megatron-core needs that.
         return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
-        # The groups of experts within a stage do not depend on tensor and context.
+        # How a stage divides its experts does not depend on tensor and context.
         of_rows, of_experts = ("tensor", "pipeline", "context"), ("pipeline", "expert", "expert_tensor")
         problem = self._size_problem(ranks, of_rows) or self._size_problem(ranks, of_experts)
         if problem is not None:
@@ -141,14 +141,14 @@ class MegatronBackendConfig(RankBackendConfig):
         if self.sequence_parallel and self.tensor == 1:
             yield Problem(
                 "sequence_parallel",
-                "divides tokens among the ranks that divide layers, and tensor is 1. Set tensor above 1, or remove it. "
-                "To divide long sequences, set context.",
+                "divides tokens among the ranks that divide layers, but tensor is 1. Set tensor above 1, or remove "
+                "sequence_parallel. To divide long sequences, set context.",
             )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
         if optimizer.is_elementwise:
             return None
-        return "is not `is_elementwise`: it needs more values than the flat part of a parameter that a rank has"
+        return "is not `is_elementwise`: it needs whole parameters, but a rank has only a flat part of each"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
         """Return a problem if the product of these sizes does not divide the ranks."""

@@ -26,7 +26,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 @dataclass(kw_only=True)
 class StreamParams(PackedSeqParams):
-    """The tokens that this rank computes, and the cosines and sines [T, D] of their angles. Every layer gets it."""
+    """The tokens that this rank computes, and the cosines and sines [T, D] of their angles. Every layer gets this."""
 
     part: TokenStream
     cos: Tensor
@@ -34,11 +34,11 @@ class StreamParams(PackedSeqParams):
 
 
 class Rotary:
-    """Rotary positions, computed by the code of transformers for equal logprobs.
+    """Rotary positions. The code of transformers computes them, so that logprobs are equal.
 
-    Megatron's own embedding counts positions from the beginning of a sequence, and rounds otherwise in half precision.
-    Here each token of a stream brings its position, so that a rank can compute a part of the stream. Angles are in
-    fp32. The model's rope type must compute them from positions alone.
+    Megatron's own embedding counts positions from the beginning of a sequence, and rounds differently in bf16. Here
+    each token of a stream has its own position, so that a rank can compute a part of the stream. Angles are in fp32.
+    The model's rope type must compute angles from positions alone.
     """
 
     def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:

@@ -35,7 +35,7 @@ class MegatronDoctorRank(DoctorRank):
     libraries: ClassVar[tuple[str, ...]] = (*DoctorRank.libraries, "megatron-core")
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        # Without the setting `ranks` the config counts GPUs, and a rank sees only one.
+        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only one.
         groups = groups_of(replace(config.grid, ranks=place.world))
         return {
             name: cast(ProcessGroup, dist.new_subgroups_by_enumeration(members)[0]) for name, members in groups.items()

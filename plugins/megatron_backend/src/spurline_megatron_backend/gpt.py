@@ -1,4 +1,4 @@
-"""A part of a decoder on this rank.
+"""One part of a decoder, as this rank holds it.
 
 Place on the way: this rank's tokens, or hidden states from the previous stage -> `HiddenGPT` -> hidden states for the
 next stage. On the last stage `scores` computes logprobs, or a critic's values, at the positions with loss.
@@ -26,7 +26,7 @@ from spurline_models.streams.stream_model import ValueHead
 
 @dataclass(frozen=True)
 class Groups:
-    """The place and the groups of this rank. `context` is None if each rank has its own sequences."""
+    """The groups of this rank, and its place in them. `context` is None if each rank has its own sequences."""
 
     grid: Grid
     place: Place
@@ -103,14 +103,14 @@ class HiddenGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return hidden states [tokens, 1, H] instead of logits. The last stage has all tokens of the tensor group."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss, so gradients are not summed: each rank takes those of its tokens.
+            # Every rank computes the same loss, so gradients are not summed: each rank uses those of its tokens.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 
     def scores(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprobs of targets, or a critic's values, and the entropy or None, for hidden states [N, H]."""
+        """Return logprobs of targets (or a critic's values) for hidden states [N, H], and the entropy or None."""
         if self.score is None:
             return self.value_head(hidden), None
         return self.score(hidden, targets, want_entropy, temperature)

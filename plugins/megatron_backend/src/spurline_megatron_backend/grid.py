@@ -1,7 +1,7 @@
 """The places of ranks in tensor, context, expert, data and pipeline groups, and the layers that they hold.
 
-Ranks are numbered as in Megatron-core: neighbours differ in tensor, then in context, in data, and last in pipeline. So
-the groups that exchange most are on one machine. Imports no torch.
+Ranks are numbered as in Megatron-core: along the tensor group first, then along context, data and pipeline. So the
+groups that exchange most are on one machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Grid:
 
     @property
     def data(self) -> int:
-        """The number of shares of the rows."""
+        """The number of shares into which the rows of a batch are divided."""
         return self.ranks // self.ranks_of_rows
 
     @property
@@ -67,7 +67,7 @@ class Grid:
         }
 
     def place(self, rank: int) -> Place:
-        """Return the place of this rank, counted from 0."""
+        """Return the place of the rank with this number, counted from 0."""
         stage, within = divmod(rank, self.ranks_of_stage)
         rest, tensor = divmod(within, self.tensor)
         data, context = divmod(rest, self.context)
@@ -76,12 +76,15 @@ class Grid:
         return Place(tensor, context, data, stage, expert, expert_tensor, expert_data)
 
     def speaks(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks that compute the same rows. It has their logprobs."""
+        """Return whether this rank answers for all ranks that compute the same rows.
+
+        It is on the last stage, which has the logprobs.
+        """
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
 
     def rounded_up(self, microbatches: int) -> int:
-        """Round up the number of micro-batches of a step. Interleaved stages need a multiple of the stages."""
+        """Round up the number of micro-batches of a step. With virtual stages it must be a multiple of `pipeline`."""
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
     def count_layers(self, num_layers: int, stage: int) -> int:

@@ -1,7 +1,7 @@
 """Find layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
 
 All layouts are tried that divide the model and the ranks, and that keep tensor groups inside machines. The bytes that
-are sent and the time spent waiting follow from the layout. Speeds of devices and networks are not guessed.
+are sent and the share of time spent waiting follow from the layout. Speeds of devices and networks are not guessed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SHOWN = 5
 _MICROBATCH = 4096
 """Tokens of a micro-batch. Longer rows make larger micro-batches."""
 _SMALL_SHARE = 1024
-"""The tokens of a row that each rank of `context` must have at least."""
+"""The minimum number of tokens of a row on each rank of `context`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Candidate:
 def suggested_layouts(
     config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int, usable_bytes: int
 ) -> Iterator[str]:
-    """Yield lines for a plan: the costs of the run's own layout, then better layouts, the best first."""
+    """Yield lines for a plan: the costs of the run's own layout, then layouts that fit, the best first."""
     a = read_architecture(load_model_config(run.model))
     own = evaluate(config, run, a, row_length, tokens)
     fits = "fits" if own.memory.peak <= usable_bytes else f"does not fit: {_largest_part(own)}"
@@ -71,7 +71,7 @@ def suggested_layouts(
     if not fitting:
         yield (
             f"none fits. {_changes(config, smallest.config)} needs least: {_gib(smallest.memory.peak)} of "
-            f"{_gib(usable_bytes)}; {_largest_part(smallest)}. Take more ranks, or devices with more memory"
+            f"{_gib(usable_bytes)}; {_largest_part(smallest)}. Use more ranks, or devices with more memory"
         )
 
 

@@ -35,7 +35,7 @@ HEAD = "lm_head.weight"
 _BASE = "model."
 """A prefix of tensor names, which is missing in files of a model without an output layer."""
 _IGNORED = "rotary_emb.inv_freq"
-"""Tables in old files. They follow from the config."""
+"""Tables in old files. They are not needed, since they follow from the config."""
 
 
 def load_weights(
@@ -89,7 +89,7 @@ def _cleared(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in the files: the box of a model's tensor that it holds, and its own shape, without leading ones."""
+    """A tensor in the files: which box of a model's tensor it has, and its own shape, which may lack leading ones."""
 
     box: Box
     shape: Shape
@@ -117,11 +117,11 @@ def _forms(name: str, shape: Shape) -> Iterator[_Form]:
 
 
 class WeightFiles:
-    """The safetensors files of a model. It is a context, which closes the files.
+    """The safetensors files of a model, as a context manager that closes them.
 
-    Opening reads only headers. Then `missing` has names that are in no file, `unexpected` has keys that the model does
-    not know, and `mismatched` has tuples of key, shape in the files and shape in the model. Values can be read if
-    `missing` and `mismatched` are empty.
+    Opening reads only headers. `missing` has the names of tensors that are in no file. `unexpected` has keys that the
+    model does not know. `mismatched` has tuples of key, shape in the files and shape in the model. Values can be
+    read if `missing` and `mismatched` are empty.
     """
 
     def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
@@ -164,7 +164,7 @@ class WeightFiles:
         self._opened.close()
 
     def fill(self, held: Held) -> None:
-        """Give the parameters their values. On the host this takes the memory of one part."""
+        """Give the parameters their values. Only one part at a time is in the memory of the host."""
         for parameter, tensor in held:
             values = _cleared(tensor)
             for part in parameter.parts:

@@ -31,7 +31,7 @@ COMPUTED = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class SharedNorm(nn.RMSNorm):
     """An RMS norm with the same weights on all ranks of a tensor group.
 
-    Megatron sums its gradients if the ranks divide the tokens.
+    If the ranks divide the tokens, Megatron sums the gradients of these weights.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any) -> None:
@@ -110,7 +110,8 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         bf16=dtype == torch.bfloat16,
         **grid.parallel_sizes,
         sequence_parallel=config.divides_tokens,
-        # Interleaved stages exchange tensors of one shape: messages with lengths would overtake each other.
+        # Interleaved stages exchange tensors of one shape. If stages sent shapes first, these messages would overtake
+        # each other.
         variable_seq_lengths=grid.virtual_stages == 1,
         moe_token_dispatcher_type="alltoall",
         batch_p2p_comm=False,

@@ -21,7 +21,10 @@ from spurline_ranks.pieces import Box, Shape
 
 @dataclass(frozen=True)
 class Part:
-    """The values `begin` to `end` of a flattened parameter: they are a box of the tensor `name` of this shape."""
+    """The values `begin` to `end` of a flattened parameter.
+
+    They are the values in `box` of the tensor `name`, whose shape is `shape`.
+    """
 
     name: str
     shape: Shape
@@ -57,14 +60,14 @@ HeldParameters = Mapping[str, HeldParameter]
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
-    """Return the number of rows of the embedding. They are padded to a multiple of the tensor group."""
+    """Return the number of rows of the embedding. It is padded to a multiple of the tensor group's size."""
     return math.ceil(architecture.vocabulary / grid.tensor) * grid.tensor
 
 
 def held_parameters(
     architecture: Architecture, grid: Grid, place: Place, *, critic: bool = False
 ) -> tuple[HeldParameters, ...]:
-    """Return the parameters of the rank at this place, for each model part of its stage.
+    """Return the parameters of the rank at this place, for each part of the model on its stage.
 
     A critic has a value head instead of the output layer.
     """
@@ -120,7 +123,7 @@ class _Rules:
     place: Place
 
     def layer(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield the parameters of a layer by their names in it; `at` is its prefix in the Hugging Face model."""
+        """Yield (name in the layer, parameter) for one layer. In the Hugging Face model, `at` is the layer's prefix."""
         a = self.architecture
         yield "input_layernorm.weight", self.whole(f"{at}input_layernorm.weight", a.hidden)
         yield "self_attention.linear_qkv.weight", self._qkv(at, "weight", a.hidden)

@@ -1,9 +1,9 @@
 """Plan the division among ranks: describe it, refuse models that do not fit it, and estimate memory.
 
-This reads the model's config but no weights. The memory is that of the fullest rank. Weights, gradients and optimizer
-are exact sums over the table of parts. Activations are the tensors that a layer keeps for the backward pass, times the
-micro-batches that a stage has begun and not finished. They are counted as in Korthikanti et al. 2022
-(arXiv:2205.05198), for gated SiLU, shared keys and attention that keeps no scores.
+This reads the model's config but no weights. The estimate is for the rank that needs most memory. The bytes of weights,
+gradients and optimizer are exact sums over the rank's parts of tensors. Activations are the tensors that a layer keeps
+for the backward pass, times the micro-batches that a stage has begun and not finished. They are counted as in
+Korthikanti et al. 2022 (arXiv:2205.05198), for gated SiLU, shared keys and attention that keeps no scores.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 MAIN_BYTES = 4
 """Bytes of the optimizer's copy of a weight, and of a summed gradient."""
 _UNEVEN_EXPERTS = 1.2
-"""The assumed load of the busiest rank that divides experts, relative to an even share. No router is even."""
+"""The assumed load of the busiest rank that divides experts, relative to an even share. Routers never spread
+tokens evenly."""
 
 RANKS_OF_MACHINE = 8
 """The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
@@ -66,7 +67,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
     if local is not None:
         for name, stride, ranks in (("tensor", 1, grid.tensor), ("context", grid.tensor, grid.context)):
             if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
-                yield f"groups of {name} lie across machines, as each has {local} ranks: slow"
+                yield f"groups of {name} span several machines, as a machine has {local} ranks: slow"
 
 
 def _product(grid: Grid) -> str:
@@ -111,7 +112,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
         what = "stages" if grid.virtual_stages == 1 else "parts of stages"
         yield Problem(
             f"backend.{key}",
-            f"makes {count} {what}, and each needs one of the model's {a.num_layers} layers. Make it smaller.",
+            f"makes {count} {what}, and each needs at least one of the model's {a.num_layers} layers. Make it smaller.",
         )
     if a.num_experts and grid.tensor > 1 and not config.divides_tokens:
         yield Problem("backend.sequence_parallel", "is false, but experts need it with tensor above 1. Remove it.")
@@ -129,7 +130,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
 
 
 def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, critic: bool) -> Iterator[Problem]:
-    """Yield a problem if the optimizer's groups give different settings to weights that are one Megatron parameter."""
+    """Yield a problem if the optimizer's groups give different settings to weights that Megatron joins."""
     alone = Grid(1)
     (parameters,) = held_parameters(a, alone, alone.place(0), critic=critic)
     for held in parameters.values():
@@ -152,7 +153,7 @@ def _fitting(key: str, number: int, ranks: int) -> str:
 
 
 def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that need less memory, the cheapest in time first."""
+    """Yield settings that need less memory. Those that cost least time come first."""
     if config.recompute == "none":
         yield {"recompute": "selective"}
     yield from smaller_microbatches(config, row_length, tokens)
@@ -165,7 +166,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
 
 
 def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that divide each copy of the model among more ranks. The number of all ranks stays."""
+    """Yield settings that divide each copy of the model among more ranks. The number of ranks stays the same."""
     grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
     expert, tensor = grid.expert, grid.tensor
     experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
@@ -187,14 +188,14 @@ def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Map
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of a step of so many tokens on the fullest rank. Raises ModelError, ConfigError."""
+    """Estimate the memory of the fullest rank in a step of so many tokens. Raises ModelError, ConfigError."""
     return estimate_fullest(config, run, read_architecture(load_model_config(run.model)), row_length, tokens)
 
 
 def estimate_fullest(
     config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int
 ) -> MemoryEstimate:
-    """Estimate the memory of a step of so many tokens of this model on the fullest rank."""
+    """Estimate the memory of the fullest rank in a step of so many tokens of this model."""
     stages = [_of_stage(config, run, a, stage, row_length, tokens) for stage in range(config.pipeline)]
     found = max(stages, key=lambda estimate: estimate.peak)
     local = ranks_of_machine(config)
@@ -231,7 +232,7 @@ def _of_stage(
         # Divided matrices are multiplied with the inputs of all tokens, and with their gradients.
         update["gathered activations"] = 2 * own * a.hidden * computed
     if stage == grid.pipeline - 1:
-        # The backward pass has log-softmax and its gradient in fp32, and the gradient of the logits as computed.
+        # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         columns = padded_vocabulary(a, grid) // grid.tensor
         update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
     if run.source.facts.replays_experts:
@@ -246,7 +247,7 @@ def _of_stage(
 
 
 def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) -> tuple[int, int]:
-    """Return the number of micro-batches of a step, and the tokens that a rank has of each."""
+    """Return the number of micro-batches of a step, and the number of tokens of each that one rank computes."""
     share = math.ceil(tokens / config.grid.data)
     # A row is never divided between micro-batches.
     size = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
@@ -255,7 +256,7 @@ def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) ->
 
 
 def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False) -> tuple[int, int]:
-    """Count the values that each rank of a stage holds in its experts, and in everything else with padding."""
+    """Count the values that each rank of a stage holds in experts, and in all other parameters including padding."""
     # All layers are alike, so one layer is counted and multiplied.
     layers = grid.count_layers(a.num_layers, stage)
     of_experts, of_rest = _values_of_layer(a, grid.tensor, grid.expert, grid.expert_tensor)
@@ -265,7 +266,7 @@ def held_values(a: Architecture, grid: Grid, stage: int, *, critic: bool = False
 
 @lru_cache(maxsize=256)
 def _values_of_layer(a: Architecture, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int]:
-    # The second of three stages has only a layer.
+    # The second of three stages has one layer and nothing else.
     grid = Grid(3 * tensor * expert * expert_tensor, tensor, 3, expert=expert, expert_tensor=expert_tensor)
     return _count_values(replace(a, num_layers=3), grid, 1, critic=False)
 
@@ -278,7 +279,7 @@ def _count_values(a: Architecture, grid: Grid, stage: int, critic: bool) -> tupl
 
 
 def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerConfig, computed_bytes: int) -> int:
-    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies if weights are narrower."""
+    """Return the bytes of a rank's share of the optimizer: its state, and fp32 copies of weights that are narrower."""
     expert, dense = math.ceil(values[0] / grid.expert_data), math.ceil(values[1] / (grid.data * grid.context))
     copies = MAIN_BYTES * (dense + expert) if computed_bytes < MAIN_BYTES else 0
     return copies + optimizer.state_bytes({"dense": (dense,), "expert": (expert,)}, MAIN_BYTES)
@@ -287,7 +288,7 @@ def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerCo
 def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
     """Count the micro-batches, out of `number`, whose activations a stage keeps at its peak.
 
-    Without `virtual_stages` these are as many as there are stages from this one to the last (PipeDream-Flush, Narayanan
+    Without `virtual_stages` the number is that of the stages from this one to the last (PipeDream-Flush, Narayanan
     et al. 2021, arXiv:2104.04473). For interleaved stages see Korthikanti et al. 2022, section 4.2.3, and Megatron's
     `get_pp_rank_microbatches`.
     """
@@ -336,7 +337,7 @@ def sequence_share(config: MegatronBackendConfig) -> int:
 
 def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:
     queries, keys = a.heads // config.tensor, a.key_value_heads // config.tensor
-    # The projection is one tensor, which stays because keys and values are views of it. Queries are copied.
+    # The projection is one tensor, which stays in memory because keys and values are views of it. Queries are copied.
     projected = queries + 2 * keys
     # A norm reads the copied queries and the keys, and makes new ones.
     normed = queries + keys if a.qk_norm else 0

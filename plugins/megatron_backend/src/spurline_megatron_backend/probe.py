@@ -1,7 +1,8 @@
 """Check at start-up that packing and sharing do not change the log-probabilities of a sequence.
 
-Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. The probe compares the result
-with each sequence alone, on a few random tokens. It runs forward passes through all stages, and changes nothing.
+Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. On a few random tokens, the
+probe compares the logprobs with those of each sequence alone. It runs forward passes through all stages, and changes
+nothing.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _logprobs(
         return inputs.logprobs.sum()
 
     numbered = [(np.array([number]), stream) for number, stream in enumerate(streams)]
-    # Interleaved stages need a multiple of the stages.
+    # With virtual stages, the number of streams must be a multiple of the number of stages.
     missing = grid.rounded_up(len(numbered)) - len(numbered)
     model.run([*numbered, *numbered[:1] * missing], visit, (), 1.0, doing=doing, backward=False)
     return found

@@ -56,7 +56,7 @@ class MegatronRank(RankWorker):
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         super().__init__(place, run, registry, total_updates)
-        # Without the setting `ranks` the config counts GPUs, and a rank sees only one.
+        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only one.
         grid = replace(self._config.grid, ranks=place.world)
         self._groups = _open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
         self._counts = grid.speaks(place.rank)
@@ -83,7 +83,7 @@ class MegatronRank(RankWorker):
         self._reference: StagedModel | None = None
         if self._run.trained_critic is not None:
             self._critic = self._train(critic_optimization(self._run.trained_critic, self._registry), critic=True)
-        # This gives the names, shapes and dtypes of the local backend.
+        # Tensors get the names, shapes and dtypes that they have in the backend `local`.
         causal = build_without_memory(config, self._run.model)
         nn.Module.to(causal, torch.float32)
         named = NamedWeights(causal, adapted=False)
@@ -136,7 +136,7 @@ class MegatronRank(RankWorker):
             return None
         result = torch.zeros(batch.num_rows * batch.length)
         if values:
-            # All values are copied at once: each copy would let the other stages wait.
+            # All values are copied at once: with a copy for each stream, the other stages would wait each time.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
 
@@ -188,7 +188,7 @@ class MegatronRank(RankWorker):
         model.run(self._streams(share, needs), visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
-        """Return the streams of this rank. All ranks have the same number, as some streams are idle."""
+        """Return the streams of this rank. All ranks have the same number of streams, of which some are idle."""
         columns = [name for name in needs if name != ENTROPY]
         streams = list(share_streams(share, columns, self._profile))
         missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
@@ -201,7 +201,7 @@ class MegatronRank(RankWorker):
         return TrainedModel(model, recipe, shapes, self._groups.place.tensor, exact, digest, self._memory)
 
     def _model(self, *, critic: bool = False) -> tuple[StagedModel, list[Tensor], str]:
-        """Return a model with its weights from the files, the same weights in fp32, and the digest of the latter."""
+        """Return a model with the weights from the files, these weights in fp32, and the digest of the fp32 weights."""
         architecture, groups = self._architecture, self._groups
         parts = build_parts(architecture, self._config, groups, critic=critic)
         choices = router_choices(parts, groups.tensor, replay=not critic)
@@ -221,7 +221,7 @@ class MegatronRank(RankWorker):
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
-        """Lend the model of this role for forward passes. It is on the device."""
+        """Yield the model of this role, for forward passes. It is on the device."""
         if role != "reference":
             yield self._trained[role].model
             return
@@ -241,7 +241,7 @@ class MegatronRank(RankWorker):
 
 
 def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
-    """Open the groups, and seed the generators of Megatron. A collective. `timeout_s` is the limit of an exchange."""
+    """Open the groups, and seed the generators of Megatron. A collective. `timeout_s` limits each exchange."""
     parallel_state.initialize_model_parallel(
         **grid.parallel_sizes,
         # Megatron passes this to timedelta, which takes fractions.

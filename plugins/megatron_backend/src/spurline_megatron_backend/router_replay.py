@@ -1,9 +1,9 @@
 """Send tokens to the experts that the engine chose, and count the tokens of each expert.
 
 Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
-the router of the layer. The weights of experts still come from the router, so it gets gradients. Megatron has its own
-replay, but with one list of routers for the process: policy and reference would mix. Here each router has its own
-object.
+the router of the layer. The weights of experts still come from the router, so the router gets gradients. Megatron's own
+replay has one list of routers for the process, which would mix those of policy and reference. Here each router has its
+own object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class RouterChoice:
 
     Args:
         layer: The number of the layer in the whole model, counted from 0.
-        group: The ranks that divide the tokens. Each routes consecutive tokens. None if this rank routes all tokens.
+        group: The ranks that divide the tokens. Each rank routes consecutive tokens. None if this rank routes all
+            tokens.
         replays: Whether given experts are used.
     """
 
@@ -36,7 +37,7 @@ class RouterChoice:
         self._given: Tensor | None = None
         self._num_fill = 0
         self.loads: ExpertLoads | None = None
-        """Gets the number of tokens of each expert, unless it is None."""
+        """Adds up the number of tokens of each expert. If None, they are not counted."""
 
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Take the given experts from the arguments of the layer's attention. This is a hook before attention.
@@ -76,7 +77,7 @@ class RouterChoice:
 
 
 def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: bool) -> list[RouterChoice]:
-    """Give each router of a model a `RouterChoice`. With `replay` it uses the experts that a stream brings."""
+    """Give each router of a model a `RouterChoice`. With `replay`, routers use the experts that a stream contains."""
     choices: list[RouterChoice] = []
     for part in parts:
         group = tensor if part.config.sequence_parallel else None

@@ -1,4 +1,4 @@
-"""Run micro-batches through a model whose parts lie on the stages of a pipeline, forward or forward and backward.
+"""Run micro-batches through a model on the stages of a pipeline: only forward, or forward and backward.
 
 Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which send hidden states from
 stage to stage -> `visit` with logprobs on the last stage. All ranks of a pipeline get the same rows, and make the same
@@ -119,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # This is for sums that begin in the last backward pass. The schedule has an argument for others.
+                # This is for sums that begin in the last backward pass. For later sums the schedule has an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
@@ -128,7 +128,7 @@ class StagedModel:
                 data_iterator=iterators if len(self.parts) > 1 else iterators[0],
                 model=list(self.runs),
                 num_microbatches=len(microbatches),
-                # For interleaved stages, which exchange tensors of one length. Megatron divides it by context.
+                # Virtual stages exchange tensors of this length. Megatron divides it by `context`.
                 seq_length=microbatches[0].part.num_tokens * self._grid.context,
                 micro_batch_size=1,
                 forward_only=not backward,
@@ -151,7 +151,7 @@ class StagedModel:
 
     @contextmanager
     def counting_experts(self, loads: ExpertLoads) -> Iterator[None]:
-        """Add up the tokens that this rank sends to each expert, while the context is open."""
+        """While the context is open, add up the number of tokens that this rank sends to each expert."""
         for choice in self._choices:
             choice.loads = loads
         try:
@@ -167,7 +167,7 @@ class StagedModel:
 
     @contextmanager
     def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
-        """Use other chunks of logits in the context, and another sharing of sequences unless it is None."""
+        """Use other chunks of logits while the context is open, and another sharing of sequences if one is given."""
         own_sharing, score = self._sharing, self.parts[-1].score
         own_chunks = chunk_tokens if score is None else score.chunk_tokens
         self._sharing = sharing or own_sharing

@@ -2,7 +2,7 @@
 
 Megatron-core keeps the gradients of a model in flat buffers. When it sums a buffer, each data-parallel rank gets one
 range of the result (ZeRO stage 1, Rajbhandari et al. 2020, arXiv:1910.02054). A rank keeps fp32 values and optimizer
-state only for its own ranges, and the run's optimizer steps on these ranges. Then all ranks gather the new weights.
+state only for its own ranges, and the run's optimizer updates these ranges. Then all ranks gather the new weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Shard:
     """The range `span` of a flattened parameter that this rank optimizes.
 
     Attributes:
-        main: The fp32 values that the optimizer steps on.
+        main: The fp32 values that the optimizer updates.
         weights: The same values in the model's dtype. If the model is fp32, they share the memory of `main`.
         gradient: The gradients. At the end of a backward pass they are summed over all ranks.
     """
@@ -88,8 +88,9 @@ class TrainedModel:
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():
-            # Gradients of experts must be summed over the ranks with the same experts. Megatron sets this only if
-            # `expert` is above 1. But ranks of a tensor group may have the same experts and different tokens.
+            # Gradients of experts must be summed over the ranks with the same experts. Megatron sets `allreduce`
+            # to False only if `expert` is above 1. But ranks of a tensor group may have the same experts and different
+            # tokens.
             cast(Any, parameter).allreduce = not held.is_expert
         # The overlap sums each bucket of gradients as soon as the last backward pass has filled it.
         settings = DistributedDataParallelConfig(
@@ -107,10 +108,10 @@ class TrainedModel:
         self.shards = [shard for wrapped in self._wrapped for shard in _shards(wrapped, known)]
         self.optimizer = _optimizer(recipe, shapes, model.parameters(), self.shards)
         self.made = group_values(self.optimizer)
-        """The settings of the optimizer's groups when it was new."""
+        """The settings of the optimizer's groups when the optimizer was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether the device was yielded when `show_exact` wrote the fp32 values. None if they are not written."""
+        """Whether engines had the device when `show_exact` wrote the fp32 values. None if none are written."""
 
     @property
     def optimizer_name(self) -> str:
@@ -119,7 +120,7 @@ class TrainedModel:
     def owned(self) -> list[Owned]:
         """Return the ranges that this rank optimizes.
 
-        While the device is yielded, these are copies on the host, which may only be read.
+        While engines have the device, these are copies on the host, which must not be changed.
         """
         owned: list[Owned] = []
         for shard in self.shards:
@@ -151,7 +152,7 @@ class TrainedModel:
         return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
-        """Return whether this rank counts a shard. If several ranks have the same values, the first counts them."""
+        """Return whether this rank adds a shard to the norm. If several ranks have the same values, the first does."""
         if shard.held.is_copy:
             return False
         return shard.held.is_divided or self._tensor_rank == 0
@@ -205,7 +206,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # Ranks exchange only on the device. Even while it is yielded, one bucket fits there.
+                        # Ranks can exchange only on the device. One bucket fits there even while engines have it.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -226,7 +227,7 @@ def _buffers(wrapped: DistributedDataParallel) -> list[Any]:
 
 
 def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldParameter, Tensor]]) -> list[Shard]:
-    """Return the ranges of this model part that this rank optimizes.
+    """Return the ranges that this rank optimizes in this part of the model.
 
     `known` has the `HeldParameter` and the fp32 values of each parameter, by the id of the parameter.
     """
@@ -247,7 +248,7 @@ def _shards(wrapped: DistributedDataParallel, known: Mapping[int, tuple[HeldPara
                 begin = first + bucket.offset - start
                 span = (begin, begin + last - first)
                 weights = bucket.param_data[first:last]
-                # fp32 weights are stepped on in place.
+                # The optimizer updates fp32 weights in place.
                 main = weights if weights.dtype == torch.float32 else exact.view(-1)[slice(*span)].to(weights.device)
                 shards.append(Shard(held, span, Parameter(main), weights, bucket.grad_data[first:last]))
     return shards

@@ -25,7 +25,7 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 class VocabularyLogprobs:
     """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
 
-    The logits of several chunks are recomputed in the backward pass.
+    If there are several chunks, the backward pass computes their logits again.
 
     Args:
         logits: Computes this rank's logits [N, V] from hidden states [N, H]. Rank r has the tokens from r * V on.
@@ -48,8 +48,8 @@ class VocabularyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
 
-        The distribution is softmax(logits / temperature). All ranks of the group have the same arguments and the same
-        loss, and this loss counts once.
+        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and
+        compute the same loss, which counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute chunks in the same order, so that their exchanges match.

@@ -79,7 +79,7 @@ class BoxOwners:
 
 @cache
 def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) -> BoxOwners:
-    """Find the owners of the boxes of a model. A critic has a value head."""
+    """Find the owner of each box of a model. A critic has a value head instead of the output layer."""
     shapes: dict[str, Shape] = {}
     boxes: dict[str, dict[Box, OwnedBox]] = {}
     for rank, part in _parts_by_rank(architecture, grid, critic=critic):
@@ -92,7 +92,7 @@ def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) 
 
 
 def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
-    """Yield (rank, part) in the order of ranks. Ranks and parameters are skipped if an earlier rank has the same."""
+    """Yield (rank, part) in the order of ranks. Parameters that an earlier rank has too are skipped."""
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
@@ -115,8 +115,8 @@ class WeightsOfRanks:
         grid: The division of the ranks.
         held: Contiguous tensors of this rank, in one dtype on all ranks.
         critic: Whether the model has a value head.
-        max_bytes: The bytes that a rank receives at a time. A larger box comes alone.
-        read: Returns the values of a held tensor. While the device is yielded, they are elsewhere.
+        max_bytes: The bytes that a rank receives at a time. A larger box is received alone.
+        read: Returns the values of a held tensor. While engines have the device, these values are on the host.
         prepare: Puts the values into the held tensors before they are gathered. A collective.
     """
 
@@ -181,7 +181,7 @@ class WeightsOfRanks:
                         _place(part, self._values(part), whole)
                     continue
                 if self._rank == owner:
-                    # A message for several ranks is made once.
+                    # If several ranks get the same message, it is made once.
                     message = outgoing.get(wanted_parts := tuple(own))
                     if message is None:
                         message = outgoing[wanted_parts] = self._empty(own, dtype)
@@ -192,7 +192,7 @@ class WeightsOfRanks:
                     message = self._empty(own, dtype)
                     arriving += zip(own, _spaces(message, own), strict=True)
                     exchanges.append(dist.P2POp(dist.irecv, message, owner))
-        # All messages are one batch. Without it NCCL makes a communicator for every pair of ranks, and two ranks that
+        # All messages are one batch. Otherwise NCCL makes a communicator for every pair of ranks, and two ranks that
         # send to each other wait forever.
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():
             work.wait()
@@ -211,7 +211,7 @@ class WeightsOfRanks:
 
 
 def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
-    """Return the place of each box in a message."""
+    """Return the memory for each box in a message."""
     return message.split([part.box.num_values for part in parts])
 
 

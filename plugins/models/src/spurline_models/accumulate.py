@@ -24,7 +24,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
 """Micro-batches: rows of the mini-batch, and their stream. The model also runs on idle streams, since other ranks wait
-for it. The loss is not called on them."""
+for it. The loss is not computed on idle streams."""
 
 
 def accumulate_gradients(
@@ -68,7 +68,7 @@ def _objective_of(
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
     if stream.is_idle:
-        # Every parameter gets a gradient of zeros, in the order of the other ranks.
+        # Every parameter gets a gradient of zeros, in the same order as on the other ranks.
         return (inputs.logprobs * 0).sum()
     token_loss = loss.token_loss(inputs)
     with torch.no_grad():
@@ -124,8 +124,8 @@ class SumsPart:
         broken_rows: Rows of the micro-batches whose loss is not finite.
         sums: Sums of weight * value of the loss's metrics.
         extremes: Values of the metrics that end with `/max` or `/min`.
-        balance: Sum over sequences of the balance of routers, or None if it is not trained.
-        expert_loads: The loads of this rank's experts. `load_metrics` joins those of all ranks.
+        balance: Sum over sequences of the balance of routers, or None without a balance loss.
+        expert_loads: The loads of experts by this rank's tokens. `load_metrics` joins the loads of all ranks.
     """
 
     loss: float = 0.0
@@ -166,7 +166,7 @@ class SumsPart:
         return {**means, **self.extremes}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
-        """Return `moe/aux_loss`, the mean balance of sequences, or {} if it is not trained."""
+        """Return `moe/aux_loss`, the mean balance of sequences, or {} without a balance loss."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
@@ -174,7 +174,7 @@ class SumsPart:
 
 
 class StepSums:
-    """Weighted sums over micro-batches. They are on the device until `fetch`, which makes one transfer."""
+    """Weighted sums over micro-batches. They stay on the device until `fetch`."""
 
     def __init__(self, expert_loads: ExpertLoads | None = None) -> None:
         self._expert_loads = expert_loads or ExpertLoads()

@@ -1,7 +1,7 @@
 """Turn chunks of rows into blocks of samples, in this process or in a pool of processes.
 
-Place on the way: chunks -> RowEncoder -> blocks. RowEncoder encodes each row, as for `text/sequential`. Rows are not
-sent to other processes: a pickled dataset finds its rows again, and a pickled tokenizer contains its JSON.
+Place on the way: chunks -> RowEncoder -> blocks. `text/sequential` encodes rows with the same RowEncoder. Rows are
+not sent to other processes. Each worker gets a pickled dataset and a pickled tokenizer, and reads the rows itself.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def chunks_of(sizes: Sequence[int], first: int, rows_at_most: Callable[[], int])
     Args:
         sizes: Rows of each dataset.
         first: The first row, counted from 0 over all datasets.
-        rows_at_most: Returns the most rows of the next chunk.
+        rows_at_most: Returns the maximum number of rows of the next chunk.
     """
     for source, size in enumerate(sizes):
         start = min(first, size)
@@ -80,7 +80,7 @@ def chunks_of(sizes: Sequence[int], first: int, rows_at_most: Callable[[], int])
 class BlockEncoder:
     """Encodes chunks of the rows of several datasets.
 
-    With `threads`, a thread encodes while this one reads rows. A pickled copy uses no thread.
+    With `threads`, a second thread encodes while the calling thread reads rows. A pickled copy uses no second thread.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class BlockEncoder:
         """Yield the block of each chunk, in order. Only the calling thread reads datasets.
 
         While the tokenizer encodes one chunk on its own threads, the calling thread renders the rows of later chunks
-        and makes the masks of the chunk before. So the threads of the tokenizer never wait for a chunk. Raises the
-        error of the first bad row, in the order of the rows.
+        and makes the masks of the previous chunk. So the tokenizer's threads never wait for a chunk. Raises the error
+        of the first bad row, in the order of the rows.
         """
         if not self._uses_thread:
             for chunk in chunks:
@@ -125,7 +125,7 @@ class BlockEncoder:
                 yield started.popleft()()
 
     def _start(self, chunk: Chunk, executor: ThreadPoolExecutor | None) -> Callable[[], SampleBlock]:
-        """Start encoding a chunk. The returned function waits for its block, or raises its error."""
+        """Start encoding a chunk. The returned function waits for the block, or raises the chunk's error."""
         encoder = self._encoder(chunk.source)
         prepared = encoder.prepare(range(chunk.start, chunk.stop))
         if executor is None:
@@ -141,18 +141,19 @@ class BlockEncoder:
 
 
 class UnsharableDataError(Exception):
-    """A dataset or tokenizer that cannot be sent to another process. The text says why."""
+    """Raised if a dataset or tokenizer cannot be sent to another process. The text says why."""
 
 
 class WorkerPool:
     """A context manager with processes that encode chunks. Leaving it ends all of them.
 
-    Entering it, or its first block, raises UnsharableDataError if the encoder cannot be sent to other processes.
+    Entering the context, or asking for the first block, raises UnsharableDataError if the encoder cannot be sent to
+    other processes.
     """
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
         self._encoder, self._num_workers = encoder, num_workers
-        # Worker by process id. The executor fills its own dict.
+        # The workers by process id: the executor's own dict, once the context is entered.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
@@ -168,7 +169,7 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nobody needs their results any more.
+        # Nobody needs the results of the workers any more.
         for process in list(self._processes.values()):
             process.kill()
         # The executor's thread may wait for the second half of a block from a killed worker. The thread sees the end of
@@ -183,7 +184,7 @@ class WorkerPool:
         return list(self._processes)
 
     def blocks(self, chunks: Iterable[Chunk]) -> Iterator[SampleBlock]:
-        """Yield the block of each chunk, in order. Memory holds a few chunks of each worker.
+        """Yield the block of each chunk, in order. Only a few chunks per worker are in memory at a time.
 
         Raises the error of the first bad row in the order of the rows, and RunFailedError if a worker dies or hangs.
         """
@@ -201,7 +202,7 @@ class WorkerPool:
             ) from error
 
     def _submit(self, chunk: Chunk) -> Future[SampleBlock]:
-        # Any submit may start a process until all are started: the executor starts none while a worker is idle.
+        # The executor starts a process only if no worker is idle. So until all are started, any submit may start one.
         starts = len(self._processes) < self._num_workers
         with _without_main_module() if starts else nullcontext():
             return self._executor.submit(_encode, chunk)
@@ -209,7 +210,7 @@ class WorkerPool:
     def _result(self, future: Future[SampleBlock]) -> SampleBlock:
         deadline = time.monotonic() + _STALL_TIMEOUT_S
         while not wait([future], timeout=_LOOK_S).done:
-            # The executor does not notice the end of a worker while it waits for the rest of a block.
+            # While the executor waits for the rest of a block, it does not notice that the worker has ended.
             if connection.wait([process.sentinel for process in list(self._processes.values())], timeout=0):
                 raise BrokenProcessPool("a worker ended")
             if time.monotonic() > deadline:
@@ -222,7 +223,7 @@ class WorkerPool:
 
 @contextmanager
 def _without_main_module() -> Iterator[None]:
-    """Start processes that do not import the main module. Otherwise each of them would run the user's script again."""
+    """Keep new processes from importing the main module. Otherwise each of them would run the user's script again."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -236,7 +237,7 @@ _encoder: BlockEncoder | None = None
 
 
 def _begin(pickled_encoder: bytes) -> None:
-    """Prepare a worker: keep the pickled encoder, use one thread, end with the parent."""
+    """Prepare a worker: keep the pickled encoder, use one thread, end when the parent ends."""
     global _pickled_encoder
     _pickled_encoder = pickled_encoder
     # The workers run in parallel, so each needs only one thread.

@@ -1,7 +1,7 @@
 """Tokenization `parallel`: read tokens from the cache, or make them on all cores and cache them.
 
-Place on the way: datasets -> cache key -> a cache entry; or blocks of samples -> SampleCollector -> memory or a new
-entry. RowEncoder encodes each row, as for `text/sequential`.
+Place on the way: datasets -> cache key -> a cache entry. If there is no entry: datasets -> blocks of samples ->
+SampleCollector -> memory or a new entry. `text/sequential` encodes rows with the same RowEncoder.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ ROWS_PER_CHUNK = 256
 """Rows of a chunk, enough to keep the threads of the tokenizer busy unless the rows are short."""
 MOST_ROWS_PER_CHUNK = 1024
 TOKENS_PER_CHUNK = 1 << 16
-"""Tokens of a chunk of short rows. Chunks should be large, since the tokenizer's threads pause after each one."""
+"""If rows are short, chunks have about this many tokens. Small chunks are slow: the tokenizer pauses after each."""
 
 ROWS_WORTH_WORKERS = 100_000
 CORES_WORTH_WORKERS = 4
-"""`auto` starts workers from these numbers on. Starting takes 2 s, and below the tokenizer's threads are as fast."""
+"""`workers: auto` starts workers if there are at least so many rows and cores. Starting them takes 2 s. With fewer rows
+or cores, the threads of the tokenizer are as fast."""
 MAX_WORKERS = 64
 """More workers are not faster, since one process collects the blocks of all workers."""
 
@@ -63,7 +64,7 @@ def show_progress(num_rows: int) -> Iterator[Advance]:
 
 
 class ParallelTokenization:
-    """Tokenizes datasets on all cores; equal to `text/sequential` sample by sample."""
+    """Tokenizes datasets on all cores. Each sample equals that of `text/sequential`."""
 
     def __init__(
         self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
@@ -71,7 +72,7 @@ class ParallelTokenization:
         self._config, self._tokenizer, self._data = config, tokenizer, data
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """Return all samples of all datasets, in order. No row is read when the cache has the tokens."""
+        """Return all samples of all datasets, in order. If the cache has the tokens, no row is read."""
         config = self._config
         if config.disable_cache:
             return self._in_memory(datasets)
@@ -111,7 +112,7 @@ class ParallelTokenization:
     def _encode(
         self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink; None keeps them in memory. Also returns notes for the user."""
+        """Send the samples of all rows to the sink, or to memory if it is None. Return notes for the user too."""
         for dataset in datasets:
             check_rows(dataset.dataset)
         encoder = BlockEncoder(datasets, self._tokenizer, self._data)
@@ -143,7 +144,7 @@ def _blocks(
                 f"tokenized in one process instead of {num_workers}: the data cannot be sent to another process "
                 f"({error}). Define the dataset in a module that can be imported, and make it picklable."
             )
-    for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - chunks follow the loop
+    for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - it must see new values
         fitting = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
         rows_per_chunk = max(ROWS_PER_CHUNK, min(fitting, MOST_ROWS_PER_CHUNK))
         yield block

@@ -12,12 +12,12 @@ from spurline.errors import UserError
 
 
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or still running.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where a comparison is written; comparison.html in this folder if not given.")
+        Path | None, typer.Option(help="The file of a comparison. Default: comparison.html in the current folder.")
     ] = None,
 ) -> None:
-    """Write RUN_DIR/report.html from the metrics so far, also while the run is going on. Several runs are compared."""
+    """Write RUN_DIR/report.html, also while the run is going on. For several runs, write a page that compares them."""
     from spurline.run.directory import RunDirectory, check_run_directory
     from spurline_insight.report.page import write_run_report
 

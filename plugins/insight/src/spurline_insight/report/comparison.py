@@ -1,7 +1,7 @@
 """Compare several runs on one page: their results, the settings that differ, and their curves in common plots.
 
-A run has the same colour in the header and in all plots. Metrics that at least two runs recorded get a plot. The usual
-ones are open. The others are folded, in groups by the first part of their names.
+A run has the same colour in the header and in all plots. Metrics that at least two runs recorded get a plot. Plots of
+the usual metrics are open. Other plots are folded, in groups by the first part of the metric's name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Raises:
         RunDirectoryError: If a folder holds no run.
-        UserError: If a folder is given twice, if there are too many, or if the runs have no metric in common.
+        UserError: If a folder is given twice, if there are too many folders, or if the runs have no metric in common.
     """
     places = [run_dir.resolve() for run_dir in run_dirs]
     twice = [str(run_dir) for run_dir, place in zip(run_dirs, places, strict=True) if places.count(place) > 1]
@@ -134,7 +134,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
     rows: list[list[str]] = []
     for key in keys:
         values = [settings.get(key, _NOTHING) for settings in flat]
-        # The run_dir differs always, and the name of the run shows it.
+        # `run_dir` always differs, and the name of the run shows it already.
         if key != "run_dir" and len(set(values)) > 1:
             shown = (f"{value[:_LONGEST_SETTING]}…" if len(value) > _LONGEST_SETTING else value for value in values)
             rows.append([f"<code>{text(value)}</code>" for value in (key, *shown)])

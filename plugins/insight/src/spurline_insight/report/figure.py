@@ -28,7 +28,7 @@ Trace = dict[str, Any]
 
 
 def series_color(index: int) -> str:
-    """Return the colour of series number `index`. There are eight, which repeat."""
+    """Return the colour of series number `index`. There are eight colours, which repeat."""
     return f"--series-{index % 8 + 1}"
 
 

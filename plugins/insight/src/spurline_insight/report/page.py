@@ -24,7 +24,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
     If a panel raises an error, the page shows the error in its place.
 
     Raises:
-        RunFailedError: If panels raised errors, once the page is written; names them.
+        RunFailedError: If panels raised errors. The page is written first. The error names the panels.
     """
     sections: list[str] = []
     failures: list[tuple[str, Exception]] = []

@@ -81,10 +81,10 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Return the names of all other evaluation metrics: first the shares, for which more is better, then the rest.
+    """Return the names of evaluation metrics except losses: first shares, for which more is better, then the others.
 
-    A score of answers is a share if all its values are within 0..1. For a metric that training records too, its name
-    decides: a margin of 0.4 is not 40 %.
+    A score of answers is a share if all its values are within 0..1. For a metric that training records too, the name of
+    the metric decides: a margin of 0.4 is not 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = evaluation_metrics(record)

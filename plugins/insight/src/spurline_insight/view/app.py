@@ -1,4 +1,4 @@
-"""Answer the requests of the page: three files of the package, and JSON about the runs of the command line.
+"""Answer the requests of the page: three files of the package, and JSON about the runs that the command line names.
 
 Other packages answer further requests through the entry-point group `spurline.view`. An entry point `module:function`
 gets the run directories, and returns functions by their names below `/api/`. A request names a run by its number, and

@@ -19,11 +19,11 @@ ADDRESS = "127.0.0.1"
 
 
 def view(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or going on.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where to listen on 127.0.0.1; 0 for a free one.")] = 0,
-    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, and open no browser.")] = False,
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs, finished or still running.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1. 0 chooses a free port.")] = 0,
+    no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, but open no browser.")] = False,
 ) -> None:
-    """Serve a local page over runs: curves, evaluations, rollouts token by token. Ends at Ctrl-C; writes nothing."""
+    """Serve a local page about runs: curves, evaluations, rollouts token by token. Ctrl-C ends it. Writes nothing."""
     try:
         import uvicorn
 
@@ -40,11 +40,11 @@ def view(
         guard = Guard(app, token, port)
         config = uvicorn.Config(
             guard,
-            # The application needs no start or stop. With them, Ctrl-C would print a traceback.
+            # The application does nothing at start or stop. With lifespan on, Ctrl-C would print a traceback.
             lifespan="off",
             ws="none",
             log_level="warning",
-            # The log would show the addresses of requests, which may hold the token.
+            # The log would show the addresses of requests, which may contain the token.
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=1,

@@ -1,6 +1,6 @@
-"""Show the page only to a browser that has the token, and only under a name of this machine.
+"""Show the page only to a browser that has the token and asks for a host of `HOSTS`.
 
-The guard is an ASGI application around another. The address of the first visit holds the token. The browser gets a
+The guard is an ASGI application around another. The address of the first visit contains the token. The browser gets a
 cookie, and is redirected to the same address without the token. Later requests pass with the cookie. The headers of
 every answer forbid scripts and styles from elsewhere, frames, and reading by other sites.
 """
@@ -32,14 +32,14 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """An application that passes requests with the token on to `app`. `port` is a part of the cookie's name."""
+    """An application that passes requests with the cookie on to `app`. `port` is a part of the cookie's name."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app = app
         self._token = token
         self._cookie = f"spurline_view_{port}"
         self.one_visit = secrets.token_urlsafe(24)
-        """A token for one visit. Other users of the machine can see the address that a browser is started with."""
+        """A token for one visit. Other users of the machine can see the address with which a browser is started."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]

@@ -18,7 +18,7 @@ MAX_POINTS = 2000
 
 
 class ViewedRun:
-    """A finished or running run. Each answer reads its files again. Several threads may use it.
+    """A finished or running run. Each method reads the run's files again. Several threads may call them.
 
     Raises RunDirectoryError if the folder is missing or is not a run directory.
     """

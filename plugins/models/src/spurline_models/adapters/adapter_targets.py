@@ -1,4 +1,4 @@
-"""Find the modules of a model that cannot carry an adapter, without weights and without PEFT."""
+"""Find the modules of a model that cannot carry an adapter. This needs neither weights nor PEFT."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Return whether the settings ask for an adapter on the module of this name. Do not ask for the output layer."""
+    """Return whether the settings ask for an adapter on the module of this name. It must not be the output layer."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

@@ -116,7 +116,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
     """Yield (layer name, name in the layer, parameter) for every parameter of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # The weight under an adapter may have an adapter itself. It is yielded for its own layer.
+            # The weight under an adapter may have an adapter itself, which is yielded with its own layer.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 
@@ -130,7 +130,7 @@ def adapter_settings(causal: PreTrainedModel, model: ModelConfig) -> dict[str, A
         "base_model_name_or_path": model.path,
         "revision": model.revision,
         "inference_mode": True,
-        # Some programs that read this file expect an integer.
+        # Some programs that read `adapter_config.json` expect an integer.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
     }
     return json.loads(json.dumps(settings | own, default=sorted))

@@ -1,4 +1,4 @@
-"""Show the training data: counts and lengths of samples, and the share of batches that holds data."""
+"""Show the training data: counts and lengths of samples, and how much of each batch is data, not padding."""
 
 from __future__ import annotations
 

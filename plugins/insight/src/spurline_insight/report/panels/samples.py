@@ -1,8 +1,8 @@
 """Show answers of the model to held-out prompts, the first and the latest side by side.
 
 The answers are lines of `eval_samples.jsonl`. `prompt`, `response` and `reference` are texts or lists of messages.
-`scores` has numbers by name. Attempts also have `reward` and `passed`. `evaluation` is the name of the evaluation, if
-it has one.
+`scores` has numbers by name. Answers that are rollouts also have `reward` and `passed`. `evaluation` is the name of the
+evaluation, if it has one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class SamplesPanel(Panel):
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Return the answers of each step. The key of an answer is its prompt, and its number among those to this prompt.
+    """Return the answers of each step. The key of each is its prompt, and its number among the answers to this prompt.
 
     If a step was evaluated again after a resume, only its later answers are returned.
     """

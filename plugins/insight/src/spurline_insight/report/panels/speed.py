@@ -1,4 +1,4 @@
-"""Show how fast training is: tokens per second, and the parts of the time of a step."""
+"""Show how fast training is: tokens per second, and what the time of a step is spent on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ThroughputPanel(Panel):
 
 
 class TimeSplitPanel(Panel):
-    """The parts of the time of all steps, with their shares."""
+    """Parts of the time of all steps, and the share of each part."""
 
     title = "Where the time goes"
     order = 410
@@ -126,7 +126,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line with all other times. They overlap the parts, so they are not among them."""
+    """Return a line with the times that are not shown as parts, because they overlap the parts."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():

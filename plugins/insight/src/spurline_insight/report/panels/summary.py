@@ -1,4 +1,4 @@
-"""Show a run at a glance: its headline numbers, its troubles, and its settings."""
+"""Show a run at a glance: its headline numbers, its problems, and its settings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SummaryPanel(Panel):
 
 
 def _progress_cards(record: RunRecord) -> list[Card]:
-    """Return the reward, or the loss if there is no reward. The loss of a policy does not show how good it is."""
+    """Return the reward, or the loss if there is none. The loss of a policy does not show how good the policy is."""
     for name, noun in ((REWARD, "reward"), ("loss", "loss")):
         _, values = record.series(name)
         if values:
@@ -103,7 +103,7 @@ class HealthPanel(Panel):
 
 
 class ConfigPanel(Panel):
-    """Settings that a resume changed, all settings of the run with their defaults, and versions of packages."""
+    """Settings that a resume changed, all settings of the run including defaults, and versions of packages."""
 
     title = "Configuration"
     order = 910
