@@ -126,7 +126,7 @@ VLLM = {"name": "vllm", "placement": "colocated"}
         ({"engine": CHILD | {"offload_trainer": True}}, "engine.offload_trainer", "Set placement: colocated"),
         ({"engine": VLLM, "max_staleness": 2, "correction": "tis"}, "max_staleness", "take turns"),
         ({"engine": VLLM, "max_staleness": 1, "publish_every": 2, "correction": "tis"}, "publish_every", "take turns"),
-        ({"engine": CHILD | {"placement": "ray"}}, "engine.placement", "on this machine alone"),
+        ({"engine": CHILD | {"placement": "ray"}}, "engine.placement", "only on this machine"),
         ({"engine": VLLM | {"kv_cache": "keep"}}, "engine.kv_cache", "placement: colocated"),
         ({"engine": VLLM | {"mode": "server", "urls": ["http://x"]}}, "engine.placement", "mode: server"),
     ],

@@ -219,10 +219,10 @@ def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "rows.jsonl:2: has an assistant's turn and nothing"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "rows.jsonl:2: begins with an assistant"),
         ('{"prompt": "\\ud800"}', "rows.jsonl:2: "),
         ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
-        (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and the model sees"),
+        (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and the model can see"),
     ],
     ids=["no question", "half a pair", "deep", "long"],
 )

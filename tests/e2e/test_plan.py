@@ -240,7 +240,7 @@ def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: s
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, which the chosen source.engine"),
+        ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, but the engine supports"),
         ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "supports only collective, disk, shared_memory"),
     ],
 )

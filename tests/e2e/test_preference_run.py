@@ -81,7 +81,7 @@ def test_a_plan_says_what_is_counted_and_compared(preference_config: Config) -> 
 def test_other_pairs_than_the_checkpoint_was_trained_on_are_refused(preference_config: Config, tmp_path: Path) -> None:
     train(preference_config)
     write_pairs(tmp_path / "pairs.jsonl", 30, seed=5)
-    with pytest.raises(CheckpointError, match="training data is not what the checkpoint"):
+    with pytest.raises(CheckpointError, match="training data differs from the data of the checkpoint"):
         train(preference_config, steps=8)
 
 

@@ -127,7 +127,7 @@ def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config:
 def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
     base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = health.Finding("off", "Something is off.", (0,), lasts=True)
+    found = health.Finding("off", "Something is off.", (0,), "", lasts=True)
     monkeypatch.setattr(health, "findings", lambda lines, config: [found])
     with pytest.raises(HookFailedError):
         train(base_config, steps=2, on_run_end=fail)

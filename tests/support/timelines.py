@@ -12,5 +12,5 @@ from spurline_async_rl.timeline.records import encode_record
 def leave_timeline(path: Path, *, num_steps: int = 12, max_running: int = 6) -> None:
     """Write RUN_DIR/timeline.jsonl of a run whose steps take a second and whose groups take lognormal times."""
     workload = Workload(Times([0.4], 0.8), Times([0.85]), batch_size=8, filtered=1 / 17, transfer_s=0.1, pause_s=0.05)
-    run = Model(workload, Knobs(2, 8, max_running, depth="full", num_batches=num_steps)).finish()
+    run = Model(workload, Knobs(2, 8, max_running, depth="full").limits(num_steps)).finish()
     path.write_bytes(b"".join(map(encode_record, run.records)))

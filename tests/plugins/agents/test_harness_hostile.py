@@ -600,7 +600,7 @@ def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_ha
 
     async def agent(session: Session) -> float:
         opened = [await dial(session) for _ in range(3)]
-        assert await is_closed(opened[0][0]), "it is the oldest without a request"
+        assert await is_closed(opened[0][0]), "it was idle longest"
         for _, writer in opened[1:]:
             writer.write(head(session, "Content-Length: 5000") + b"x")
         await asyncio.sleep(0.05)

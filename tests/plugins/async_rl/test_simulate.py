@@ -13,6 +13,7 @@ import pytest
 from timelines import leave_timeline
 
 from spurline.cli import main
+from spurline.errors import RunFailedError
 from spurline_async_rl.simulation.prediction import compare, figures_of, predictor, recommended, search, steady_run
 from spurline_async_rl.simulation.workload import Knobs, Times, Workload, measured_workload
 from spurline_async_rl.timeline.records import encode_record
@@ -167,6 +168,14 @@ def test_groups_that_are_left_out_cost_capacity() -> None:
     assert workload.generation_per_s(Knobs(2, 32, 8), 100) == pytest.approx(16.0)
     prediction = predictor(workload, 30)(Knobs(2, 32, 8))
     assert prediction.figures.groups_per_second == pytest.approx(16.0, rel=0.03)
+
+
+def test_a_run_without_a_group_to_train_on_ends() -> None:
+    knobs, times = Knobs(1, 8, 4), (Times([2.0]), Times([3.0]), 8)
+    run, _ = steady_run(Workload(*times, filtered=1.0), knobs, 20)
+    assert run.step >= 20, "filtered groups are used at the limit of draws"
+    with pytest.raises(RunFailedError, match="cannot be filled"):
+        steady_run(Workload(*times, quarantined=1.0), knobs, 20)
 
 
 def test_the_smallest_bound_that_is_about_as_fast_is_recommended() -> None:

@@ -101,6 +101,6 @@ class TestCheckpoints(CheckpointContract):
             with pytest.raises(CheckpointError, match=r"other weights than this run trains.*model and backend\.lora"):
                 backend.load(saved.path)
         other = write_tiny_model(tmp_path / "other", seed=1)
-        words = r"other frozen weights than this run's model has.*model\.path"
+        words = r"other frozen weights than this run.*model\.path"
         with self.backend_of(other, on(1, lora=lora)) as backend, pytest.raises(CheckpointError, match=words):
             backend.load(adapters.path)

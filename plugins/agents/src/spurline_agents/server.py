@@ -11,6 +11,7 @@ import base64
 import hmac
 import json
 import logging
+import math
 import resource
 import secrets
 import time
@@ -76,8 +77,8 @@ class HarnessServer:
         self._listener: asyncio.Server | None = None
         self._runner: web.AppRunner | None = None
         self._url = ""
-        # The connections that have a request under way.
-        self._busy: set[web.RequestHandler] = set()
+        # The time when a connection was opened, or when its last request ended; inf during a request.
+        self._idle_since: dict[web.RequestHandler, float] = {}
 
     async def start(self) -> None:
         """Listen for requests. Raises ConfigError if the address is in use or belongs to another machine."""
@@ -119,21 +120,32 @@ class HarnessServer:
         """Return the protocol of a new connection.
 
         At most half of the files that the process may open are connections. At this limit, a new connection replaces
-        the oldest one that has no request under way. So no agent can block the others with idle connections.
+        the one that has been idle longest. So no agent can block the others with idle connections.
         """
         server = self._runner and self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
+        now = asyncio.get_running_loop().time()
         connections = server.connections
-        if len(connections) >= most:
-            idle = (connection.transport for connection in connections if connection not in self._busy)
-            oldest = next((transport for transport in idle if transport and not transport.is_closing()), None)
-            if oldest is None:
+        is_full = len(connections) >= most
+        if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
+            # No event tells which connections have closed.
+            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
+        if is_full:
+            idle = [
+                (self._idle_since[connection], transport)
+                for connection in connections
+                if (transport := connection.transport) is not None and not transport.is_closing()
+            ]
+            since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
+            if transport is None or since == math.inf:
                 return _Refusal()
             # An orderly end would wait for the client to read.
-            oldest.abort()
-        return server()
+            transport.abort()
+        protocol = server()
+        self._idle_since[protocol] = now
+        return protocol
 
     def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
         """Serve a new session. Return the session, its name, and the base URL and key for its agent."""
@@ -164,7 +176,7 @@ class HarnessServer:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        self._busy.add(request.protocol)
+        self._idle_since[request.protocol] = math.inf
         try:
             self._authorize(request)
             return await handler(request)
@@ -186,7 +198,7 @@ class HarnessServer:
                 raise
             return _fail(session, error).response()
         finally:
-            self._busy.discard(request.protocol)
+            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _authorize(self, request: web.Request) -> None:
         """Raise ApiError for a wrong key, whether the session exists or not."""

@@ -84,7 +84,7 @@ def load() -> Iterator[Any]:
 
 def test_answers_to_held_out_prompts_need_a_backend_that_generates(load: Any) -> None:
     with pytest.raises(
-        ConfigError, match=r"evaluation\.generate needs answers, and backend 'plain' does not"
+        ConfigError, match=r"evaluation\.generate needs answers, but backend 'plain' does not"
     ) as raised:
         load(SFT | ANSWERS, "plain")
     assert "Remove evaluation.generate" in str(raised.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -344,6 +345,12 @@ class VllmEngineConfig(PoolConfig):
         for url in self.urls:
             if not _is_base_url(url):
                 yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")
+        if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
+            yield Problem(
+                "api_key_env",
+                f"names the environment variable {self.api_key_env}, which is not set. Set it to the servers' API key, "
+                "or remove api_key_env if they need no key.",
+            )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
         given = {name for name in self.model_fields_set if not name.endswith("_timeout_s")}

@@ -74,9 +74,6 @@ _NEXT: Mapping[State, tuple[State, ...]] = {
 }
 
 
-_NO_LIMIT = 1 << 31
-
-
 @dataclass(frozen=True)
 class SchedulerLimits:
     """Limits of the scheduler; see `AsyncRolloutsConfig` for `order`, `depth` and `at_bound`.
@@ -87,16 +84,14 @@ class SchedulerLimits:
         max_running: Groups generated at the same time, K.
         draw_limit: Prompts that may be drawn for one batch before filtered groups are used.
         num_batches: Batches of the whole run.
-
-    By default, draws and batches have no limit.
     """
 
     max_staleness: int
     batch_size: int
     max_running: int
-    order: Order = "window"
-    draw_limit: int = _NO_LIMIT
-    num_batches: int = _NO_LIMIT
+    order: Order
+    draw_limit: int
+    num_batches: int
     depth: Depth = "full"
     at_bound: AtBound = "wait"
 

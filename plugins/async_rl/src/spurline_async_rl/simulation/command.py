@@ -90,7 +90,16 @@ def _compare(loaded: LoadedConfig, from_run: Path | None, steps: int | None, **g
             f"{loaded.origin}: source.name is {source.name}, but only source async_rollouts can be simulated. Add "
             "async_rl to `plugins` and set source.name: async_rollouts; `--set source.name=async_rollouts` tries it."
         )
-    knobs = Knobs(**vars(source.limits), engines=source.engine.num_engines, publish_every=source.publish_every)
+    knobs = Knobs(
+        max_staleness=source.max_staleness,
+        batch_size=source.prompts_per_step,
+        max_running=source.groups_at_once,
+        engines=source.engine.num_engines,
+        publish_every=source.publish_every,
+        order=source.order,
+        depth=source.depth,
+        at_bound=source.at_bound,
+    )
     measured = None if from_run is None else measured_workload(from_run)
     workload = workload_of(knobs, measured, loaded.origin, **given)
     num_steps = steps or min(_MOST_STEPS, max(_FEWEST_STEPS, _GROUPS_SIMULATED // knobs.batch_size))

@@ -109,7 +109,8 @@ def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
 def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[Model, int]:
     """Return a long run, and the index of its first record that counts."""
     cold = 2 * (knobs.max_staleness + 1)
-    model = Model(workload, knobs, knobs.engines, knobs.publish_every)
+    limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
+    model = Model(workload, limits, knobs.engines, knobs.publish_every)
     while model.step < cold + num_steps:
         model.advance()
     model.close_record()

@@ -19,20 +19,27 @@ from spurline.errors import UserError
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_async_rl.scheduling.depth import Depth
-from spurline_async_rl.scheduling.scheduler import SchedulerLimits
+from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, GroupState, read_timeline
 
+_DRAWS_PER_GROUP = 8
+"""Prompts that may be drawn for each group of a batch, which is also the default of a run."""
 _FEWEST_GROUPS = 8
 """Fewest groups of an earlier run from which a workload can be measured."""
 
 
 @dataclass(frozen=True)
-class Knobs(SchedulerLimits):
+class Knobs:
     """The settings that a simulation compares."""
 
-    depth: Depth = "auto"
+    max_staleness: int
+    batch_size: int
+    max_running: int
     engines: int = 1
     publish_every: int = 1
+    order: Order = "window"
+    depth: Depth = "auto"
+    at_bound: AtBound = "wait"
 
     @property
     def most_running(self) -> int:
@@ -46,6 +53,19 @@ class Knobs(SchedulerLimits):
             and self.max_staleness >= self.publish_every - 1
             and self.batch_size > 0
             and (isinstance(self.depth, str) or self.batch_size <= self.depth <= self.most_running)
+        )
+
+    def limits(self, num_batches: int) -> SchedulerLimits:
+        """Return the scheduler's limits in a run of `num_batches` batches."""
+        return SchedulerLimits(
+            self.max_staleness,
+            self.batch_size,
+            self.max_running,
+            self.order,
+            _DRAWS_PER_GROUP * self.batch_size,
+            num_batches,
+            self.depth,
+            self.at_bound,
         )
 
     def with_engines(self, engines: int) -> Knobs:

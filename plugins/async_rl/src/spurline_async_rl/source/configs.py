@@ -14,7 +14,6 @@ from spurline.config.paths import PathSetting
 from spurline.config.section import Component, OnResume
 from spurline.errors import Problem
 from spurline.protocols.source import SourceFacts
-from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimits
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
 from spurline_models.backend_config import ColocatedEngine
 from spurline_rl.configs import PromptSourceConfig
@@ -40,10 +39,10 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     the trainer waits, only max_staleness limits the number. `auto` finds the smallest number that keeps the trainer
     busy. `full` is prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives
     fresher tokens."""
-    order: Annotated[Order, OnResume.BY_NAME] = "window"
+    order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window` lets a finished group overtake slower ones, unless that would make one of them too old. `fifo` trains in
     draw order, so the groups of a batch do not depend on timing."""
-    at_bound: Annotated[AtBound, OnResume.BY_NAME] = "wait"
+    at_bound: Annotated[Literal["wait", "mask"], OnResume.BY_NAME] = "wait"
     """`wait` waits for a slow group that would otherwise get too old. `mask` trains finished groups first. Tokens that
     are too old when their slow group is trained get no loss. `mask` needs order: window."""
     publish_every: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
@@ -71,17 +70,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         if self.max_concurrent_groups is not None:
             return self.max_concurrent_groups
         return self.prompts_per_step if self.max_staleness == 0 else -(-self.prompts_per_step // 4)
-
-    @property
-    def limits(self) -> SchedulerLimits:
-        return SchedulerLimits(
-            self.max_staleness,
-            self.prompts_per_step,
-            self.groups_at_once,
-            self.order,
-            depth=self.depth,
-            at_bound=self.at_bound,
-        )
 
     @property
     def facts(self) -> SourceFacts:

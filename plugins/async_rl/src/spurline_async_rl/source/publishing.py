@@ -99,12 +99,15 @@ def choose_sync(
             )
         return given
     registered = registry.names("weight_sync")
+    need_gpu: list[str] = []
     for name in filter(registered.__contains__, engine.transports):
         config = cast("WeightSyncConfig", registry.get("weight_sync", name).config(name=name))
         if on_gpu or not config.needs_gpu:
             return config
+        need_gpu.append(name)
+    reason = f"{listing(need_gpu)} needs weights on a GPU" if need_gpu else f"only {listing(registered)} are registered"
     raise ConfigError.at(
         "source.engine.name",
-        f"chooses an engine that supports the transports {supported}, but none of them works in this run. Choose "
+        f"chooses an engine that supports the transports {supported}, but {reason}. Choose "
         "another engine, or enable the plugin of a transport.",
     )

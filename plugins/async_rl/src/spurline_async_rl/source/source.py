@@ -21,7 +21,7 @@ from spurline.progress import waiting
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.engines.commands import ControlledEngine
-from spurline_async_rl.scheduling.scheduler import Scheduler
+from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
@@ -62,10 +62,20 @@ class AsyncRolloutSource(PromptSource):
         # Values at the last call of `_load`: the clock, the CPU time of the loop's thread, and the number of tokens.
         self._looked = (0.0, 0.0, 0)
         self._timeline = Timeline(context.config.run_dir / TIMELINE_FILE)
+        limits = SchedulerLimits(
+            config.max_staleness,
+            config.prompts_per_step,
+            config.groups_at_once,
+            config.order,
+            config.draw_limit,
+            num_batches=self.total_steps,
+            depth=config.depth,
+            at_bound=config.at_bound,
+        )
         self._producer = Producer(
             self._prompts,
             self._attempts.training,
-            Scheduler(replace(config.limits, draw_limit=config.draw_limit, num_batches=self.total_steps)),
+            Scheduler(limits),
             self._timeline,
             filters=config.zero_variance == "refill",
             notify=self._changed.set,

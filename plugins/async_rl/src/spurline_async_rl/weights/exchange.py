@@ -29,8 +29,8 @@ from spurline.errors import BucketLostError, listing
 _POLL_S = 0.001
 _LOOK_S = 0.1
 """Seconds between two checks of the store."""
-_HERE, _FAILED = "here", "failed"
-"""Keys of the store. `here/RANK` says that a member has joined."""
+_HERE, _GOT, _FAILED = "here", "got", "failed"
+"""Keys of the store. `here/RANK` says that a member has joined, and `got/RANK` how many broadcasts it has received."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
 """torch's own time limits are ours times these factors. They must be longer, because NCCL's ends the whole process."""
 
@@ -81,6 +81,7 @@ class ExchangeGroup:
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
+        self._count = 0
         self._work: Any = None
         limit = timedelta(seconds=meeting.limit_s)
         self._common: Any = None
@@ -98,10 +99,12 @@ class ExchangeGroup:
         """Send a uint8 tensor from rank 0 to all others. Its size and type of device are the same in all members.
 
         Raises:
-            BucketLostError: If that fails or takes too long.
+            BucketLostError: If that fails or takes too long. The error names the members that did not get it.
         """
+        self._count += 1
         try:
             self._broadcast(buffer)
+            self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
         except Exception as error:  # noqa: BLE001 - raised as another
             # `lost` is raised outside, because the frames of `error` would keep the group alive.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
@@ -162,8 +165,18 @@ class ExchangeGroup:
         text = f"{self._meeting.members[self._rank]} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
             if self._common is not None and not self._common.check([_FAILED]):
+                text += self._who_is_behind()
                 self._common.set(_FAILED, text)
         return BucketLostError(f"{text}.")
+
+    def _who_is_behind(self) -> str:
+        behind: list[str] = []
+        for rank, name in list(enumerate(self._meeting.members))[1:]:
+            key = f"{_GOT}/{rank}"
+            got = int(self._keys.get(key)) if self._keys.check([key]) else 0
+            if got < self._count:
+                behind.append(name)
+        return f". It did not reach {listing(behind)}" if behind else ""
 
 
 class _LateError(Exception):
