@@ -73,6 +73,10 @@ class SegmentCoreAttention(MegatronModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(config=config)
+        asked = (attn_mask_type, attention_type, attention_dropout or config.attention_dropout, config.window_size)
+        assert asked == (AttnMaskType.causal, "self", 0.0, None), asked
+        assert config.softmax_type == "vanilla", config.softmax_type
+        assert not config.apply_query_key_layer_scaling
         self._scale = softmax_scale
 
     def forward(
@@ -90,6 +94,8 @@ class SegmentCoreAttention(MegatronModule):
         A collective of the ranks that share the stream.
         """
         assert isinstance(packed_seq_params, StreamParams), type(packed_seq_params)
+        assert attention_mask is None
+        assert attention_bias is None
         params = packed_seq_params
         query, key = apply_rotary_pos_emb(query, key, params.cos, params.sin, unsqueeze_dim=1)
         output = attend_segments(query, key, value, params.part.plan, Scores(self._scale))

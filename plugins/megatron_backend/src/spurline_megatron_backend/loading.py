@@ -182,7 +182,9 @@ class WeightFiles:
         return any(not torch.equal(self._read(first, part.box), self._read(second, part.box)) for part in parts)
 
     def _read(self, form: _Form, box: Box) -> Tensor:
-        key, stored = next((key, stored) for key, stored in form.items() if stored.box.common(box) == box)
+        found = [(key, stored) for key, stored in form.items() if stored.box.common(box) == box]
+        assert found, f"no stored tensor has all of {box}: {list(form)}"
+        key, stored = found[0]
         return self._stored[key][box.slices_in(stored.box)[-len(stored.shape) :]]
 
 

@@ -71,10 +71,14 @@ def check_weight_files(model: ModelConfig) -> None:
 def _without_weights(folder: Path) -> str:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
+        convert = (
+            "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; "
+            f"[kind.from_pretrained('{folder}').save_pretrained('{folder}-safetensors') for kind in (M, T)]"
+        )
         return (
             f"model.path: {folder / pickled[0]} is a pickle, which can run code when it is opened, and {folder} has no "
-            "safetensors files. Use a copy of the model in safetensors. If you trust the model's makers, make a copy "
-            "with from_pretrained and save_pretrained of transformers."
+            "safetensors files. Use a copy of the model in safetensors. If you trust its makers, convert it and "
+            f'set model.path to the result: python -c "{convert}"'
         )
     files = ", ".join(sorted(entry.name for entry in folder.iterdir())[:12]) or "(empty)"
     return (

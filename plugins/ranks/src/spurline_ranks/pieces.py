@@ -289,7 +289,7 @@ class PieceIndex:
             if piece.file not in self._opened:
                 self._opened[piece.file] = safe_open(str(path), "pt")
             return self._opened[piece.file].get_tensor(piece.name).view(-1)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, RuntimeError) as error:
             raise DamagedCheckpointError(f"{path} is missing or damaged ({error}).") from error
 
 
@@ -304,7 +304,7 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
                     raise ValueError(f"{key} has {stored.get_shape()} values instead of {high - low}")
                 piece = StoredPiece(path.name, name, Box(tuple(offset), tuple(box_shape)), (low, high))
                 yield key, tuple(shape), DTYPES[stored.get_dtype()], piece
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 

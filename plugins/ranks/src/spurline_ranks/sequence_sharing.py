@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed._functional_collectives import all_to_all_single_autograd  # no public function has a gradient
 
 from spurline.errors import ModelError
 from spurline_models.architecture import vocabulary_size
@@ -109,9 +108,10 @@ class SequenceSharing:
         return values.unflatten(0, (self._size, -1))[self._rank]
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        """Send entry r of [ranks, ...] to rank r, and return the entries that arrive here. Differentiable."""
-        assert self._group is not None
-        return all_to_all_single_autograd(by_rank.contiguous(), None, None, self._group)
+        exchanged = _Exchange.apply(by_rank, self._group)
+        # Offloading of activations moves only plain tensors, not subclasses.
+        assert type(exchanged) is Tensor
+        return exchanged
 
 
 def _in_front(values: Tensor, padding: int) -> Tensor:
@@ -124,6 +124,25 @@ def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tens
     if experts is None:
         return None
     return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges [ranks, ...] by rank. The function is its own inverse and its own gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        sent = by_rank.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sent = grads[0].contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received, None
 
 
 class _Join(torch.autograd.Function):
