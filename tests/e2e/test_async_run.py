@@ -177,7 +177,7 @@ def test_parameters_swapped_in_the_backend_are_not_measured_by_engines_that_have
 
     async_config["data"]["eval"] = str(spurline_chat_file)
     async_config["source"]["held_out"] = {"max_prompts": 4, "success": {"reward": "early"}}
-    with pytest.raises(RunFailedError, match=r"run\.evaluate\('other'\): the answers come from engines"):
+    with pytest.raises(RunFailedError, match=r"run\.evaluate\('other'\): the engines that answer have their own"):
         train(async_config, Measure(), steps=1)
 
 

@@ -168,7 +168,7 @@ def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
         ("on_step_start", lambda run: run.evaluate("eval"), "a prefix has only letters"),
         ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix has only letters"),
         ("on_eval_end", evaluate_twice, "this step already has a 'ema/loss'"),
-        ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the answers come from engines"),
+        ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the engines that answer have their own"),
     ],
 )
 def test_an_evaluation_that_cannot_be_made_is_refused(
@@ -268,7 +268,7 @@ def test_a_program_may_keep_state_before_it_trains_and_notes_say_what_is_new_or_
     assert second.steps == [7]
     assert "The state 'other' is new in this run." in capsys.readouterr().out
     train(base_config)
-    assert "The state 'own' in the checkpoint is left out" in capsys.readouterr().out
+    assert "The checkpoint has the state 'own', which nothing in this run uses" in capsys.readouterr().out
 
 
 def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config) -> None:
