@@ -243,6 +243,25 @@ def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_proce
         reward.close()
 
 
+def test_calls_that_were_lost_beside_one_that_blocks_are_made_again_side_by_side():
+    reward = make_reward("judges", timeout_s=1.0)
+
+    async def ask_when_it_is_late() -> list[Any]:
+        blocked = asyncio.ensure_future(reward_terms({"mine": reward}, answer("block")))
+        # The worker is killed after 2 s.
+        await asyncio.sleep(1.5)
+        asked = (reward_terms({"mine": reward}, answer("process")) for _ in range(8))
+        return await asyncio.gather(blocked, *asked, return_exceptions=True)
+
+    try:
+        assert scores(reward, answer("fine")) == [1.0]
+        blocked, first, *others = run(ask_when_it_is_late())
+    finally:
+        reward.close()
+    assert "did not return within 1 s" in str(blocked)
+    assert others == [first] * 7, "all are answered by one process"
+
+
 def test_a_call_that_computes_is_not_blamed_for_one_that_does_not_let_itself_be_cancelled():
     reward = make_reward("judges", timeout_s=1.0)
 

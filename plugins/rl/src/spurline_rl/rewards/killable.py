@@ -76,8 +76,9 @@ class KillablePool:
     """Processes that call one function. Any thread and event loop may use the pool.
 
     The processes start with `start` or with the first call, and again if they die. Each makes one call of a plain
-    function at a time. All calls of an async function share one process. If it is lost, its calls are made again, each
-    in a process of its own. So only the call that caused the loss fails.
+    function at a time. All calls of an async function share one process. If it is lost, its calls are made again. Those
+    that may have caused the loss are made in a process of their own, so only the one that did fails. The others share
+    a process again.
 
     Args:
         function: `module:function`, whose result JSON can hold. If there is an `argument`, the function is called with
@@ -215,10 +216,14 @@ class KillablePool:
 
     async def _call(self, packed: bytes) -> Any:
         outcome = None
-        if await self._started():
+        while outcome is None and await self._started():
             async with self._sharing:
                 worker = self._shared = self._shared or await self._fork()
+            began = time.monotonic()
             outcome = await self._make(worker, packed, min(_GRACE_S, self._settings.timeout_s))
+            if outcome[0] == "killed" and time.monotonic() - began < self._settings.timeout_s:
+                # Another call was late.
+                outcome = None
         if outcome is None or outcome[0] in ("killed", "died"):
             await self._places.acquire()
             # If the caller is cancelled, the call goes on, so that the worker can be used again.
