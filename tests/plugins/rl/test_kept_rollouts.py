@@ -20,7 +20,7 @@ from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper, write_step
-from spurline_rl.kept_rollouts.table import KeptStep
+from spurline_rl.kept_rollouts.table import KeptStep, TokenTexts
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 MB = 1_000_000
@@ -264,6 +264,39 @@ def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrained
 
 def _size(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in (run_dir / ROLLOUTS_FOLDER).iterdir())
+
+
+def test_some_prompts_of_a_step_that_is_too_large_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    step = make_step(1, prompts=40, filtered=4)
+    tokens = sum(len(group.flat.tokens) for group in (*step.groups, *step.filtered))
+    write(tmp_path, tokenizer, [step], most=14 * tokens)
+    attempts = list(KeptRollouts(tmp_path).attempts())
+    assert [attempt.draw for attempt in attempts[::2]] == [*range(0, 40, 3), 40, 43]
+    for kept, turn in zip(attempts, [turn for group in step.groups[::3] for turn in turns_of([group])], strict=False):
+        same_turn(kept.turns[0], turn, 1)
+        np.testing.assert_allclose(kept.turns[0].gap, 0.001, rtol=0.01)
+
+
+def test_a_text_that_attempts_share_is_decoded_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    of = TokenTexts.of
+    monkeypatch.setattr(TokenTexts, "of", lambda texts, ids: decoded.append(len(ids)) or of(texts, ids))
+    write(tmp_path, tokenizer, [make_step(1, prompts=3)])
+    assert decoded == [6, 3], "six responses, three prompts"
+
+
+def test_an_old_step_that_cannot_be_removed_ends_the_run(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    write(tmp_path, tokenizer, [make_step(1)])
+    keeper = RolloutKeeper(tmp_path, tokenizer, 1)
+    keeper.start(1)
+    path = tmp_path / ROLLOUTS_FOLDER / "step-000001.parquet"
+    path.unlink()
+    path.mkdir()
+    keeper.keep(make_step(2))
+    with pytest.raises(RunFailedError, match=r"step-000001\.parquet: cannot be written"):
+        keeper.flush()
 
 
 def test_what_fails_beside_the_training_ends_it(

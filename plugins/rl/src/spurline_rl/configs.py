@@ -185,7 +185,7 @@ class PromptSourceConfig(SourceConfig):
     """Penalty on the divergence from the reference model in the rewards; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
     """Largest size of RUN_DIR/rollouts in MB, which has the attempts of every step. Above it the oldest steps are
-    deleted. 0 keeps none."""
+    deleted. Of a step that would take more than a quarter of it, every n-th prompt is kept. 0 keeps none."""
     faults: FaultsConfig = FaultsConfig()
     """Retries and limits."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import errno
 import sys
 from concurrent.futures import Future
+from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +24,10 @@ from spurline_rl.kept_rollouts.reader import ROLLOUTS_FOLDER, step_files
 from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_text.token_pieces import TokenPieces
 
+_BYTES_PER_TOKEN = 10
+"""Upper estimate of a file's bytes for each token, texts included."""
+_LARGEST_SHARE = 4
+"""A step takes at most about 1 / this of the folder. Of a larger step only every n-th prompt is kept."""
 _LIMIT_S = 600.0
 """Seconds to write one step, more than any disk takes that still answers."""
 
@@ -29,7 +35,8 @@ _LIMIT_S = 600.0
 class RolloutKeeper:
     """Writes the files of `RUN_DIR/rollouts`.
 
-    If they take more than `most_bytes`, the oldest ones are removed. The newest one always stays. 0 keeps nothing.
+    If they take more than `most_bytes`, the oldest ones are removed. The newest one always stays. Of a step that would
+    take more than a quarter, every n-th prompt is kept. 0 keeps nothing.
     """
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, most_bytes: int) -> None:
@@ -95,10 +102,28 @@ class RolloutKeeper:
             ended_by.add_note(f"Writing the rollouts failed too: {failure}")
 
     def _write(self, taken: KeptStep) -> None:
-        self._sizes[taken.step] = write_step(self._folder, taken.step, step_table(taken, self._pieces))
+        table = step_table(_thinned(taken, self._most_bytes), self._pieces)
+        self._sizes[taken.step] = write_step(self._folder, taken.step, table)
         while sum(self._sizes.values()) > self._most_bytes and (oldest := min(self._sizes)) < taken.step:
-            step_file(self._folder, oldest).unlink(missing_ok=True)
+            path = step_file(self._folder, oldest)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise write_failure(path, error) from error
             del self._sizes[oldest]
+
+
+def _thinned(taken: KeptStep, most_bytes: int) -> KeptStep:
+    """Return the step with every n-th prompt, or with all if they take little of `most_bytes`."""
+    tokens = sum(len(group.flat.tokens) for group in (*taken.groups, *taken.filtered))
+    one_in = max(1, -(-tokens * _BYTES_PER_TOKEN * _LARGEST_SHARE // most_bytes))
+    is_kept = [place % one_in == 0 for place, group in enumerate(taken.groups) for _ in range(len(group.flat))]
+    return replace(
+        taken,
+        groups=taken.groups[::one_in],
+        filtered=taken.filtered[::one_in],
+        column=lambda name: [*compress(taken.column(name), is_kept)],
+    )
 
 
 def write_step(folder: Path, step: int, table: pa.Table) -> int:

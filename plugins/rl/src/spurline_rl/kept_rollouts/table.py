@@ -163,7 +163,7 @@ def _attempts_table(
         "tokens": np.diff(token_ends),
         "turns": flat.attempt_turns,
         "finish": [attempt.turns[-1].finish_reason for attempt in attempts],
-        "prompt": texts.of([attempt.turns[0].prompt_ids for attempt in attempts]),
+        "prompt": _prompt_texts(attempts, texts),
         "response": ["\n".join(responses[start:end]) for start, end in pairwise(turn_ends.tolist())],
         "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
         "retries": [attempt.retries for attempt in attempts],
@@ -229,6 +229,13 @@ def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDAr
             own[-1] += [turn.prompt_ids[size:], turn.response_ids]
             before = prompt + turn.response_ids.tobytes() if len(attempt.turns) > 1 else b""
     return shared, own
+
+
+def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str]:
+    """Return the text of each attempt's first prompt. A prompt that several attempts share is decoded once."""
+    prompts = {attempt.turns[0].prompt_ids.tobytes(): attempt.turns[0].prompt_ids for attempt in attempts}
+    found = dict(zip(prompts, texts.of([*prompts.values()]), strict=True))
+    return [found[attempt.turns[0].prompt_ids.tobytes()] for attempt in attempts]
 
 
 def _same(values: NDArray[np.float32], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[float | None]:
