@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Awaitable
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.errors import ConfigError, DataError
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline_rl.configs import SuccessConfig, success_problems
 from spurline_rl.held_out import deciding_term, has_passed
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
-from spurline_rl.scoring import overlong_penalty, score, terms_of_all
+from spurline_rl.scoring import make_rewards, overlong_penalty, score, terms_of_all
 from spurline_rl.trajectory import Group, Trajectory, Turn, has_equal_returns, trajectory_return
 
 
@@ -76,6 +79,20 @@ def test_an_answer_is_scored_again_as_often_as_allowed():
     assert asyncio.run(terms_of_all({"value": FailsAtFirst(2)}, answers, retries=2)) == [{"value": 1.0}]
     with pytest.raises(AttemptFailedError, match="the judge does not answer"):
         asyncio.run(terms_of_all({"value": FailsAtFirst(3)}, answers, retries=2))
+
+
+def test_a_plain_method_may_return_an_awaitable() -> None:
+    class Hands:
+        def score(self, answer: Answer) -> Awaitable[float]:
+            return asyncio.sleep(0, 0.5)
+
+    assert asyncio.run(terms_of_all({"value": Hands()}, [Answer("", "text", None, {})])) == [{"value": 0.5}]
+
+
+def test_a_reward_that_scores_as_older_ones_did_is_refused() -> None:
+    registry: Any = SimpleNamespace(create=lambda *_: SimpleNamespace(score_async=None))
+    with pytest.raises(PluginError, match=r"reward 'right': .*rename `score_async` to `async def score`"):
+        make_rewards({"right": None}, registry)  # type: ignore[dict-item]
 
 
 def test_an_attempt_without_a_response_token_is_refused_because_its_reward_would_be_lost():

@@ -6,6 +6,7 @@ have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -79,6 +80,8 @@ def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dic
     for name, config in configs.items():
         try:
             built[name] = registry.create("reward", config)
+            if hasattr(built[name], "score_async"):
+                raise PluginError("`score_async` is not called any more: rename `score_async` to `async def score`.")
         except BaseException as error:
             close_all(built)
             if isinstance(error, PluginError):
@@ -98,6 +101,8 @@ async def _call(name: str, reward: Reward, answer: Answer) -> float:
     try:
         score: Any = reward.score
         value = await score(answer) if is_async(score) else await in_thread(score, answer)
+        if inspect.isawaitable(value):
+            value = await value
     except AttemptFailedError as error:
         raise AttemptFailedError(f"Reward '{name}' on {_place(answer)}: {error}") from error
     except RunFailedError as error:
