@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from functools import lru_cache, partial, reduce
+from itertools import takewhile
 from operator import and_
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,6 +33,8 @@ pc: Any = pyarrow.compute
 _PREVIEW = 200
 """Characters of a prompt and of a response that a list shows."""
 _MOST_GIVEN_UP = 200
+MOST_COMPARED = 4_000
+"""Most tokens between the common start and the common end that are compared. More are shown as different."""
 _TEXTS = ("prompt", "response")
 """Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
@@ -261,13 +264,25 @@ def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
     `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
     """
     (left_ids, left_pieces), (right_ids, right_pieces) = _responses(left), _responses(right)
-    found: list[tuple[str, list[str]]] = []
-    for kind, left_from, left_to, right_from, right_to in SequenceMatcher(None, left_ids, right_ids).get_opcodes():
-        if kind == "equal":
-            found.append(("same", left_pieces[left_from:left_to]))
-        else:
-            found += [("left", left_pieces[left_from:left_to]), ("right", right_pieces[right_from:right_to])]
-    return [{"kind": kind, "pieces": pieces} for kind, pieces in found if pieces]
+    ids, pieces = (left_ids, right_ids), (left_pieces, right_pieces)
+    start = _num_shared(left_ids, right_ids)
+    end = _num_shared(left_ids[start:][::-1], right_ids[start:][::-1])
+    middle = [each[start : len(each) - end] for each in ids]
+    blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
+    if max(map(len, middle)) <= MOST_COMPARED:
+        blocks = list(SequenceMatcher(None, middle[0], middle[1], autojunk=False).get_opcodes())
+    found = [("same", pieces[0][:start])]
+    for kind, left_from, left_to, right_from, right_to in blocks:
+        of_left = pieces[0][start + left_from : start + left_to]
+        of_right = pieces[1][start + right_from : start + right_to]
+        found += [("same", of_left)] if kind == "equal" else [("left", of_left), ("right", of_right)]
+    found.append(("same", pieces[0][len(ids[0]) - end :]))
+    return [{"kind": kind, "pieces": tokens} for kind, tokens in found if tokens]
+
+
+def _num_shared(left: list[int], right: list[int]) -> int:
+    """Return how many tokens both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _responses(attempt: KeptAttempt) -> tuple[list[int], list[str]]:
