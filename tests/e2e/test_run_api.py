@@ -14,7 +14,7 @@ from run_helpers import Config, read_metrics, train
 from transformers import AutoModelForCausalLM
 
 from spurline import Run, load_config
-from spurline.errors import RunFailedError, UserError
+from spurline.errors import PluginError, RunFailedError, UserError
 from spurline.plugins import hookimpl
 from spurline.run.evaluations.evaluation import DataEvaluation
 
@@ -278,3 +278,9 @@ def test_what_exists_only_while_a_run_trains_says_so_before(base_config: Config)
             getattr(run, name)
     with pytest.raises(AttributeError, match="'Run' object has no attribute 'trainer'"):
         run.trainer  # noqa: B018
+
+
+@pytest.mark.parametrize("made", ["a text", {"report": Path("other.html")}])
+def test_files_of_a_record_that_are_no_mapping_or_take_a_name_are_told(base_config: Config, made: Any) -> None:
+    with pytest.raises(PluginError, match="on_run_recorded returned"):
+        train(base_config, steps=2, on_run_recorded=lambda: made)

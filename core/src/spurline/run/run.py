@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
-from spurline.errors import RunFailedError, UserError
+from spurline.errors import PluginError, RunFailedError, UserError, listing
 from spurline.plugins.hookspecs import hookimpl
 from spurline.plugins.run_view import RunState, Warned
 from spurline.progress import Progress, silent
@@ -128,6 +128,11 @@ class Run:
             session.train(self)
             files: dict[str, Path] = {}
             for made in self.hooks.on_run_recorded(run=self):
+                if not isinstance(made, Mapping) or files.keys() & made.keys():
+                    raise PluginError(
+                        f"A hook on_run_recorded returned {made!r}. It must return a mapping of names to files, with "
+                        f"names of its own. Taken: {listing(files)}."
+                    )
                 files |= made
             return session.result(files)
 
