@@ -13,7 +13,7 @@ from run_helpers import Config, Spurline, assert_problem, fail, fail_at, kept_st
 
 from spurline import load_config
 from spurline.config.loading import LoadedConfig
-from spurline.errors import ConfigError, HookFailedError, NonFiniteLossError
+from spurline.errors import ConfigError, HookFailedError, NonFiniteLossError, PluginError
 from spurline.plugins import ComponentRegistrar
 from spurline.protocols.evaluation import EvaluationConfig
 from spurline.trackers.jsonl import read_json_lines
@@ -220,11 +220,15 @@ def test_rewards_of_held_out_answers_are_closed_once_also_when_the_run_fails(
 
 
 def test_a_third_party_adds_an_evaluation_with_a_config_class_and_a_factory(
-    sft: Config, third_party: Callable[[Config], LoadedConfig]
+    sft: Config, third_party: Callable[[Config], LoadedConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sft["evaluations"] = {"theirs": {"name": "careful", "data": "unread.jsonl", "every_steps": 2}}
     run = train(third_party(sft))
     assert [line.get("eval/theirs/steps") for line in run.lines] == [None, 4.0, None, 4.0]
+    monkeypatch.setattr(reward_functions.Careful, "evaluate", lambda *_: {"steps": 1.0, "more": 2.0})
+    sft["run_dir"] += "-again"
+    with pytest.raises(PluginError, match=r"Careful\.evaluate returned a dict .*`return metrics, \[\]`"):
+        train(third_party(sft))
 
 
 def test_a_mistyped_best_metric_that_only_an_evaluation_tells_is_found_when_it_is_first_made(

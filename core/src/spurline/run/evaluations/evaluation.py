@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spurline.config.run_config import DataEvaluationConfig, RunConfig
-from spurline.errors import ConfigError, DataError
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline.plugins.host import installed_plugins
 from spurline.plugins.official import how_to_enable, plugin_of_kind
 from spurline.protocols.backend import Backend
@@ -68,7 +68,13 @@ class ScheduledEvaluation:
         The metrics include `time` in seconds. The answers have the name of this evaluation, if it has one.
         """
         begin = time.perf_counter()
-        found, samples = self.held_out.evaluate(backend)
+        measured: object = self.held_out.evaluate(backend)
+        if not (isinstance(measured, tuple) and len(measured) == 2 and isinstance(measured[0], Mapping)):
+            raise PluginError(
+                f"{type(self.held_out).__name__}.evaluate returned a {type(measured).__name__} instead of metrics by "
+                "name and a list of sample answers. If it has no answers, end it with `return metrics, []`."
+            )
+        found, samples = measured
         metrics = {f"{self.label}/{name}": value for name, value in found.items()}
         mark = {"evaluation": self.name} if self.name else {}
         return {**metrics, f"{self.label}/time": time.perf_counter() - begin}, [mark | sample for sample in samples]
