@@ -13,7 +13,7 @@ from spurline_insight.report.record import read_record
 
 
 def test_a_finished_run_is_read_whole(make_run_dir: Callable[..., Path]) -> None:
-    record = read_record(make_run_dir(num_steps=12))
+    record = read_record(str(make_run_dir(num_steps=12)))
     assert record.series("loss")[0] == list(range(1, 13))
     assert record.series("eval/loss")[0] == [10, 12]
     assert record.config["model"]["path"] == "models/tiny"

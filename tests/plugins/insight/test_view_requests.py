@@ -195,9 +195,9 @@ def test_curves_of_several_runs_and_tables_of_each_set(tmp_path: Path) -> None:
 
 def test_a_run_that_cannot_be_read_is_told_beside_the_others(tmp_path: Path) -> None:
     client = client_of(write_run(tmp_path / "a"), write_run(tmp_path / "b"))
-    (tmp_path / "a" / "summary.json").write_text("nonsense\n")
+    (tmp_path / "a" / "metrics.jsonl").write_text("nonsense\n")
     first, second = client.get("/api/runs").json()
-    assert "summary.json" in first["error"]
+    assert "metrics.jsonl" in first["error"]
     assert second["step"] == 3
     assert client.get("/api/series", params={"metric": "loss"}).json()[1]["steps"] == [1, 2, 3]
 

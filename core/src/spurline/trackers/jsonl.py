@@ -40,11 +40,13 @@ class JsonlTracker:
     def start(self, info: RunInfo) -> None:
         """Create the file, or cut an earlier one back to the lines before `info.first_step`.
 
-        Raises RunDirectoryError if one of these lines is unreadable. A torn last line is no error.
+        Raises RunDirectoryError if one of these lines is not a recorded step. A torn last line is no error.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
         cut_back(path, info.first_step - 1)
+        # Find an unreadable line now, not when the report is drawn at the end of the run.
+        read_metrics(path)
         try:
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -112,10 +114,15 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, Any]]:
     """Return the recorded steps of a metrics file: each has a whole number under `step`, and only numbers.
 
-    A missing file has no steps. Other lines are left out, with one warning on standard error.
+    Args:
+        path: The file. If it is missing, there are no steps.
+        skip_foreign: Whether to leave out other lines, with one warning on standard error.
+
+    Raises:
+        RunDirectoryError: If there is another line and `skip_foreign` is false. The error names the line.
     """
     steps: list[dict[str, Any]] = []
     first = ""
@@ -123,6 +130,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if (wrong := _not_metrics(line)) is None:
             assert isinstance(line, dict)
             steps.append(line)
+        elif not skip_foreign:
+            raise _foreign(path, number, wrong)
         else:
             first = first or f"{path}:{number}: {wrong}. Such lines are left out."
     if first:

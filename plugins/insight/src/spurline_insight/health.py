@@ -232,7 +232,7 @@ class Watcher:
         self._health = HealthWatch(self._config)
         if run.state.checkpoint is not None:
             # The next steps are compared with the steps before the resume.
-            for metrics in read_metrics(run.directory.metrics):
+            for metrics in read_metrics(run.directory.metrics, skip_foreign=True):
                 if metrics["step"] <= run.state.step:
                     self._health.judge(int(metrics["step"]), metrics)
 
@@ -250,7 +250,7 @@ class Watcher:
 
     def warnings(self) -> Sequence[Warned]:
         """Return the problems of the whole run, with their steps."""
-        found = findings(read_metrics(self._run.directory.metrics), self._config)
+        found = findings(read_metrics(self._run.directory.metrics, skip_foreign=True), self._config)
         return [Warned(each.kind, f"{each.words} {each.when}.", each.lasts) for each in found]
 
 

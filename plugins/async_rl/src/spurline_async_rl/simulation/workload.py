@@ -240,7 +240,7 @@ def measured_workload(run_dir: Path) -> Workload:
         RunDirectoryError: If this is not a run directory, or one of its files is unreadable.
     """
     check_run_directory(run_dir)
-    metrics = read_metrics(run_dir / METRICS_FILE)
+    metrics = read_metrics(run_dir / METRICS_FILE, skip_foreign=True)
     source: dict[str, Any] = read_mapping(run_dir / CONFIG_FILE).get("source") or {}
     records = read_timeline(run_dir / TIMELINE_FILE)
     groups = [group for record in records for group in record.groups if group.ended > group.began]

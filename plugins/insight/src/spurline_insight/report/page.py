@@ -18,7 +18,7 @@ from spurline_insight.report.record import read_record, setting
 from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPanel, RunRecord
 
 
-def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
+def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | str) -> Path:
     """Render `panels` in order, write the page to `out`, and return its path.
 
     If a panel raises an error, the page shows the error in its place.
@@ -26,6 +26,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) ->
     Raises:
         RunFailedError: If panels raised errors. The page is written first. The error names the panels.
     """
+    out = Path(out)
     sections: list[str] = []
     failures: list[tuple[str, Exception]] = []
     for panel in panels:

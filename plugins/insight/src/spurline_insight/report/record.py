@@ -15,15 +15,16 @@ from spurline.trackers.jsonl import METRICS_FILE, read_metrics
 from spurline_insight.report_panel import RunRecord
 
 
-def read_record(run_dir: Path) -> RunRecord:
+def read_record(run_dir: Path | str) -> RunRecord:
     """Read the files of a run directory. A file that does not exist yet counts as empty.
 
     Raises RunDirectoryError if the folder is missing or is not a run directory, or if a file is unreadable.
     """
+    run_dir = Path(run_dir)
     check_run_directory(run_dir)
     return RunRecord(
         run_dir=run_dir,
-        metrics=read_metrics(run_dir / METRICS_FILE),
+        metrics=read_metrics(run_dir / METRICS_FILE, skip_foreign=True),
         config=read_mapping(run_dir / CONFIG_FILE),
         summary=read_summary(run_dir),
     )
