@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from run_helpers import Config, Spurline, Trained, fail_at, kept_steps, read_metrics, train, wait_for
+from run_helpers import Config, Spurline, Trained, deterministic, fail_at, kept_steps, read_metrics, train, wait_for
 from safetensors.torch import load_file
 
 from spurline import Run, load_config
@@ -118,6 +118,22 @@ def test_the_best_score_is_remembered_over_a_resume(scored_config: Config, give_
     give_scores(3, 4, 5)
     assert kept_steps(train(scored_config)) == [2, 6]
     assert best.read_text() == "step-00000002\n"
+
+
+def test_a_resume_from_the_best_trains_the_later_steps_again(
+    spurline: Spurline, scored_config: Config, give_scores: GiveScores
+) -> None:
+    for choice in ("best", "latest"):
+        code, _, err = spurline("train", scored_config, "--resume", choice)
+        assert (code, "Train it first" in err) == (2, False)
+    assert "has no checkpoint. Leave out --resume" in err
+    give_scores(1, 9, 2, 3, 4, 5)
+    whole = train(scored_config).without_times
+    give_scores(2, 3, 4, 5)
+    code, out, err = spurline("train", scored_config, "--resume", "best")
+    assert (code, err) == (0, "")
+    assert "superseded-step-00000006" in out
+    assert deterministic(read_metrics(scored_config["run_dir"])) == whole
 
 
 def test_another_measure_of_the_best_begins_again_and_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -160,15 +161,23 @@ def test_foreign_folders_and_other_versions_are_refused(store: CheckpointStore, 
         open_checkpoint(path)
 
 
-def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(store: CheckpointStore) -> None:
-    store.save(5, write_state, FACTS)
+def test_a_full_disk_leaves_earlier_checkpoints_and_no_rubbish(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    real = shutil.disk_usage
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or real(path))
 
     def fail(folder: Path) -> None:
         (folder / "half").write_bytes(b"x")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointWriteError, match=r"step 10.*cannot be written.*No space left"):
+    with pytest.raises(CheckpointWriteError, match=r"No space left.*There is no earlier checkpoint"):
+        store.save(5, fail, FACTS)
+    store.save(5, write_state, FACTS)
+    with pytest.raises(CheckpointWriteError, match=r"step 10 cannot be written.*No space left.*Kept: step-00000005"):
         store.save(10, fail, FACTS)
+    assert asked == [store.root, store.root], "checkpoints may be on another disk than the rest of the run directory"
     assert sorted(entry.name for entry in store.root.iterdir()) == ["latest", "step-00000005"]
     latest = store.latest()
     assert latest is not None

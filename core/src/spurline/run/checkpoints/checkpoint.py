@@ -28,7 +28,7 @@ from typing import Any
 
 from spurline.digests import FileDigest, digest_file, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, listing
-from spurline.files import remove, sync_file, write_failure, write_json, write_text
+from spurline.files import remove, sync_file, write_json, write_text
 
 FORMAT = "spurline-checkpoint"
 VERSION = 2
@@ -230,7 +230,9 @@ class CheckpointStore:
         if choice is None or choice == LATEST:
             latest = self.latest(option)
             if latest is None:
-                raise CheckpointError(f"{self.root.parent} has no checkpoint. Train it first: spurline train.")
+                resumes = option == "--resume"
+                fix = "Leave out --resume to begin a new run." if resumes else "Train it first: spurline train."
+                raise CheckpointError(f"{self.root.parent} has no checkpoint. {fix}")
             return latest
         known = f"Checkpoints of {self.root.parent}: {listing(map(str, self.paths()))}."
         if choice == BEST:
@@ -263,7 +265,14 @@ class CheckpointStore:
         return "There is no other good checkpoint; start again with another run_dir, or empty this one."
 
     def _write_failure(self, step: int, error: Exception) -> CheckpointWriteError:
-        return CheckpointWriteError(f"Checkpoint of step {step}: {write_failure(self.root, error)}")
+        folder = next(place for place in (self.root, *self.root.absolute().parents) if place.exists())
+        free = shutil.disk_usage(folder).free / 2**20
+        kept = [path.name for path in self.paths()]
+        have = f"Kept: {', '.join(kept)}." if kept else "There is no earlier checkpoint."
+        return CheckpointWriteError(
+            f"The checkpoint of step {step} cannot be written to {self.root}: {error} ({free:,.0f} MiB free on that "
+            f"disk). {have} Free some space, or lower checkpoint.keep_last, and run again to resume."
+        )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
