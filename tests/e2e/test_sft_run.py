@@ -34,6 +34,7 @@ from spurline_insight import health
 from spurline_models.local.backend import LocalBackend
 from spurline_planning.plan import make_plan
 from spurline_rl.rewards.matching import ExactMatch
+from spurline_text.sources import sft
 
 
 def test_training_writes_metrics_checkpoint_report_and_summary(
@@ -274,3 +275,15 @@ def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another
     assert spurline("export", run_dir, elsewhere / "exported")[0] == 0
     code, out, _ = spurline("train", config, "--set", "steps=3")
     assert (code, "Finished at step 3" in out) == (0, True)
+
+
+def test_a_subclass_of_the_samples_may_rename_their_datasets(
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Renamed(sft.SampleSet):
+        @property
+        def labels(self) -> tuple[str, ...]:
+            return tuple(f"my {label}" for label in super().labels)
+
+    monkeypatch.setattr(sft, "SampleSet", Renamed)
+    assert train(base_config, steps=1).steps == [1]

@@ -219,8 +219,8 @@ class PairSet(SampleSet):
         super().__init__(configs, context)
         store = self._tokenized.store
         found = [_pairs_of_dataset(store, dataset) for dataset in range(len(configs))]
-        self.labels = tuple(distinct_labels([source.dataset.label.rpartition("/")[0] for source in self.answered()]))
-        for label, pairs in zip(self.labels, found, strict=True):
+        self._labels = tuple(distinct_labels([source.dataset.label.rpartition("/")[0] for source in self.answered()]))
+        for label, pairs in zip(self._labels, found, strict=True):
             if not len(pairs):
                 raise DataError(f"{label}: no row has both a usable chosen and a usable rejected answer.")
         self._pairs = np.concatenate(found)
@@ -229,6 +229,10 @@ class PairSet(SampleSet):
         self._align_to = math.lcm(context.layout.align_to, context.config.collator.sample_alignment)
         self._pad_token_id = pad_token_id(context.tokenizer)
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self._labels
+
     def sizes(self) -> tuple[int, ...]:
         return self._sizes
 
@@ -236,7 +240,7 @@ class PairSet(SampleSet):
         store, chosen = self._tokenized.store, self._pairs[numbers, 0]
         joint, shapes = join_pairs(
             store.view(self._pairs[numbers].ravel()),
-            self.labels,
+            self._labels,
             store.source[chosen].astype(np.int64) // len(SIDES),
             store.row[chosen],
             align_to=self._align_to,

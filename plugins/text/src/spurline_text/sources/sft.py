@@ -108,10 +108,13 @@ class SampleSet:
         self._sources = self._to_tokenize(opened)
         context.progress(f"tokenizing {', '.join(item.dataset.label for item in opened)}")
         self._tokenized = tokenize(self._sources, run, registry, context.tokenizer)
-        self.labels = self._tokenized.store.labels
         self._collator: Collator = registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return self._tokenized.store.labels
 
     def sizes(self) -> tuple[int, ...]:
         return self._tokenized.store.sizes()
