@@ -12,8 +12,10 @@ import pytest
 from cache_entries import make_chunks, make_key, write
 
 from spurline.cli import main
+from spurline_collation_fast.cache import folder
 from spurline_collation_fast.cache.entry import Manifest
 from spurline_collation_fast.cache.folder import TokenCache
+from spurline_collation_fast.cache_command import _num_bytes, _size
 
 KEYS = [make_key("one", ("first", "with a [bold] name")), make_key("two")]
 
@@ -159,3 +161,22 @@ def test_a_folder_that_cannot_be_listed_is_an_error_with_a_fix(
         assert code == 2
         assert "the token cache cannot be listed: Not a directory" in output
         assert "--cache-dir" in output
+
+
+def test_entries_that_a_run_adds_meanwhile_do_not_change_the_counts(
+    capsys: pytest.CaptureFixture[str], cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, added = folder.entry_paths, iter(["three", "four"])
+
+    def paths(root: Path) -> list[Path]:
+        found = real(root)
+        write(TokenCache(root), make_key(next(added)), make_chunks())
+        return found
+
+    monkeypatch.setattr(folder, "entry_paths", paths)
+    assert cache(capsys, cache_folder, "verify") == (0, "2 entries read, 2 whole\n")
+    num_bytes = sum(map(_num_bytes, real(cache_folder)))
+    code, output = cache(capsys, cache_folder, "prune", "--all")
+    *removed, last = output.splitlines()
+    assert (code, len(removed)) == (0, 3)
+    assert last == f"{_size(num_bytes)} freed in {cache_folder}"

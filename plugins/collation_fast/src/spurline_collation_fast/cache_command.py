@@ -63,14 +63,12 @@ def verify(cache_dir: CacheDirOption = None) -> None:
     The exit code is 1 if an entry is damaged or cannot be read.
     """
     from spurline_collation_fast.cache.entry import open_entry
-    from spurline_collation_fast.cache.folder import entry_paths
 
     def check(path: Path) -> None:
         open_entry(path, whole=True)
 
-    folder = _folder(cache_dir)
-    count = len(entry_paths(folder))
-    bad = sum(_remove_where(folder, check))
+    count, removed, _, failed = _remove_where(_folder(cache_dir), check)
+    bad = removed + failed
     typer.echo(f"{count} entries read, {count - bad} whole")
     if bad:
         raise typer.Exit(1)
@@ -90,7 +88,7 @@ def prune(
     entry over NFS is killed.
     """
     from spurline_collation_fast.cache.entry import Manifest
-    from spurline_collation_fast.cache.folder import entry_paths, sweep
+    from spurline_collation_fast.cache.folder import sweep
 
     def reason(path: Path) -> str | None:
         Manifest.read(path)
@@ -99,24 +97,24 @@ def prune(
 
     folder = _folder(cache_dir)
     sweep(folder)
-    before = sum(map(_num_bytes, entry_paths(folder)))
-    _, failed = _remove_where(folder, reason)
-    typer.echo(f"{_size(before - sum(map(_num_bytes, entry_paths(folder))))} freed in {folder}")
+    _, _, freed, failed = _remove_where(folder, reason)
+    typer.echo(f"{_size(freed)} freed in {folder}")
     if failed:
         raise typer.Exit(1)
 
 
-def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int]:
+def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
     """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print them.
 
-    Returns the number of removed entries, and of entries that cannot be read or removed.
+    Returns the number of entries, of removed ones, of their bytes, and of entries that cannot be read or removed.
     """
     from spurline_collation_fast.cache.entry import DamagedEntry
     from spurline_collation_fast.cache.folder import entry_paths, remove
 
-    removed = failed = 0
-    for path in entry_paths(folder):
-        size = _size(_num_bytes(path))
+    paths = entry_paths(folder)
+    removed = freed = failed = 0
+    for path in paths:
+        size = _num_bytes(path)
         try:
             try:
                 reason = reason_of(path)
@@ -129,9 +127,9 @@ def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tupl
             failed += 1
             typer.echo(f"{path}: cannot be read or removed: {error.strerror or error}", err=True)
             continue
-        removed += 1
-        typer.echo(f"{path.name}  {size}  {reason}")
-    return removed, failed
+        removed, freed = removed + 1, freed + size
+        typer.echo(f"{path.name}  {_size(size)}  {reason}")
+    return len(paths), removed, freed, failed
 
 
 def _folder(cache_dir: Path | None) -> Path:
