@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
-from spurline_insight.notebook import line_plot
+from spurline_insight.notebook import _LEFT, _RIGHT, _WIDTH, line_plot
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,11 @@ def test_values_that_rounding_alone_tells_apart_and_extreme_ones_are_drawn(value
     drawn = line_plot("loss", {"loss": ([1, 2], values)})
     assert "nan" not in drawn
     assert "inf" not in drawn
+
+
+@pytest.mark.parametrize("step", [0, 1, 7, 1000])
+def test_no_tick_is_drawn_outside_of_the_axes(step: int) -> None:
+    drawn = line_plot("loss", {"loss": ([step], [1.0])})
+    ticks = [float(x) for x in re.findall(r'<text x="([\d.-]+)" y="\d+" text-anchor="middle"', drawn)]
+    assert ticks
+    assert all(_LEFT <= x <= _WIDTH - _RIGHT for x in ticks)

@@ -126,7 +126,8 @@ def line_plot(title: str, series: Series) -> str:
             f'<path stroke="currentColor" d="M{_LEFT},{y(tick):.1f}H{_WIDTH - _RIGHT}" opacity="0.15"/>'
             f'<text x="{_LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>'
         )
-    for tick in sorted({round(first + (last - first) * number / (_NUM_TICKS - 1)) for number in range(_NUM_TICKS)}):
+    ticks = {round(first + (last - first) * number / (_NUM_TICKS - 1)) for number in range(_NUM_TICKS)}
+    for tick in sorted(tick for tick in ticks if first <= tick <= last):
         parts.append(f'<text x="{x(tick):.1f}" y="{_HEIGHT - 16}" text-anchor="middle">{tick:,}</text>')
     legend = _LEFT + 8.5 * len(title) + 16
     for number, (name, (steps, values)) in enumerate(shown.items()):
