@@ -2,8 +2,8 @@
 
 A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it runs on, and its result
 is dropped. It is a daemon, so the process can still end. If a function has too many abandoned threads, its next call
-waits until some have ended. Code that must end for certain belongs in a process. A task on the event loop is cancelled
-and waited for. If it does not end, an error names it.
+waits until some have ended. Code that must end for certain belongs in a process. A task on the event loop can be
+cancelled, and its caller waits until it has ended. If the task does not end, an error names it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 CANCEL_TIMEOUT_S = 30.0
 """Seconds that a cancelled attempt may take to end."""
 MAX_ABANDONED = 64
-"""Largest number of abandoned threads of one function. They take memory, and time of the interpreter."""
+"""Largest number of abandoned threads of one function. Each of them takes memory and processor time."""
 _LOOK_S = 1.0
 """Seconds between two looks at the abandoned threads of a function."""
 _TICK_S = 0.1
@@ -114,7 +114,7 @@ async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling it gives a coroutine; also for objects with an async `__call__`."""
+    """Return whether calling `function`, which may be an object with an async `__call__`, gives a coroutine."""
     return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -128,12 +128,12 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
 
     Args:
         tasks: All tasks, also those that have ended.
-        what: Their name in the error.
-        timeout_s: Seconds to wait; CANCEL_TIMEOUT_S by default. Tasks within an attempt get less, so that the error
-            names them and not the attempt.
+        what: Name of the tasks in the error.
+        timeout_s: Seconds to wait; CANCEL_TIMEOUT_S by default. For tasks inside an attempt, pass less than the attempt
+            itself may take to end. The error then names these tasks and not the attempt.
 
     Raises:
-        RunFailedError: If a task goes on.
+        RunFailedError: If a task still runs after this time.
     """
     limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
     everything = list(tasks)
@@ -156,13 +156,13 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
 async def all_or_none(
     coroutines: Sequence[Coroutine[Any, Any, T]], what: str, timeout_s: float | None = None
 ) -> list[T]:
-    """Return all results in order. After an error, cancel the others, wait until they have ended, and raise it."""
+    """Return all results in order. After an error, cancel the others, wait until they end, and raise the error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
         await end_tasks(tasks, what, timeout_s)
-        # The traceback of an error holds this frame, and the frame would hold the tasks.
+        # The traceback of an error refers to this frame, and the frame would keep the tasks alive.
         tasks.clear()
 
 
@@ -172,7 +172,8 @@ class Places:
     Args:
         count: Largest number of coroutines that run at the same time.
         timeout_s: Seconds that each may take after its beginning.
-        seconds_down: Returns the seconds so far in which no engine could generate. The time limit does not count them.
+        seconds_down: Returns for how many seconds, until now, no engine could generate. The time limit does not count
+            these seconds.
         setting: The name of the time limit's setting, for messages.
     """
 
@@ -181,16 +182,16 @@ class Places:
         self._timeout_s = timeout_s
         self._seconds_down = seconds_down
         self._setting = setting
-        # There is one timer for all, since tens of thousands may be running.
+        # One timer serves all coroutines, since tens of thousands may be running.
         self._ends: dict[asyncio.Future[None], float] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Return the result of `work()`, which is called when there is a place.
+        """Call `work()` as soon as fewer than `count` coroutines run, and return its result.
 
         Raises:
             AttemptFailedError: If the coroutine takes too long, or if its own code cancels it.
-            RunFailedError: If it runs on after it was cancelled.
+            RunFailedError: If the coroutine still runs after it was cancelled.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -217,7 +218,7 @@ class Places:
                 raise AttemptFailedError(f"{what} was cancelled by its own code.")
             return task.result()
         finally:
-            # The traceback of an error holds this frame, and the frame would hold the task.
+            # The traceback of an error refers to this frame, and the frame would keep the task alive.
             del task
 
     def _end_late(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings of sources of rollouts, of their collator, and of evaluations that generate. Imports no torch."""
+"""Settings of rollout sources, their collator, and evaluations that generate. Imports no torch."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class SamplingConfig(Section):
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Engines and the trainer divide logits by this number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample from the likeliest tokens that hold this much probability; needs `allow_truncated`."""
+    """Sample only from the likeliest tokens that sum up to this probability. Below 1 needs `allow_truncated`."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from this many likeliest tokens, 0 for all; needs `allow_truncated`."""
+    """Sample only from this many of the likeliest tokens; 0 is all. Any other number needs `allow_truncated`."""
     allow_truncated: bool = False
     """Allow top_p and top_k, although the trainer computes logprobs over all tokens."""
     max_new_tokens: int = Field(default=1024, gt=0)
-    """Longest response of one turn."""
+    """Largest number of tokens in the response of one turn."""
     stop: tuple[str, ...] = ()
     """Texts that end a response, besides the model's own end tokens."""
 
     @property
     def cuts(self) -> Mapping[str, float]:
-        """Return the settings that cut tokens off. The values of the mapping would cut off none."""
+        """Return the settings that cut tokens off, each with the value that would cut off none."""
         return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -62,11 +62,11 @@ class OverlongConfig(Section):
     buffer_tokens: int = Field(gt=0)
     """The penalty begins this many tokens before sampling.max_new_tokens, and grows with every token."""
     penalty: float = Field(default=1.0, gt=0)
-    """Penalty of a response of max_new_tokens."""
+    """Penalty of a response with max_new_tokens tokens."""
 
 
 class KlInRewardConfig(Section):
-    """A penalty per token for the divergence from the reference model. Rewards are reduced by it before advantages."""
+    """A penalty per token for the divergence from the reference model, subtracted from rewards before advantages."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
@@ -78,8 +78,8 @@ class SuccessConfig(Section):
     """The rule by which an attempt at a held-out prompt passes."""
 
     reward: str | None = None
-    """Name of the reward term that decides. null takes the environment's only term, or the sum of turn rewards if it
-    has no terms."""
+    """Name of the reward term that decides. null takes the environment's only term, or the sum of turn rewards if the
+    environment has no terms."""
     at_least: float = Field(default=1.0, allow_inf_nan=False)
     """An attempt passes if the term, without its weight, is at least this number."""
 
@@ -92,7 +92,7 @@ class HeldOutConfig(Section):
     temperature: float = Field(default=0.0, ge=0, le=10)
     """0 is greedy."""
     max_prompts: int | None = Field(default=200, gt=0)
-    """Use the first prompts of the held-out data; null uses all."""
+    """Use only this many prompts, the first of the held-out data; null uses all."""
     success: SuccessConfig = SuccessConfig()
     """The rule by which attempts pass."""
 
@@ -111,7 +111,7 @@ def success_problems(success: SuccessConfig, terms: Collection[str] | None, pref
     Args:
         success: The settings.
         terms: Names of all reward terms; None if they are not known before an attempt.
-        prefix: Beginning of the keys.
+        prefix: Beginning of the names of settings in the problems.
     """
     if terms is None:
         return
@@ -138,7 +138,7 @@ class FaultsConfig(Section):
     attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
     """Seconds that one attempt may take."""
     max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """Number of different prompts that the whole run may give up. Unusable rows do not count."""
+    """Largest number of different prompts that the whole run may give up. Unusable rows do not count."""
 
 
 class PromptSourceConfig(SourceConfig):
@@ -161,11 +161,11 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """How rewards become advantages."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """Attempts that an advantage compares, if it compares several groups."""
+    """An advantage that compares several groups compares all groups of the `batch`, or those of one `minibatch`."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Correction for the difference between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
-    """`separate` makes a training row per turn (step-wise training). `merged` makes one row of an attempt if each turn
+    """`separate` makes a training row per turn (step-wise training). `merged` makes one row per attempt if each turn
     continues the tokens of the turn before. Other attempts keep a row per turn."""
     zero_variance: Annotated[Literal["keep", "refill"], OnResume.BY_NAME] = "keep"
     """Groups whose rewards are all equal have no gradient. `keep` trains on them. `refill` leaves them out and draws
@@ -175,7 +175,7 @@ class PromptSourceConfig(SourceConfig):
     is 8 x prompts_per_step."""
     router_replay: Annotated[bool, OnResume.BY_NAME] = False
     """Send each token to the experts that the engine chose, in the trained model and the reference (Ma et al. 2025,
-    arXiv:2510.11370). Routers still learn, by the weights of these experts. A critic chooses its own experts."""
+    arXiv:2510.11370). Routers still learn, since they weigh these experts. A critic chooses its own experts."""
     carry: tuple[str, ...] = ()
     """Columns of the training rows with numbers or truth values. Advantages find them in `Group.columns`. Losses that
     name one in `needs` get it as a float32 column of the batch."""
@@ -184,15 +184,16 @@ class PromptSourceConfig(SourceConfig):
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Penalty on the divergence from the reference model in the rewards; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """Largest size of RUN_DIR/rollouts in MB, which has the attempts of every step. Above it the oldest steps are
-    deleted. Of a step that would take more than a quarter of it, every n-th prompt is kept. 0 keeps none."""
+    """Largest size in MB of the folder RUN_DIR/rollouts, which has the attempts of every step. If it is exceeded, the
+    oldest steps are deleted. If one step would take over a quarter of this size, only every n-th prompt of it is
+    kept. 0 keeps none."""
     faults: FaultsConfig = FaultsConfig()
-    """Retries and limits."""
+    """Limits and retries for attempts that fail."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
-    """Evaluation."""
+    """Evaluation with held-out prompts."""
     max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Attempts under way at the same time. An attempt's time limit also runs while it waits for the engine, so this
-    should not be far above the number of responses that the engine decodes together."""
+    """Largest number of attempts under way. The time limit of an attempt also runs while it waits for the engine, so do
+    not set this number far above the number of responses that the engine decodes together."""
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -291,7 +292,7 @@ class PromptSourceConfig(SourceConfig):
         ):
             if key.rpartition(".")[2] in section.model_fields_set:
                 yield Problem("name", f"is {self.name}, which does not use '{key}': {instead}. Remove '{key}'.")
-        # `returns` is a critic's loss, which reports this mistake itself.
+        # A loss that trains on `returns` is a critic's, and its own config reports this mistake.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
                 "name",
@@ -383,15 +384,16 @@ class AnswerSettings(Section):
     """How answers are generated and scored."""
 
     rewards: RewardTable = Field(min_length=1)
-    """Reward components, `module:function` or `file.py:function`, by name. `{right: exact_match}` logs `eval/right`."""
+    """Rewards by name. Each is a component, or a function as `module:function` or `file.py:function`.
+    `{right: exact_match}` logs `eval/right`."""
     max_new_tokens: int = Field(default=128, gt=0)
     """Longest answer in tokens."""
     max_samples: int | None = Field(default=200, gt=0)
-    """Use this many prompts, the first of the evaluation data; null uses all."""
+    """Use only this many prompts, the first of the evaluation data; null uses all."""
     batch_size: int = Field(default=64, gt=0)
     """Prompts generated together."""
     retries: int = Field(default=2, ge=0)
-    """Times that an answer is scored again after its reward failed. Then the run ends with the error."""
+    """How often an answer is scored again if a reward fails. If the last retry fails, the run ends with the error."""
 
 
 class GenerationEvalConfig(EvaluationPart, AnswerSettings):

@@ -49,7 +49,7 @@ class Draw:
     row: Mapping[str, Any]
 
     def task(self, sample: int) -> Task:
-        """Return the attempt of this number at the prompt."""
+        """Return the task for attempt number `sample` at this prompt."""
         return Task(self.row, self.dataset, self.uid, sample, self.location)
 
 
@@ -102,7 +102,7 @@ class PromptDraws:
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
         # An asynchronous source draws on one thread and observes on another.
         self._order_lock = threading.Lock()
-        # Rows that a row limit left unread count too.
+        # Rows that were not read because of a row limit count too.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, weights))
         self._read_in_part = whole != self._sizes
@@ -132,7 +132,7 @@ class PromptDraws:
         """Return `count` draws from number `start` on. A row that is left out becomes a SkippedRow.
 
         Raises:
-            DataError: For a row that cannot be read, unless `on_bad_row: skip`; and if all rows are left out.
+            DataError: If a row cannot be read and `on_bad_row` is `error`, or if all rows are left out.
         """
         if len(self._skipped) == sum(self._sizes):
             raise DataError(
@@ -144,7 +144,7 @@ class PromptDraws:
         return [self._draw(start + offset, index) for offset, index in enumerate(indices)]
 
     def observe(self, step: int, groups: Sequence[Group]) -> None:
-        """Pass the groups, in draw order, to an order that learns from rewards."""
+        """Let the order learn from the rewards of these groups, if it is adaptive. Groups must be sorted by draw."""
         if not isinstance(self._order, AdaptiveOrder):
             return
         with self._order_lock:

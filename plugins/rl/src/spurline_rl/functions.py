@@ -65,7 +65,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
-    # A console script does not search the working directory, but functions are usually there.
+    # Python does not search the working directory for a console script, but functions are usually there.
     _make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
@@ -106,7 +106,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    # The folder is the last one on the path, so that none of its files hides an installed module.
+    # The folder is the last one on the path, so that none of the folder's files hides an installed module.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

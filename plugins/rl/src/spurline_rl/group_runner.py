@@ -32,7 +32,7 @@ _MOST_TAGS = 32
 
 @dataclass(frozen=True)
 class GivenUpPrompt:
-    """A prompt with an attempt that failed after all retries. `reason` says where and why."""
+    """A prompt that was given up, since an attempt failed in spite of all retries. `reason` says where and why."""
 
     uid: str
     draw: int
@@ -93,18 +93,18 @@ class _GiveUp(Exception):  # noqa: N818 - it ends the group and not the run
 class GroupRunner:
     """Runs groups of attempts on one event loop.
 
-    After a DataError no attempt at the row can succeed. `on_bad_row` says whether it ends the run or the row is
-    skipped. AttemptFailedError, exceptions that are no SpurlineError, and time-outs are retried with other seeds. After
-    the last retry the prompt is given up with all its attempts, since the others would be a smaller group. After a
-    PrefixError it is given up at once. Every other SpurlineError ends the run.
+    After a DataError no attempt at the row can succeed. `on_bad_row` says whether the run ends or the row is skipped.
+    After AttemptFailedError, an exception that is no SpurlineError, or a time-out, an attempt is made again with other
+    seeds. If the last retry fails, the prompt is given up with all its attempts, since the successful ones would be a
+    smaller group. After a PrefixError the prompt is given up at once. Every other SpurlineError ends the run.
 
     Attributes:
         make_policy: Returns a handle for a task and the number of its earlier failures.
-        score: Scores a trajectory. Its errors count as failures of the attempt.
+        score: Scores a trajectory. An error that it raises counts as a failure of the attempt.
         retries: Further attempts after a failure.
-        max_concurrent: Attempts under way at the same time.
+        max_concurrent: Largest number of attempts under way at the same time.
         seconds_down: See `MayBeDown`.
-        carry: Columns of the row that the group takes along.
+        carry: Columns of the row whose numbers are copied into the group.
     """
 
     environment: Environment
@@ -132,12 +132,12 @@ class GroupRunner:
         """Make all attempts at one prompt.
 
         Raises:
-            RunFailedError: If the prompt is given up and the run has then given up too many.
+            RunFailedError: If the prompt is given up, and the run has now given up more prompts than it may.
             DataError: For a row that cannot be used, unless `on_bad_row: skip`.
         """
         tasks = map(prompt.task, range(self.samples_per_prompt))
         try:
-            # First, so that nothing is generated for a row without these numbers.
+            # Read these numbers first, so that nothing is generated for a row that lacks one.
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await all_or_none([self._try_until_done(task) for task in tasks], what)
@@ -175,7 +175,7 @@ class GroupRunner:
             attempt += 1
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
-        """Count a retry, and report the first one. It may take long until a prompt is given up and reported."""
+        """Count a retry, and report the run's first one, since the report of a given-up prompt may come much later."""
         self._retries_of[task.uid] += 1
         if not self._has_told:
             self._has_told = True
@@ -188,7 +188,7 @@ class GroupRunner:
         try:
             trajectory = await self.environment.run(task, self.make_policy(task, attempt))
         except SystemExit as error:
-            # In asyncio it would end the event loop and all attempts without a message.
+            # In asyncio, SystemExit would end the event loop and all attempts without a message.
             raise AttemptFailedError(f"It raised {type(error).__name__}({error}).") from error
         self._check(trajectory, task)
         scored = self.score(trajectory)

@@ -1,4 +1,4 @@
-"""Evaluate with attempts at held-out prompts: mean reward, pass@1 and pass@k. One reward decides what has passed.
+"""Evaluate with attempts at held-out prompts: mean reward, pass@1 and pass@k. One reward decides if an attempt passes.
 
 Seeds depend only on the prompt and the attempt, so all evaluations use the same seeds.
 """
@@ -134,7 +134,7 @@ def open_held_out(data: Sequence[DatasetConfig], context: SourceContext) -> Prom
 
 
 class RolloutsEvaluation(AttemptsEvaluation):
-    """Evaluation `rollouts`: attempts at prompts of other data."""
+    """Evaluation `rollouts`: attempts at the prompts of the evaluation's `data`."""
 
     def __init__(self, config: RolloutsEvaluationConfig, context: EvaluationContext) -> None:
         # The config refuses a source that makes no attempts.
@@ -154,7 +154,7 @@ def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = O
     """Return the reward term that decides success, or None if attempts have only rewards of turns.
 
     Raises:
-        ConfigError: If the config names no term of the attempt, or none at all although there are several.
+        ConfigError: If the config names a term that the attempt lacks, or names none although there are several.
     """
     problems = list(success_problems(success, terms, where))
     if problems:

@@ -101,7 +101,7 @@ class ResponsesPanel(Panel):
 
 
 def _spread(record: RunRecord) -> list[Trace]:
-    """Draw one standard deviation around the mean, smoothed as the mean is."""
+    """Draw a band of one standard deviation on both sides of the mean. Both are smoothed alike."""
     lines = [metrics for metrics in record.metrics if REWARD in metrics and "reward/std" in metrics]
     if len(lines) < 2:
         return []
@@ -190,7 +190,7 @@ def _length_plot(record: RunRecord, reasons: Sequence[str]) -> str:
 
 
 def _ending_plot(record: RunRecord, reasons: Sequence[str]) -> str:
-    """Draw the share of turns for each reason. A step that recorded no share had none."""
+    """Draw the share of turns for each reason. If a step recorded no share for a reason, the share was 0."""
     lines = [metrics for metrics in record.metrics if "response/length" in metrics]
     steps = [int(metrics["step"]) for metrics in lines]
     traces: list[Trace] = []

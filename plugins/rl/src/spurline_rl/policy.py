@@ -24,7 +24,7 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
 
     Args:
         run_seed: The seed of the run.
-        uid: Name of the draw of the prompt. A prompt has another name in each epoch.
+        uid: Name of the prompt's draw. It differs from epoch to epoch.
         sample: Number of the attempt in its group.
         turn: Number of the turn.
         attempt: Number of earlier failures. It gives a retry other seeds.
@@ -42,7 +42,7 @@ class EnginePolicy:
     """A PolicyHandle that generates with a rollout engine.
 
     Attributes:
-        sampling: The sampling of turns, unless the environment gives another.
+        sampling: Sampling settings of turns for which the environment gives none.
         attempt: Number of earlier failures of this task.
         any_distribution: Whether turns may have another temperature, top_p or top_k than `sampling`. If so, training on
             them is biased, because the trainer computes all logprobs with the settings of the run.
@@ -66,7 +66,7 @@ class EnginePolicy:
         """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and errors of the engine."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
-        # Turns are numbered before they wait, so the numbers do not depend on which turn ends first.
+        # A turn gets its number before the engine is awaited, so numbers do not depend on which turn ends first.
         number = self._num_asked
         self._num_asked += 1
         task = self.task

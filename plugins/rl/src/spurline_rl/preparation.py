@@ -1,6 +1,6 @@
 """Make the batch of a step from scored groups. This computes logprobs and advantages, and updates no weights.
 
-Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards less KL ->
+Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards minus KL ->
 advantages -> TrainingBatch.
 """
 
@@ -33,11 +33,11 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class TurnColumns:
-    """The places of the responses of turns in a batch without padding rows, one segment per row.
+    """The positions of each turn's response in a batch, which has one segment per row and no padding rows.
 
     Args:
         groups: Groups with all turns.
-        laid_out: The same groups as they were laid out. Turns of a merged attempt share a row.
+        laid_out: The same groups with one turn for each row of the batch. A merged attempt has one turn here.
     """
 
     def __init__(self, batch: TrainingBatch, groups: Sequence[Group], laid_out: Sequence[Group]) -> None:
@@ -51,7 +51,7 @@ class TurnColumns:
         # argmax finds the first of equal values.
         is_token = batch.tokens["segment_ids"].numpy() > 0
         first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
-        # A turn's prompt is the whole context that it saw, so its response begins after as many tokens of the row.
+        # A turn's prompt is its whole context, so the response begins `num_prompt` tokens after the row's first token.
         starts = first[rows] + _joined(group.flat.num_prompt for group in groups)
         stops = starts + _joined(group.flat.num_response for group in groups)
         bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
@@ -67,7 +67,7 @@ class TurnColumns:
         return self.join("loss_weights", [1.0] * len(self._places))
 
     def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
-        """Return the column `name` with one array per turn, or one number for all its response tokens; 0 elsewhere."""
+        """Return the column `name` from an array, or one number for all response tokens, per turn; 0 elsewhere."""
         dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
         column = torch.from_numpy(np.zeros(self._shape, dtype))
@@ -87,7 +87,8 @@ class CollatesFlat(RolloutCollator, Protocol):
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Return the batch that `collate_rollouts` makes of the same turns.
 
-        The batch keeps no arrays of the blocks except names and numbers of the turns, so that memory can be freed.
+        The batch keeps no arrays of the blocks except names and numbers of the turns, so that the memory of
+        the others can be freed.
         """
         ...
 
@@ -134,7 +135,7 @@ class Preparation:
     def ready(self, group: Group) -> Group:
         """Return the group after computing everything in it that a batch needs and that does not depend on weights.
 
-        It may be called on any thread when a group is finished. `prepare` also takes groups that are not ready.
+        It may be called on any thread when a group is finished. `prepare` also accepts groups that are not ready.
         """
         ready = in_one_block(group)
         _ = ready.returns, self._rows_of(ready).flat
@@ -143,7 +144,7 @@ class Preparation:
         return ready
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
-        """Return the batch of these scored groups. Its `info` has health metrics and the seconds of the forwards."""
+        """Return the batch of these scored groups. Its `info` has health metrics and the seconds that forwards took."""
         if not self._config.router_replay:
             groups = _without_experts(groups)
         laid_out = self._lay_out(groups)
@@ -181,11 +182,11 @@ class Preparation:
         return batch
 
     def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
-        """Return the places of the responses of all turns in their batch."""
+        """Return the positions of each turn's response in the batch of these groups."""
         return TurnColumns(batch, groups, [self._rows_of(group) for group in groups])
 
     def _score_tokens(self, laid_out: TrainingBatch, columns: TurnColumns, backend: Backend) -> dict[str, Tensor]:
-        """Compute the values of each model before the update. Returns columns without padding rows."""
+        """Compute logprobs, and a critic's values, before the update. Returns columns without padding rows."""
         padded = laid_out.pad_rows(self._layout.data)
         roles: list[tuple[str, Role]] = [("old_logprobs", "policy")]
         if self._needs_reference:
@@ -204,8 +205,8 @@ class Preparation:
     ) -> tuple[Sequence[Group], Mapping[str, float]]:
         """Subtract the divergence from the reference model from each token's reward. Returns the groups, and metrics.
 
-        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). Its estimator k1 is unbiased. It
-        fits here, since rewards are not differentiated.
+        This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The estimator k1 is unbiased.
+        Its gradient is 0 on average, which does not matter here, since rewards are not differentiated.
         """
         penalty = self._config.kl_in_reward
         if penalty is None:
@@ -220,13 +221,13 @@ class Preparation:
         return groups, kl_reward_metrics(groups, kl)
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
-        """Return the columns `advantages`, and `returns` where a critic is trained on them."""
+        """Return the column `advantages`, and `returns` if a critic is trained."""
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses this scope where it does not know the size"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            # Groups whose rewards were charged have no flat arrays, and need none.
+            # Use no flat arrays here, since groups from whose rewards KL was subtracted have none.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
@@ -236,7 +237,7 @@ class Preparation:
         return {name: columns.join(name, _fields(groups, name)) for name in names}
 
     def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
-        """Return one advantage per attempt; None if tokens of an attempt may have different ones."""
+        """Return one advantage per attempt; None if tokens of an attempt may have different advantages."""
         if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
             self._advantage, "sample_advantages", "advantages"
         ):
@@ -266,14 +267,14 @@ def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups without experts. Experts of a recording would be replayed otherwise."""
+    """Return the groups without experts. Otherwise, experts in recorded rollouts would be replayed."""
     if all(group.flat.routed_experts is None for group in groups):
         return groups
     return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
-    """Raise DataError if a turn lacks its experts. The models would silently choose others."""
+    """Raise DataError if a turn lacks its experts. Without this error, the models would silently choose others."""
     if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
         return
     attempts = trajectories_of(groups)
@@ -286,7 +287,7 @@ def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
 
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
-    """Return a column per name. Response tokens have the number in their prompt's row."""
+    """Return a column per name. Each response token gets the number from its prompt's row."""
     turns = [len(turns_of([group])) for group in groups]
     for group in groups:
         for name in names:

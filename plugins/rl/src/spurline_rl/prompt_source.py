@@ -55,7 +55,7 @@ class Collected:
         given_up: Number of prompts given up.
         skipped: Number of drawn rows that cannot be used.
         refill_missing: Number of filtered groups that are trained on, because the limit of draws was reached.
-        lost: The given-up prompts, without those before a resume.
+        lost: The given-up prompts, without those from before a resume.
     """
 
     groups: tuple[Group, ...]
@@ -78,8 +78,8 @@ async def collect_groups(
 ) -> Collected:
     """Draw until `count` groups can be trained on.
 
-    Each round draws exactly the missing number, so the prompts of a step never depend on which attempts end first.
-    Unusable rows do not count against `draw_limit`. If all rows are unusable, `take` raises DataError.
+    Each round draws as many prompts as groups are missing, so the prompts of a step never depend on which attempts end
+    first. Unusable rows do not count against `draw_limit`. If all rows are unusable, `take` raises DataError.
 
     Args:
         take: Returns draws, given the number of the first one and a count.
@@ -88,8 +88,8 @@ async def collect_groups(
         count: Number of groups to collect.
         draw_limit: Number of prompts that may be drawn. At the limit the earliest filtered groups are used, since a
             batch has a fixed number of prompts.
-        filters: Filter groups with equal returns, and draw other prompts (dynamic sampling of DAPO, Yu et al. 2025,
-            arXiv:2503.14476).
+        filters: Whether to filter (leave out) groups with equal returns, and draw other prompts (dynamic sampling of
+            DAPO, Yu et al. 2025, arXiv:2503.14476).
 
     Raises:
         RunFailedError: If so many prompts were given up that `count` cannot be reached.
@@ -133,8 +133,8 @@ class PromptSource(BatchSource):
     """Base of sources whose batches are groups of scored attempts.
 
     Attributes:
-        generates_with_copies: Whether the engines have their own copies of the weights. An evaluation with other
-            parameters in the backend then does not change what they generate.
+        generates_with_copies: Whether the engines have their own copies of the weights. If so, an evaluation that puts
+            other parameters into the backend does not change what the engines generate.
     """
 
     generates_with_copies: bool = False
@@ -166,7 +166,7 @@ class PromptSource(BatchSource):
         config, shows = self._settings, self._attempts.shows_prompts
         return {
             **self._prompts.summary(),
-            # Other environments may use any column of a row.
+            # An environment that does not show its prompts may use any column of a row.
             "notes": plain_text_notes(self._prompts.datasets, self._context.tokenizer) if shows else [],
             "samples_per_epoch": self._prompts.prompts_per_epoch,
             "samples_per_step": config.prompts_per_step,
@@ -226,7 +226,7 @@ class PromptSource(BatchSource):
         return self._survey_of(self._prompts, "rendering prompts", self._settings.carry)
 
     def _survey_of(self, prompts: PromptDraws, doing: str, carry: Sequence[str] = ()) -> _Survey | None:
-        """Read the prompts of the first rows. Returns None if the environment does not know them beforehand."""
+        """Read the prompts of the first rows. Returns None if the environment does not know prompts beforehand."""
         self._context.progress(doing)
         found: list[tuple[str, Sequence[int]]] = []
         left_out = 0
@@ -341,7 +341,7 @@ class _Survey:
     """The first prompts of some rows.
 
     Attributes:
-        prompts: The place and the token ids of each prompt.
+        prompts: The location of the row, and the token ids, of each prompt.
         left_out: Number of rows that `on_bad_row: skip` leaves out.
     """
 

@@ -35,7 +35,7 @@ class RewardAdaptiveOrder:
         self._blocks: list[NDArray[np.int32]] = []
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop). Blocks are drawn when they are first needed."""
+        """Return the samples at positions [start, stop). A block, the prompts of a step, is drawn when first needed."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -75,7 +75,7 @@ class RewardAdaptiveOrder:
         # The upper 53 bits give numbers above 0 and up to 1.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
-        # A drawn prompt counts as never solved until its rewards are known. If its row is unusable, or if the prompt is
-        # given up, that is for ever.
+        # A drawn prompt counts as never solved until its rewards are known. They stay unknown if its row is unusable
+        # or the prompt is given up.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)

@@ -1,8 +1,8 @@
 """Lay out rollouts in rows, and cut their batch into mini-batches of whole prompts.
 
 The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, for any number of turns. A
-learning-rate schedule therefore never drifts (as in SkyRL's step-wise training). Step-wise training makes one row per
-turn. Only the prompt uids say which rows belong together.
+learning-rate schedule therefore does not depend on the turns, as in SkyRL's step-wise training. If each turn has its
+row, only the prompt uids say which rows belong together.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class RolloutsCollator(PaddedCollator):
-    """Lays out one turn per row, with loss on the response tokens whose mask is 1. This is the readable reference.
+    """Lays out one turn per row, with loss on the response tokens whose mask is 1. This is a reference implementation.
 
-    Tokenized samples are laid out as by `padded`, so a run may evaluate on plain text between RL steps.
+    Tokenized samples are laid out as by the collator `padded`, so a run may evaluate on plain text between RL steps.
     """
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
@@ -58,7 +58,7 @@ class ByPrompt:
         """Return (first row, row after the last) of each mini-batch of one pass over the batch.
 
         Raises:
-            RunFailedError: If rows of a prompt are apart, or if the number of prompts is wrong. It names a prompt.
+            RunFailedError: If rows of a prompt are apart, or the number of prompts is wrong. The error names a prompt.
         """
         prompts = _prompt_rows(batch)
         if len(prompts) != self._prompts_per_step:

@@ -28,19 +28,19 @@ class InProcessEngineConfig(RolloutEngineConfig):
     """Generate each response on its own, so other responses never change a bit of it. That is many times slower.
     Otherwise responses that are generated together change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Largest number of responses decoded together. Further requests wait."""
+    """Largest number of responses that are decoded together. Further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Size of the KV cache in tokens: responses decoded together, times the length of the longest with its prompt. A
-    larger request is decoded alone."""
+    """Largest size of the KV cache in tokens: the number of responses decoded together, times the length of the longest
+    prompt with its response. A request that needs more is decoded alone."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one decode step may take, and that loading the model may take."""
+    """Time limit in seconds for one decode step, and for loading the model."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """Device of the engine's own copy of the model. `auto` takes the first GPU unless a rank uses it."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Mode of keys and values of responses in flight after an update. `recompute` is exact. `keep` is faster,
-    but later tokens come from a mixture of both versions."""
+    """Treatment of the cached keys and values of unfinished responses after the weights were updated. `recompute` is
+    exact. `keep` is faster, but later tokens come from a mixture of old and new weights."""
 
     @property
     def notes_experts(self) -> bool:
@@ -65,7 +65,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
         if not run.backend.facts.lends_model:
             # The engine has its own copy, which is not on a device of the backend.
             return {}
-        # Resolved by name, since the estimate imports torch, and a config must not.
+        # Resolve the function by name, since its module imports torch, which this module must not.
         estimate = resolve("spurline_models.memory:estimate_cache", "memory estimate of engine 'in_process'")
         together = min(responses, self.max_batch)
         tokens = max(length, min(together * length, self.max_cache_tokens))

@@ -14,7 +14,7 @@ _DEEPEST_FORMULA = 500
 """Largest number of nested operations."""
 _SHOWN_CHARACTERS = 80
 _LARGEST_BITS = 4096
-"""Bits of the largest whole number. Larger ones could keep the machine busy."""
+"""Largest number of bits of a whole number. Larger numbers could keep the machine busy."""
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,
@@ -42,7 +42,7 @@ def calculator(expression: str) -> str:
 
 
 def _evaluate(node: ast.expr, levels: int = _DEEPEST_FORMULA) -> Number:
-    """Return the value of a part of the formula, which may have this many nested operations."""
+    """Return the value of a part of the formula. Raises RecursionError if it has `levels` nested operations or more."""
     if not levels:
         raise RecursionError
     # bool is an int in Python, but True is not a number in a formula.

@@ -21,14 +21,15 @@ if TYPE_CHECKING:
 
 
 BUILT_IN_TOOLS = {"calculator": "spurline_rl.environments.calculator:calculator"}
-"""Tools that need no module name."""
+"""Built-in tools, which a config may name without a module."""
 
 
 class RewardedEnvironmentConfig(EnvironmentConfig):
     """Base of the configs of environments that score an attempt with reward components."""
 
     rewards: RewardTable = Field(min_length=1)
-    """Reward components, `module:function` or `file.py:function`, by name. `source.reward_weights` weighs them."""
+    """Rewards by name. Each is a component, or a function as `module:function` or `file.py:function`.
+    `source.reward_weights` has their weights."""
 
     @property
     def reward_terms(self) -> Collection[str]:
@@ -36,13 +37,13 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
 
 
 class SingleTurnConfig(RewardedEnvironmentConfig):
-    """One prompt, one answer, scored."""
+    """One prompt and one answer, which is scored."""
 
     name: str = "single_turn"
 
 
 def _named_tools(value: Any) -> Any:
-    """Return a mapping of tools by their names for a list of tools, and other values unchanged."""
+    """Turn a list of tools into a mapping by name. Return other values unchanged."""
     if not isinstance(value, (list, tuple)):
         return value
     return {name_of(tool) if callable(tool) else tool: tool for tool in value}
@@ -61,12 +62,12 @@ class ToolsConfig(RewardedEnvironmentConfig):
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
     """Largest number of turns of the model, the answer included."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
-    """Seconds that a call may take. Then the model gets an error."""
+    """Seconds that a call may take. If it takes longer, the model gets an error."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
-    """Reward of each turn with a failed call: the call is malformed, its tool is unknown, or the tool has an error."""
+    """Reward of each turn in which a call fails: it is malformed, its tool is unknown, or the tool raises an error."""
     history: Literal["exact", "retokenize"] = "exact"
-    """`exact` continues the tokens of the last turn in each prompt. A chat template that rewrites history is then an
-    error. `retokenize` renders and encodes each prompt again, as at inference."""
+    """How the prompt of a later turn is made. `exact` continues the tokens of the turn before. A chat template that
+    rewrites history is then an error. `retokenize` renders and encodes each prompt again, as at inference."""
 
     @property
     def most_turns(self) -> int:
@@ -94,7 +95,7 @@ class CustomConfig(EnvironmentConfig):
     """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`, or an async
     function of a task and a policy. A Python program may give the class, an object with `run`, or the function."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
-    """Largest number of responses in one attempt, to estimate memory and lengths."""
+    """Largest number of responses in one attempt. It serves only to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
 
@@ -108,7 +109,7 @@ class CustomConfig(EnvironmentConfig):
 
 
 def as_environment(value: Any) -> Any:
-    """Return settings of `custom` for an object or a path such as `file.py:Class`, and other values unchanged."""
+    """Turn an object, or a path such as `file.py:Class`, into settings of `custom`. Return other values unchanged."""
     is_written = isinstance(value, (str, Mapping, BaseModel))
     is_given = not is_written and (callable(value) or callable(getattr(value, "run", None)))
     if is_given or (isinstance(value, str) and ":" in value):

@@ -54,7 +54,7 @@ def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 class _Function:
-    """An environment of one function."""
+    """An environment that consists of one async function."""
 
     def __init__(self, run: Any) -> None:
         self.run = run

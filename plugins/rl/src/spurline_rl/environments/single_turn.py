@@ -24,7 +24,7 @@ _PROMPTS_KEPT = 256
 
 
 class SingleTurn:
-    """Scores the answer to the prompt of a row. `info` has prompt, response and reference as texts."""
+    """Scores the answer to a row's prompt. A trajectory's `info` has prompt, response and reference as texts."""
 
     def __init__(
         self, config: SingleTurnConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
@@ -51,7 +51,7 @@ class SingleTurn:
         return example.prompt_ids
 
     def _example(self, task: Task) -> GenerationExample:
-        """Return the prompt of the row, which is rendered and encoded once for a group."""
+        """Return the prompt and the reference of the row. They are computed once for all attempts of a group."""
         key = task.uid, task.location
         example = self._examples.get(key)
         if example is None:

@@ -64,7 +64,7 @@ _JSON_TYPES = {
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call by the model. `problem` says why it cannot be made, or is empty."""
+    """A call by the model. If it cannot be made, `problem` says why, else `problem` is empty."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -84,8 +84,9 @@ class Toolbox:
     """The functions that the model may call.
 
     Args:
-        paths: Functions for `load_function`, or built-in tools, by name. A function gets the call's arguments by name,
-            and the model gets its result as text. It may be async. Several calls may run at the same time.
+        paths: The function of each tool by the tool's name: a path for `load_function`, or a built-in tool. A function
+            gets the call's arguments by name, and may be async. The model gets the function's result as text. Several
+            calls may run at the same time.
         timeout_s: Seconds that a call may take.
     """
 
@@ -262,7 +263,7 @@ class Tools:
         refuse_left_out(found, self._tokenizer, where)
 
     async def _converse(self, chat: ChatFront) -> tuple[str, Sequence[int], Sequence[int]]:
-        """Let the model take turns. Returns why it ended, and the number of calls and of failed calls of each turn."""
+        """Let the model take turns. Returns why they end, and for each turn the numbers of calls and failed calls."""
         calls: list[int] = []
         failed: list[int] = []
         while True:
@@ -292,7 +293,7 @@ class Tools:
                 chat.add({"role": "tool", **({"name": name} if name else {}), "content": text})
 
     def _read(self, task: Task) -> ChatQuestion:
-        """Return the row as a conversation. Raises DataError for other rows."""
+        """Return the row as a conversation. Raises DataError for a row of plain text."""
         question = read_question(task.row, task.dataset)
         if not isinstance(question, ChatQuestion):
             raise DataError(

@@ -32,7 +32,7 @@ class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
 
         l = -A r
 
-    Its gradient is the first gradient times the ratio. Neither loss limits the step.
+    The gradient of the second loss is the gradient of the first times r. Neither loss limits the change of the policy.
     """
 
     def surrogate_needs(self) -> frozenset[str]:
@@ -55,9 +55,9 @@ class Ppo(PolicyLoss[PpoConfig]):
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
     A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c, the
-    loss of tokens with A < 0 is at most -c A (Ye et al. 2020, arXiv:1912.09729). If the engine differs from the
-    trainer, a `correction` makes this decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), where the old policy is the
-    proximal one.
+    loss of tokens with A < 0 is at most -c A (Ye et al. 2020, arXiv:1912.09729). With a `correction`
+    for the difference between engine and trainer, this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), and
+    p_old is its proximal policy.
     """
 
     def __init__(self, config: PpoConfig):
@@ -170,8 +170,8 @@ class Sapo(PolicyLoss[SapoConfig]):
         l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
     where sigma is the logistic function. The gradient is the gradient of -A r times a gate 4 sigma (1 - sigma).
-    The gate is 1 at r = 1 and closes smoothly on both sides. For A <= 0 a higher tau closes it earlier. These tokens
-    make training less stable, since lowering one probability raises the probabilities of all other tokens.
+    The gate is 1 at r = 1 and closes smoothly on both sides. A higher tau closes it earlier. By default
+    tau is higher for tokens with A <= 0, which make training less stable: lowering their probability raises all others.
     """
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:

@@ -14,7 +14,7 @@ from spurline.protocols.loss import LossConfig, TrainsOn
 from spurline_rl.protocols.correction import CorrectionConfig
 
 Level = Literal["token", "sequence", "geometric"]
-"""A ratio of each token, the product of the ratios of a sequence, or their geometric mean."""
+"""A correction judges the ratio of each token, or the product or the geometric mean of a sequence's ratios."""
 
 
 class KlConfig(Section):
@@ -40,7 +40,7 @@ class PolicyLossConfig(LossConfig):
     entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the bonus for entropy of the next-token distribution."""
     entropy_metric: Annotated[bool, OnResume.FREE] = True
-    """Report `policy/entropy` also without a bonus. It costs a second pass over the logits."""
+    """Report `policy/entropy` even without a bonus. This costs a second pass over the logits."""
 
     @property
     def uses_reference(self) -> bool:
@@ -52,7 +52,7 @@ class PolicyGradientConfig(PolicyLossConfig):
 
     name: str = "policy_gradient"
     importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
-    """Weigh by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
+    """Weigh tokens by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
 
 
 class PpoConfig(PolicyLossConfig):
@@ -64,7 +64,8 @@ class PpoConfig(PolicyLossConfig):
     clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=0.2, gt=0, allow_inf_nan=False)
     """Highest ratio is 1 + clip_high; 0.28 is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476)."""
     dual_clip: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=1, allow_inf_nan=False)
-    """Bound the loss of tokens with negative advantage at this ratio, usually 3 (Ye et al. 2020, arXiv:1912.09729)."""
+    """Largest ratio in the loss of tokens with negative advantage, usually 3; null for no limit (Ye et al. 2020,
+    arXiv:1912.09729)."""
 
 
 class GspoConfig(PolicyLossConfig):
@@ -84,7 +85,7 @@ class CispoConfig(PolicyLossConfig):
     clip_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, lt=1)
     """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
     clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4.0, gt=0, allow_inf_nan=False)
-    """Highest weight is 1 + clip_high; 4 gives the cap of 5 within the range of ScaleRL (arXiv:2510.13786)."""
+    """Highest weight is 1 + clip_high. In ScaleRL several largest weights, also 5, worked alike (arXiv:2510.13786)."""
 
 
 class SapoConfig(PolicyLossConfig):
@@ -123,7 +124,7 @@ class TruncatedImportanceSamplingConfig(CorrectionConfig):
 
 
 class MaskedImportanceSamplingConfig(CorrectionConfig):
-    """Importance weights within a band, 0 outside (IcePop, Ling Team 2025, arXiv:2510.18855)."""
+    """Importance weights if the ratio is within a band, else 0 (IcePop, Ling Team 2025, arXiv:2510.18855)."""
 
     name: str = "mis"
     level: Literal["token", "sequence"] = "token"

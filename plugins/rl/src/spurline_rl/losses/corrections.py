@@ -6,7 +6,7 @@ Corrections start from log ratios of the tokens with loss (`spurline_rl.losses.l
     sum of rho over the segment                                             sequence: log of the product of the ratios
     mean of rho over the segment                                            geometric
 
-A loss weighed by p_old / p_rollout is an expectation under the policy that the loss assumes, not under the engine's.
+A loss weighed by p_old / p_rollout is an expectation under p_old, as the loss assumes, not under the engine's policy.
 With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy, p_rollout
 the behaviour policy.
 """
@@ -111,8 +111,8 @@ class MaskedImportanceSampling:
     """MIS: factor = p_old / p_rollout if it is in [low, high], else 0 (IcePop, Ling Team 2025, arXiv:2510.18855; per
     sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
 
-    The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios. This correction leaves
-    them out, since they are more likely to be numerical accidents.
+    The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios. This correction gives
+    them the factor 0, since they are more likely to be numerical accidents.
     """
 
     def __init__(self, config: MaskedImportanceSamplingConfig):

@@ -39,12 +39,12 @@ class LogRatios:
         self.where: NDArray[np.bool_] = batch.tokens["loss_weights"].numpy() != 0
         """True for the tokens with loss, bool [R, L]."""
         old, rollout = (self._flat(name) for name in COLUMNS)
-        # Two logprobs of -inf have no ratio. Metrics and factors show it as NaN.
+        # If both logprobs are -inf, the ratio is NaN, and so are metrics and factors.
         with np.errstate(invalid="ignore"):
             self.values = torch.from_numpy(np.subtract(old, rollout, dtype=np.float64))
 
     def column(self, name: str) -> Tensor:
-        """Return another column of the batch at these tokens, such as `advantages`: [N]."""
+        """Return another column of the batch at the tokens with loss, such as `advantages`: [N]."""
         return torch.from_numpy(self._flat(name))
 
     @cached_property
@@ -58,16 +58,16 @@ class LogRatios:
         return torch.from_numpy(np.diff(np.flatnonzero(begins), append=len(ids)))
 
     def sums(self) -> Tensor:
-        """Return the sum of each sequence, the log of the product of its ratios: float64 [S]."""
+        """Return the sum of log ratios of each sequence, which is the log of the product of its ratios: float64 [S]."""
         numbers = self.spread(torch.arange(len(self.lengths)))
         return torch.zeros(len(self.lengths), dtype=torch.float64).index_add_(0, numbers, self.values)
 
     def means(self) -> Tensor:
-        """Return the mean of each sequence, the log of the geometric mean of its ratios: float64 [S]."""
+        """Return the mean log ratio of each sequence, which is the log of its ratios' geometric mean: float64 [S]."""
         return self.sums() / self.lengths
 
     def spread(self, of_sequences: Tensor) -> Tensor:
-        """Repeat one value per sequence, [S], for each of its tokens: [N]."""
+        """Repeat the value of each sequence, [S], for each of its tokens with loss: [N]."""
         return torch.from_numpy(np.repeat(of_sequences.numpy(), self.lengths.numpy()))
 
     def _flat(self, name: str) -> NDArray[Any]:

@@ -111,7 +111,8 @@ def ratio_to_old(inputs: TokenLossInputs) -> Tensor:
 def clip_fractions(ratio: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
     """Return 1 for tokens without gradient in a clipped surrogate, else 0.
 
-    Their ratio is below `low` and the advantage negative, or the ratio is above `high` and the advantage positive.
+    A token has no gradient if its ratio is below `low` and its advantage negative, or its ratio is above `high` and its
+    advantage positive.
     """
     return {
         "policy/clip_fraction_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),

@@ -32,7 +32,7 @@ class Advantage(Protocol):
         mini-batch. Statistics over several groups use these groups.
 
         Raises:
-            DataError: If a group is too small or its rewards cannot be used; names the prompt.
+            DataError: If a group is too small or its rewards cannot be used. The error names the prompt.
         """
         ...
 
@@ -43,17 +43,17 @@ class Advantage(Protocol):
 
 @runtime_checkable
 class ComparesSamples(Advantage, Protocol):
-    """An advantage that may be one number per attempt, the same for all its response tokens.
+    """An advantage that may be one number per attempt, the same for all response tokens of the attempt.
 
-    Sources then write it to the batch without an array for every turn. If a subclass overrides only `advantages`,
+    If it is, sources write it to the batch without an array for every turn. If a subclass overrides only `advantages`,
     sources call its `advantages`.
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
         """Return the advantages of each group's attempts, float64 [n] per group.
 
-        They are the same numbers as those of `advantages`, and errors are the same. Return None if, with these
-        settings, tokens of an attempt have different advantages.
+        `advantages` gives the same numbers, and raises the same errors. Return None if, with these settings,
+        tokens of an attempt have different advantages.
         """
         ...
 

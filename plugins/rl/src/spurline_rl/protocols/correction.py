@@ -34,19 +34,19 @@ class Corrected:
 
 
 class Correction(Protocol):
-    """Importance weights or masks from logprobs.
+    """Compute importance weights or masks from logprobs.
 
     Factory: `Class(config)`. Pure; a token's factor depends only on its own segment.
 
-    It is called for a few rows of a batch at a time, before any update. The factors become the column
+    `correct` is called for a few rows of a batch at a time, before any update. The factors become the column
     `correction_factors`, which is 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them.
-    Rejected tokens do not count in the mean over tokens. Other factors are applied after the mean.
+    A mean over tokens does not count rejected ones. The other factors are applied after the mean was formed.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:
         """Return factors from log ratios: the trainer's `old_logprobs` minus the engine's `rollout_logprobs`.
 
-        There may be no tokens. A ratio is infinite or NaN if one of its logprobs is.
+        `ratios` may have no tokens. A ratio is infinite or NaN if one of its logprobs is.
         """
         ...
 

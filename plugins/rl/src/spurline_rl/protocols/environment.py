@@ -62,8 +62,9 @@ class PolicyHandle(Protocol):
     """The model for an environment: tokens in, tokens out. Each attempt has its own handle, which remembers every turn.
 
     Attributes:
-        sampling: Settings of the run. A turn may have other limits and stops, with `dataclasses.replace`. In training
-            another temperature, top_p or top_k is a PluginError, since the trainer computes logprobs with the run's.
+        sampling: Sampling settings of the run. For a turn, change limits and stops with `dataclasses.replace`. In
+            training, another temperature, top_p or top_k raises PluginError, since the trainer computes logprobs with
+            those of the run.
     """
 
     sampling: Sampling
@@ -93,7 +94,7 @@ class PolicyHandle(Protocol):
         Args:
             rewards: Reward terms of the attempt by name, before weights. Every attempt must have the same names.
             turn_rewards: One number per turn, for the turn's last token. Weights do not apply to it.
-            info: Facts for the log and the report that JSON can hold, such as `prompt` and `response`.
+            info: Facts that JSON can hold, for the log and the report, such as `prompt` and `response`.
         """
         ...
 
@@ -120,10 +121,10 @@ class Environment(Protocol):
         """Return a trajectory with named reward terms, or rewards per turn; usually `policy.finish(...)`.
 
         Raises:
-            DataError: For a row that cannot be used, such as a prompt that fills the context. It ends the run, or with
-                `on_bad_row: skip` the row is left out. `run` must catch the DataError of a later turn.
+            DataError: For a row that cannot be used, such as a prompt that fills the context. The error ends the run,
+                unless `on_bad_row: skip` leaves out the row. `run` must catch the DataError of a later turn.
             AttemptFailedError: If another attempt may succeed. Other exceptions and time-outs count as this error. The
-                attempt is retried at most `faults.retries` times. Then the prompt is given up.
-            SpurlineError: Any other of our errors ends the run.
+                attempt is retried at most `faults.retries` times. If all retries fail, the prompt is given up.
+            SpurlineError: Any other error of this class ends the run.
         """
         ...

@@ -1,6 +1,6 @@
 """Kind `reward`: score a response.
 
-`RewardTable` is the type of a setting that names rewards, a mapping of terms to components. It has short forms:
+`RewardTable` is the type of a setting that names rewards: a mapping of terms to components. It has short forms:
 
 rewards: exact_match                               one reward, whose term has its name
 rewards: my_module:my_function                     the reward `function`, whose term is `my_function`
@@ -35,14 +35,14 @@ class RewardConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that is scored.
+    """An answer to score.
 
     Attributes:
         prompt: The prompt's text as the model saw it.
         response: The generated text without special tokens; in a conversation the model's last turn.
         reference: The expected text, if the data has one.
         row: The dataset row.
-        messages: The whole conversation with the model's turns, if the environment holds one.
+        messages: The whole conversation with the model's turns, if the environment has one.
     """
 
     prompt: str
@@ -75,7 +75,7 @@ def _expand(value: Any) -> Any:
     if not isinstance(one, Mapping):
         return value
     rewards = cast("Mapping[str, Any]", one)
-    # If `name` is not a text, it is the name of a term.
+    # If the value of `name` is not a text, `name` is a term.
     if isinstance(rewards.get("name"), str):
         reward = _expand_function(value)
         return {_term(reward): reward}
@@ -83,7 +83,7 @@ def _expand(value: Any) -> Any:
 
 
 def _expand_function(reward: Any) -> Any:
-    """Return settings of the reward `function` for `module:function` or `file.py:function`, and others unchanged."""
+    """Turn `module:function` or `file.py:function` into settings of the reward `function`. Return others unchanged."""
     if callable(reward):
         return {"name": "function", "path": reward}
     settings = expand_shorthand(reward, "path")
@@ -93,7 +93,7 @@ def _expand_function(reward: Any) -> Any:
 
 
 def _term(reward: Any) -> str:
-    """Return the name of the function or of the component of a single reward."""
+    """Return the term of a single reward, which is the name of its function or component."""
     settings = expand_shorthand(reward, "name")
     path = settings.get("path")
     if callable(path):
@@ -102,7 +102,7 @@ def _term(reward: Any) -> str:
 
 
 class _SchemaOfRewards:
-    """Adds the short forms to the JSON schema: a text in place of the table or of one reward, or a single reward."""
+    """Adds the short forms to the JSON schema: a text for the table or for one reward, and one reward for the table."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         table = handler(core_schema)

@@ -26,7 +26,7 @@ class RolloutEngineConfig(ComponentConfig):
     borrows_model: ClassVar[bool] = False
     """If true, `share` takes the model from the backend, which must be a `LendsModel`."""
     holds_copy: ClassVar[bool] = False
-    """If true, the engine can also generate with its own copy of the model, which takes tensors of this process."""
+    """If true, the engine can also generate with its own copy of the model, updated with tensors of this process."""
     takes_less: ClassVar[str] = ""
     """Advice for messages: settings with which a colocated engine takes less memory."""
 
@@ -71,7 +71,7 @@ class RolloutEngineConfig(ComponentConfig):
         return None
 
     def estimate_memory(self, run: RunConfig, responses: int, length: int) -> dict[str, int]:
-        """Return bytes on the trainer's device during generation, by part.
+        """Return how many bytes generation takes on the trainer's device, by part of the memory.
 
         The mapping is empty if the engine is on other devices, or if the bytes are unknown.
 
@@ -85,7 +85,7 @@ class RolloutEngineConfig(ComponentConfig):
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
-        """Return bytes on the fullest device of a colocated engine while it is awake; {} if they are unknown."""
+        """Return the bytes that an awake colocated engine takes on its fullest device; {} if they are unknown."""
         return {}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
@@ -141,7 +141,7 @@ class GenerationResult:
         token_ids: int32 [A], the end token included.
         logprobs: float32 [A], logprobs after temperature, top-p and top-k.
         raw_logprobs: float32 [A], logprobs of the model's own distribution (temperature 1, all tokens), or None.
-        versions: int32 [A], the version of the weights of each token.
+        versions: int32 [A], the version of the weights that generated each token.
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
             token that was not computed, such as the last one. None if the run does not ask for them.
@@ -158,8 +158,8 @@ class GenerationResult:
 class RolloutEngine(Protocol):
     """Generate continuations.
 
-    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit. Its error
-    names what the method waited for. The coroutines of one engine are awaited on one event loop.
+    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit. The error
+    after that time names what the method waited for. The coroutines of one engine are awaited on one event loop.
     """
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -201,20 +201,21 @@ class SharesWeights(Protocol):
 class MaySleep(Protocol):
     """An engine that can free the memory of its device between two tokens.
 
-    Between `sleep` and the last `wake` it generates nothing, and requests in flight wait. Then their keys and values
-    are computed again, and they go on. After a RunFailedError the engine generates nothing more.
+    Between `sleep` and the last `wake` it generates nothing, and requests in flight wait. After the last `wake`, their
+    keys and values are computed again, and the requests go on. After a RunFailedError nothing more is generated.
     """
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Free the device's memory between two tokens.
 
         Args:
-            keep_weights: Keep the weights in the host's memory until `wake`. If false, an update must bring them all.
+            keep_weights: Keep the weights in the host's memory until `wake`. If false, an update must bring all of
+                them before `wake` with `cache`.
         """
         ...
 
     async def wake(self, part: EngineMemory) -> None:
-        """Allocate the memory of a part, first `weights`, then `cache`. Weights may be updated in between."""
+        """Allocate the memory of a part. Call it for `weights`, then for `cache`; in between, weights may change."""
         ...
 
 
@@ -223,7 +224,7 @@ class MayBeDown(Protocol):
     """An engine that may be unable to generate for a while, for example while its process starts again."""
 
     def seconds_down(self) -> float:
-        """Return the total seconds in which the engine could not generate. Limits of attempts do not count them."""
+        """Return for how many seconds the engine could not generate. Time limits of attempts do not count these."""
         ...
 
 
@@ -232,7 +233,7 @@ class TakesWeights(ABC):
 
     An update is `begin_update`, then `load_bucket` until every weight has come, then `finish_update`. Updates do not
     overlap. After a RunFailedError the engine generates no more tokens. An engine may have several members, which are
-    engines that share the requests. Methods with a default are for such engines, and for engines that start slowly.
+    engines that share the requests. Methods that are not abstract are for these, and for engines that start slowly.
 
     Attributes:
         transports: Names of the transports whose buckets the engine reads, the best one first.
@@ -284,7 +285,7 @@ class TakesWeights(ABC):
     async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
         """Begin an update of an adapter. The other weights stay as they were at the engine's start.
 
-        It is only called if `takes_adapters`. Tensors have their names in `adapter_model.safetensors`.
+        It is only called if `takes_adapters`. Tensors are named as in `adapter_model.safetensors`.
 
         Args:
             version: The new version.

@@ -18,7 +18,7 @@ class WeightSyncConfig(ComponentConfig):
 
     kind: ClassVar[str] = "weight_sync"
     needs_gpu: ClassVar[bool] = False
-    """If true, it works only between GPUs. It is then no default on machines without a GPU."""
+    """If true, the sync works only between GPUs, and is not the default on machines without a GPU."""
 
     @property
     def transport(self) -> str:
@@ -38,7 +38,7 @@ class WeightSyncConfig(ComponentConfig):
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The cost of publishing a version."""
+    """The cost of publishing a version of the weights."""
 
     version: int
     bytes_sent: int
@@ -68,7 +68,7 @@ class WeightSync(Protocol):
         call the backend.
 
         Raises:
-            RunFailedError: If an engine does not take the weights in time. No later tokens may be trained on.
+            RunFailedError: If an engine does not take the weights in time. Do not train on tokens generated later.
         """
         ...
 

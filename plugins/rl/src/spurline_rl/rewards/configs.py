@@ -1,4 +1,4 @@
-"""Settings of the rewards. Light: imports no torch."""
+"""Settings of the rewards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class FunctionRewardConfig(RewardConfig):
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
-    """Call the function in the run's own process. This limits its time, but cannot end it. By default it is called in
-    worker processes, which are killed if they exceed a limit."""
+    """Call the function in the run's own process, where `timeout_s` ends the wait for a call, but not the call. The
+    default is to call it in worker processes, which are killed if they exceed a limit."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
-    """Largest number of worker processes. Each makes one call at a time. `auto` is one per processor, and from 4 to 16.
-    All calls of an async function share one process, where they wait at the same time."""
+    """Largest number of worker processes. Each makes one call at a time. `auto` is one per processor, but at
+    least 4 and at most 16. All calls of an async function share one process, where they wait at the same time."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
     """GiB of private memory that one worker process may take, the imported modules included."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
@@ -76,4 +76,4 @@ class MathVerifyConfig(RewardConfig):
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=5.0, gt=0)
     """Seconds one comparison may take; an answer that takes longer counts as wrong."""
     workers: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
-    """Processes that compare."""
+    """Number of worker processes that compare."""

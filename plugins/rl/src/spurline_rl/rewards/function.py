@@ -59,14 +59,14 @@ class FunctionReward:
         """Return the function's result.
 
         Raises:
-            AttemptFailedError: If it takes more than `timeout_s` or `memory_gb`, or ends its process.
+            AttemptFailedError: If the function takes more than `timeout_s` or `memory_gb`, or ends its process.
             DataError: If the row cannot be sent to a worker process.
             Exception: The function's own error, if it is called in this process.
         """
         what, limit_s = f"The function {self._config.path}", self._config.timeout_s
         if self._pool is None:
             return await within(limit_s, what, self._function, answer)
-        # Rows and messages may be views of a dataset, which is not sent.
+        # Rows and messages may be views of a dataset. Copy them, so that the dataset is not sent.
         messages = tuple(dict(message) for message in answer.messages)
         try:
             return await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
@@ -95,7 +95,7 @@ class FunctionReward:
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Return the function.
+    """Return the function that `path` names.
 
     Raises:
         PluginError: If the function cannot be found.

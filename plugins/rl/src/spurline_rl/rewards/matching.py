@@ -1,4 +1,4 @@
-"""Compare answers with the reference of their row, and suggest the column that holds it if a row has none."""
+"""Compare answers with the reference of their row. If a row has none, suggest the column that may hold it."""
 
 from __future__ import annotations
 

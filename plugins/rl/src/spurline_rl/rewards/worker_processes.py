@@ -1,8 +1,8 @@
 """The child of a `KillablePool`, which imports a function once and forks itself into workers that call it.
 
-The child has one thread. Of the user's code it runs only the import. So it is safe to fork, and nothing keeps it from
-killing workers. When the pool closes a worker's channel, the child kills the worker and all processes that the worker
-has started.
+The child has one thread. Of the user's code it runs only the import. So forking is safe, and nothing keeps the child
+from killing workers. When the pool closes a worker's channel, the child kills the worker and all processes that the
+worker has started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ OUR_ERRORS: dict[str, type[SpurlineError]] = {
     kind.__name__: kind
     for kind in (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
 }
-"""Errors that the pool raises again if a worker raises them, by name. A subclass becomes its base class."""
+"""Errors that the pool raises again if a worker raises them, by name. A subclass is raised as its base class."""
 _END_S = 5.0
 """Seconds to wait at the end until all processes are gone."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -54,8 +54,8 @@ class WorkerSettings:
 
     Attributes:
         python_path: PYTHONPATH of the run's process.
-        files: One or two file descriptors. The first is a socket. Each of its messages asks for a worker, and has the
-            channel of the worker. The second is the run's standard error, which gets the output of calls.
+        files: One or two file descriptors. The first is a socket. Each message on it asks for a worker, and has the
+            worker's channel. The second is the run's standard error, which gets the output of calls.
     """
 
     function: str
@@ -70,7 +70,7 @@ class WorkerSettings:
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
     settings = WorkerSettings(**json.loads(parent.arguments[0]))
-    # This process has a PYTHONPATH of its own. Programs that a call starts must have the run's.
+    # This process has a PYTHONPATH of its own. Programs that a call starts must have that of the run.
     os.environ.pop("PYTHONPATH", None)
     if settings.python_path is not None:
         os.environ["PYTHONPATH"] = settings.python_path
@@ -91,8 +91,8 @@ def main(parent: Parent) -> None:
         return
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
-        # This process does not die with the pool's. It sees that the socket of requests is closed, and first kills what
-        # calls have started. Processes that lose their parent become children of this process.
+        # Linux must not kill this process when the pool's ends. When the socket of requests is closed, this process
+        # kills what calls have started, and ends. Processes that lose their parent become children of this process.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A garbage collection would write to the imported objects, and so copy the memory that forks share.
@@ -131,7 +131,7 @@ class _Supervisor:
         self._poll.register(self._wake, select.POLLIN)
 
     def run(self) -> None:
-        """Fork and kill until the pool closes the socket. A fork makes its calls in here and ends with SystemExit."""
+        """Fork and kill until the pool closes the socket. A fork makes its calls in here, then raises SystemExit."""
         while True:
             ready = {file for file, _ in self._poll.poll()}
             for pid, channel in self._workers.items():
@@ -287,7 +287,7 @@ def _failure(error: BaseException) -> Outcome:
 
 
 def _told(error: SpurlineError) -> Outcome:
-    """Describe one of our errors, so that the pool can raise it again."""
+    """Describe a SpurlineError, so that the pool can raise it again."""
     known = next((name for name, kind in OUR_ERRORS.items() if isinstance(error, kind)), RunFailedError.__name__)
     problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
     return "raised", [known, str(error), problems]

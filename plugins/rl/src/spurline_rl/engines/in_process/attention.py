@@ -2,7 +2,7 @@
 
 Place on the way: decoder layer -> attention of a pass, which writes to a `KvCache` and reads it -> hidden states. The
 attention is registered with transformers as "spurline_cached". Prompts are computed by `segment_attention`, as in
-training. A row of the cache is the slot of one response. The decoder fills slots from the first one, without gaps.
+training. A row of the cache is a slot, which has one response. The decoder fills slots from the first, without gaps.
 
 The caches of transformers hold rows of one length, padded on the left. Here each row has its own length, so rows can be
 added and removed at any step without moving others.
@@ -25,7 +25,7 @@ from spurline_models.streams.segment_attention import segment_attention
 from spurline_models.streams.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
-"""Number of tokens by which slots grow. All tensors are copied when they grow."""
+"""Slots grow by a multiple of this many tokens, since all tensors are copied each time."""
 
 
 class KvCache:
@@ -37,7 +37,7 @@ class KvCache:
         self._capacity = 0
 
     def reserve(self, slots: int, capacity: int, used: int) -> None:
-        """Grow to this many rows and tokens per row. The first `used` slots keep their content."""
+        """Grow to this many slots and tokens per slot. The first `used` slots keep their content."""
         if slots <= self._slots and capacity <= self._capacity:
             return
         self._slots = slots
@@ -53,7 +53,7 @@ class KvCache:
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
     def append(self, layer: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token per row, [rows, heads, D], after the `lengths` [rows] tokens of the slots. Returns them."""
+        """Write a token per row, [rows, heads, D], after the `lengths` [rows] tokens of its slot. Returns the slots."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
         stored_keys, stored_values = (stored[: lengths.shape[0]] for stored in self._layers[layer])
         stored_keys[rows, :, lengths] = keys
@@ -71,7 +71,7 @@ class KvCache:
         self._slots = self._capacity = 0
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Masked keys may have any value except NaN.
+        # Zeros, since masked keys may have any value except NaN.
         return like.new_zeros((self._slots, like.shape[1], self._capacity, like.shape[3]))
 
     def _move_to_new(self, stored: Tensor, used: int) -> Tensor:
@@ -94,14 +94,14 @@ def cached_attention(
     kv_pass: PromptPass | TokenPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it."""
+    """Compute attention. The arguments are those that transformers passes."""
     if kv_pass is None:
         raise ModelError(
             f"{type(module).__name__} does not pass the model's keyword arguments to its attention, so it cannot "
             "generate in_process. Choose a model whose forward passes **kwargs on (all recent decoders do)."
         )
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary embeddings promote query and key to fp32. SDPA would convert them to this dtype, so the cache has it.
+        # Rotary embeddings promote query and key to fp32. Convert them to autocast's dtype, as SDPA would.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     return kv_pass.attend(module, query, key, value, attention_mask=attention_mask, **options), None
@@ -142,7 +142,7 @@ class PromptPass:
     start: int
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        # [rows, K, longest, D]. What comes after a shorter prompt is never read.
+        # [rows, K, longest, D]. The positions after a shorter prompt are never read.
         keys, values = (part[0][:, self.source].transpose(0, 1) for part in (key, value))
         self.cache.write_prompts(_layer(module), self.start, keys, values)
         attend: Any = segment_attention

@@ -40,12 +40,12 @@ _PROMPT_TOKENS_PER_PASS = 8192
 _LOGITS_AT_ONCE = 2**24
 """Largest number of logits that are computed together. It limits memory with large vocabularies."""
 _SLOTS_PER_CALL = 32
-"""Argument of `plan_segments`."""
+"""Number of padding slots that cost as much time as an attention call. See `plan_segments`."""
 _PROBED_TOKENS = 5
 _TOLERANCE, _HALF_PRECISION_TOLERANCE = 0.02, 0.5
 """Allowed mean difference of logprobs, in standard deviations of logprobs. A wrong cache gives about 1."""
 _MODEL_CACHES = ("past_key_values", "cache_params")
-"""Names of the cache among the arguments and outputs of models."""
+"""Names under which models take and return their cache."""
 
 
 class Decoder:
@@ -109,7 +109,7 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, more: Sequence[Response], version: int) -> list[Response]:
-        """Generate a token of every response, and two tokens of a new one. Returns the responses that ended."""
+        """Generate a token of every response, and two tokens of each new one. Returns the responses that ended."""
         self.drop_abandoned()
         if self._is_outdated:
             # Read unfinished responses again from their first token.
@@ -245,7 +245,7 @@ class Decoder:
 
 
 def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]:
-    """Cut sorted responses into passes. A context above the limit of a pass gets its own pass."""
+    """Cut sorted responses into passes. A context that is longer than the limit of a pass gets its own pass."""
     stream: list[Response] = []
     tokens = 0
     for response in responses:
@@ -263,8 +263,8 @@ def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]
 class OwnCacheDecoder(Decoder):
     """Generates each response in its own passes, with a cache that transformers makes.
 
-    A response then never depends on other responses. This also serves linear attention, state spaces, convolutions, and
-    attention that `KvCache` does not support (softcaps, sinks).
+    A response then never depends on other responses. This decoder also serves linear attention, state spaces,
+    convolutions, and attention that `KvCache` does not support (softcaps, sinks).
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
@@ -305,7 +305,7 @@ class OwnCacheDecoder(Decoder):
         return removed
 
     def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
-        """Return the last hidden state [1, H] after `before` cached tokens and these, which are added to the cache."""
+        """Read `tokens` after the `before` tokens in `cache`, and add them to it. Returns the last hidden state."""
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
             output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)
@@ -320,7 +320,7 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
     """Return a decoder that has been tested with the model.
 
     Args:
-        make: Makes an empty decoder of this class.
+        make: Makes a decoder of the given class, without responses.
         deterministic: Whether responses must not depend on other responses.
 
     Raises:
@@ -337,7 +337,7 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Raise ModelError if generated tokens have other logprobs than when they are read as part of a prompt."""
+    """Raise ModelError if logprobs of tokens change when all tokens before them are read at once, without a cache."""
     causal = decoder.model.causal
     size, random = vocabulary_size(causal), torch.Generator().manual_seed(0)
     prompts = [torch.randint(size, (length,), generator=random).tolist() for length in range(1, 7)]

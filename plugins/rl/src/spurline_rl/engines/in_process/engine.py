@@ -1,8 +1,8 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
 Place on the way: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
-It is the engine for CPUs, small models and tests. A server such as vLLM is faster. It generates with the backend's
-model, or with its own copy, which takes published weights.
+It is the engine for CPUs, small models and tests. A server such as vLLM is faster. The engine generates with the
+backend's model, or with its own copy, which takes published weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
 
     Raises:
         ModelError: If the engine cannot compute the model exactly.
-        ConfigError: If there is no such GPU.
+        ConfigError: If the GPU of `config` does not exist.
     """
     profile = _profile(config, run)
     with profile.keeping_generators():
@@ -64,7 +64,7 @@ def _profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
 
 
 def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) -> None:
-    """Free the cache and the weights of a model. With `keep_weights` they are copied to the host's memory."""
+    """Free the cache and the weights of a model. With `keep_weights`, the host's memory keeps the weights."""
     decoder.free_cache()
     on_host = decoder.model.causal.device.type == "cpu"
     if not (keep_weights and on_host):
@@ -80,7 +80,7 @@ class InProcessEngine(TakesWeights):
     """A `RolloutEngine` that also `SharesWeights`. It is a `MaySleep` if it does not share weights.
 
     Without `share` it loads a copy of the model with the first request, and only updates change its weights. After
-    `share` the backend may be called while nobody awaits `generate`, or between `pause` and `resume`.
+    `share`, call the backend only while nobody awaits `generate`, or between `pause` and `resume`.
 
     The engine runs on the event loop. All work on the model runs on one thread. A burst is a task that takes decode
     steps. It ends when no request is in flight, or when a pause, a sleep or an update holds the engine.
@@ -258,7 +258,7 @@ class InProcessEngine(TakesWeights):
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Return whether other requests are in flight and nothing holds the engine."""
+        """Return whether requests other than those in `ended` are in flight, and nothing holds the engine."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 
@@ -295,7 +295,7 @@ class InProcessEngine(TakesWeights):
 
     async def _wait_for_burst(self, who: str) -> None:
         if self._burst is not None:
-            # A step that takes longer than `timeout_s` has ended the burst before, with a better message.
+            # A step that takes longer than `timeout_s` ends the burst earlier, with a better message.
             done, _ = await asyncio.wait({self._burst}, timeout=2 * self._timeout_s)
             if not done:
                 raise RunFailedError(f"{who}: the decode step under way has not ended. {_ADVICE}")

@@ -1,6 +1,6 @@
 """One response while it is generated: its tokens so far, and whether it has ended.
 
-Place on the way: GenerationRequest -> Response, which collects tokens -> GenerationResult. No torch.
+Place on the way: GenerationRequest -> Response, which collects tokens -> GenerationResult. Imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Written(NamedTuple):
 
     Attributes:
         finish_reason: None until the response has ended.
-        routed_experts: int16 [tokens, layers, top_k] of the next computed tokens. The tokens of the prompt come first.
+        routed_experts: int16 [tokens, layers, top_k] of the tokens computed since the last call. The first call has
+            those of the prompt too.
     """
 
     token_ids: list[int]
@@ -38,8 +39,8 @@ class Written(NamedTuple):
 class ExpertRecord:
     """The experts chosen for the computed tokens of a context.
 
-    A token may be computed again, after an update or by another engine. It keeps its first experts, since the tokens
-    after it were sampled with them.
+    A token may be computed again, after an update or by another engine. The record keeps its first experts, since later
+    tokens were sampled with them.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class ExpertRecord:
         """Return the experts from this token on; None if there are none."""
         if not self._parts:
             return None
-        # Search from the end, since callers ask for the last token after every step.
+        # Search from the end, since callers ask for the last tokens after every step.
         found: list[NDArray[np.int16]] = [self._parts[0][:0]]
         begin = self._length
         for part in reversed(self._parts):
@@ -72,7 +73,7 @@ class ExpertRecord:
         return np.concatenate(found)
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """Return [num_tokens, layers, top_k], with -1 for tokens not computed; None if there are none."""
+        """Return experts [num_tokens, layers, top_k], -1 for tokens that were not computed; None if there are none."""
         found = self.since(0)
         if found is None:
             return None
@@ -86,7 +87,7 @@ class Response:
     """A request in flight.
 
     Attributes:
-        max_tokens: Largest number of tokens. It is set when the model is known.
+        max_tokens: Largest number of tokens of the response. The decoder sets it, since it depends on the model.
         refused: An error if the model cannot answer the request.
         abandoned: Whether the caller has stopped waiting.
     """
@@ -109,7 +110,7 @@ class Response:
 
     @property
     def context(self) -> list[int]:
-        """Return all tokens before the next one."""
+        """Return all tokens until now, of prompt and response."""
         return self.prompt + self.tokens
 
     @property

@@ -1,4 +1,4 @@
-"""Draw the next token of each row from its logits. It depends only on the row's logits, settings and random number."""
+"""Draw the next token of each row. A token depends only on the row's logits, settings and random number."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k largest logits and ties. Of these keep the fewest whose probabilities sum up to top_p."""
+    """Keep the top_k largest logits and ties. Of these, keep the likeliest until their sum reaches top_p."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)
