@@ -1,7 +1,7 @@
 """Source `rollouts`: synchronous reinforcement learning. All tokens of a batch come from the latest weights.
 
 A step draws prompts, generates responses, scores attempts, computes logprobs and other token values, and makes a batch.
-The engine uses the backend's weights. If the weights are in other processes, the engine has a copy, which is replaced
+The engine generates with the backend's weights. If the engine cannot share them, it has a copy, which is replaced
 after every update.
 """
 
@@ -78,7 +78,7 @@ class RolloutSource(PromptSource):
         return outcomes
 
     def epoch(self, step: int) -> float:
-        # `spurline plan` draws no prompts.
+        # Under `spurline plan`, which draws no prompts, the number follows from the step.
         drawn = self._next_draw or step * self._config.prompts_per_step
         return drawn / self._prompts.prompts_per_epoch
 

@@ -1,4 +1,4 @@
-"""Settings of mini-batches of whole prompts, of the order by reward, and of the critic. Imports no torch."""
+"""Settings of the critic, of mini-batches `by_prompt` and of the order `reward_adaptive`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spurline_rl.configs import unknown_term
 
 
 class ByPromptConfig(MiniBatchesConfig):
-    """Cut a batch of rollouts into optimizer steps of whole prompts."""
+    """Cut a batch of rollouts into optimizer steps. All attempts at a prompt are in the same step."""
 
     name: str = "by_prompt"
     prompts_per_minibatch: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
@@ -46,11 +46,11 @@ class ByPromptConfig(MiniBatchesConfig):
 
 
 class RewardAdaptiveOrderConfig(OrderConfig):
-    """Draw those prompts more often that some attempts solve and others do not.
+    """Draw a prompt more often if some attempts solve it and others do not.
 
     The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
-    learnability, Foster et al. 2025, arXiv:2502.12272). Prompts that were not tried have the largest weight. No prompt
-    is twice in a step. An epoch has as many draws as there are prompts.
+    learnability, Foster et al. 2025, arXiv:2502.12272). Prompts without attempts have the largest weight. A step
+    has no prompt twice. An epoch has as many draws as there are prompts.
     """
 
     adaptive = True
@@ -81,7 +81,8 @@ class RewardAdaptiveOrderConfig(OrderConfig):
 class RolloutCriticConfig(CriticConfig):
     """A second model of the run's architecture with a value head, trained on the returns of rollouts.
 
-    `critic: {}` takes all defaults. Its first weights are the policy's. The learning rate is constant after warm-up.
+    `critic: {}` takes all defaults. At first, the critic has the policy's weights. The learning rate is constant after
+    warm-up.
     """
 
     @model_validator(mode="before")

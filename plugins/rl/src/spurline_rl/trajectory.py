@@ -34,10 +34,10 @@ RESPONSE_FIELDS: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True)
 class Turn:
-    """One call of the model: the tokens it saw and the tokens it wrote.
+    """One call of the model: the tokens it saw and the tokens it wrote. Arrays may be given as lists or tensors.
 
     Attributes:
-        prompt_ids: int32 [P], the whole context. All arrays may be given as lists, arrays or tensors.
+        prompt_ids: int32 [P], the whole context.
         response_ids: int32 [A], the tokens that the model wrote, stop token included.
         logprobs: float32 [A], logprobs of the distribution from which the tokens were sampled, or None.
         versions: int32 [A], the version of the weights that wrote each token, or None.
@@ -63,7 +63,7 @@ class Turn:
         fields = self.__dict__
         for name, dtype in _DTYPES.items():
             values = fields[name]
-            # Turns are often replaced, mostly with arrays of the right type. These must cost nothing.
+            # Turns are copied often. Arrays that already have the right type, as most do, must cost nothing.
             if values is None or (type(values) is np.ndarray and values.dtype is dtype):
                 continue
             object.__setattr__(self, name, as_array(values, dtype))
@@ -83,7 +83,7 @@ class Trajectory:
     Attributes:
         uid: The prompt's uid.
         sample: Number of the attempt in its group, from 0.
-        rewards: Named terms, before weights.
+        rewards: Reward terms by name, not yet weighted.
         info: Facts that the environment logs.
         retries: Attempts that failed before this one.
     """
@@ -100,7 +100,7 @@ _Record = TypeVar("_Record", Turn, Trajectory)
 
 
 def with_fields(record: _Record, **fields: Any) -> _Record:
-    """Return a copy with other fields, as `dataclasses.replace` does in four times the time. Converts no arrays."""
+    """Return a copy with these fields replaced. Four times faster than `dataclasses.replace`; converts no arrays."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__, **fields)
     return copy
@@ -114,7 +114,7 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class FlatTurns:
-    """The n turns of m attempts in flat arrays, from which batches are laid out.
+    """The n turns of m attempts in flat arrays, from which collators make batches.
 
     Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only.
 
@@ -141,7 +141,7 @@ class FlatTurns:
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> FlatTurns:
-        """Lay out the turns of these attempts."""
+        """Join the turns of these attempts into flat arrays."""
         turns = [turn for trajectory in trajectories for turn in trajectory.turns]
         counts = [len(trajectory.turns) for trajectory in trajectories]
         prompts, responses = [turn.prompt_ids for turn in turns], [turn.response_ids for turn in turns]
@@ -196,12 +196,12 @@ class FlatTurns:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Return the tokens of each turn, its prompt included: int64 [n]."""
+        """Return the number of tokens of each turn, prompt included: int64 [n]."""
         return self.num_prompt + self.num_response
 
     @cached_property
     def trained_versions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the versions of weights in ascending order, and the number of trained tokens of each.
+        """Return the versions of weights in ascending order, and how many trained tokens each version wrote.
 
         `columns` must have `versions`.
         """
@@ -249,7 +249,7 @@ class Group:
         """Return the group after `merge_turns` of each attempt."""
         merged = replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
         if all(new is old for new, old in zip(merged.trajectories, self.trajectories, strict=True)):
-            # `self` is not returned. A group that refers to itself would be freed only by the garbage collector.
+            # `self` is not returned, because only the garbage collector can free a group that refers to itself.
             merged.__dict__["flat"] = self.flat
         return merged
 
@@ -265,7 +265,7 @@ def turns_of(groups: Iterable[Group]) -> list[Turn]:
 
 
 def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
-    """Return the groups with other turns, given in the order of `turns_of`."""
+    """Return the groups with `turns` instead of their turns. `turns` has the order of `turns_of`."""
     remaining = iter(turns)
     replaced = [
         replace(
@@ -282,7 +282,7 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
 
 
 def in_one_block(group: Group) -> Group:
-    """Return the group with turns whose arrays are views of `group.flat`. This frees their own memory."""
+    """Return the group with turns whose arrays are views of `group.flat`. This frees the separate arrays."""
     flat = group.flat
     ends = np.cumsum(flat.num_response).tolist()
     places = zip(ends, flat.num_response.tolist(), np.cumsum(flat.lengths).tolist(), flat.lengths.tolist(), strict=True)
@@ -320,8 +320,8 @@ def are_equal(returns: NDArray[np.float64]) -> bool:
     """Return whether all returns are the same, up to the rounding of float32 rewards."""
     if len(returns) == 0:
         return True
-    # Sums in another order can differ in their last bits. Divided by the standard deviation, such differences would
-    # become large advantages.
+    # Sums of the same rewards in different orders can differ in their last bits. Divided by the standard deviation,
+    # such differences would become large advantages.
     return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
@@ -334,9 +334,10 @@ def merge_turns(trajectory: Trajectory) -> Trajectory:
     """Merge all turns into one. If some turn does not continue the turn before it, nothing is merged.
 
     Shared context is then computed once. Tokens between the model's turns (messages of users and tools) become response
-    tokens without loss, and their values are 0. Advantages that depend on the order of response tokens must therefore
-    be computed before. A field that some turn lacks is left out. The finish reason is the last turn's. Each token keeps
-    its first routed experts, since later tokens were sampled with them.
+    tokens without loss, with 0 in all other columns. Advantages that depend on the order of response tokens must
+    therefore be computed before the merge. A field that some turn lacks is left out. The finish reason is the last
+    turn's. A token keeps the experts of the first turn that recorded them, because later tokens were sampled with their
+    results.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -385,7 +386,7 @@ def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
 
 
 def _given(parts: list[NDArray[Any] | None]) -> list[NDArray[Any]] | None:
-    # Several times faster than comparing each part.
+    # This is several times faster than comparing each part with None.
     return cast("list[NDArray[Any]]", parts) if parts and type(None) not in set(map(type, parts)) else None
 
 

@@ -1,4 +1,4 @@
-"""Settings of the datasets, the tokenization and the source that read text. Imports no torch."""
+"""Settings of the datasets, tokenizations and sources for text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class HfDatasetConfig(DatasetConfig):
 
     name: str = "hf"
     path: Annotated[str, OnResume.FREE, PathSetting(reads=True), ObjectSetting("rows")] = Field(min_length=1)
-    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files or of `save_to_disk`, or a hub name.
-    From Python also rows: a list of dicts, or a `datasets.Dataset`."""
+    """A .jsonl, .json, .parquet, .arrow or .csv file, a folder of such files, a folder that `save_to_disk`
+    wrote, or a hub name. A Python program can also give rows: a list of dicts, or a `datasets.Dataset`."""
     subset: str | None = None
     """Configuration name of a hub dataset."""
     split: str = "train"
@@ -51,7 +51,7 @@ class HfStreamConfig(HfDatasetConfig):
     streams = True
     name: str = "hf_stream"
     split: str = "train"
-    """Name of a split. A stream takes all of its rows."""
+    """Name of a split, of which a stream reads all rows."""
 
 
 class TextTokenizationConfig(TokenizationConfig):
@@ -69,20 +69,20 @@ class TextTokenizationConfig(TokenizationConfig):
 
 
 class SequentialTokenizationConfig(TextTokenizationConfig):
-    """One sample after another, in this process, into memory."""
+    """Tokenize rows in order, in this process, and keep the samples in memory."""
 
     name: str = "sequential"
 
 
 class StreamSourceConfig(SourceConfig):
-    """Samples of data that is read when it is needed. Rows are shuffled within blocks. Needs `steps`."""
+    """Samples from data that is read only when it is needed. Needs `steps`."""
 
     name: str = "stream"
     buffer_rows: int = Field(default=10_000, gt=0)
-    """Rows in one block, which is in memory as a whole. The samples of a block are shuffled. A resume reads at most one
-    block again."""
+    """Rows in one block, which is in memory as a whole. The samples of a block are shuffled. A resumed run reads at
+    most one block again."""
     shuffle: bool = True
-    """If false, rows keep the order of the data."""
+    """If false, samples keep the order of the data."""
 
     @property
     def facts(self) -> SourceFacts:

@@ -1,7 +1,7 @@
 """Turn the rows of a dataset into samples: token ids with a loss mask, cut to length. A row may be left out.
 
 Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> one batch encoding -> samples. The outcome
-of a row never depends on other rows, so worker processes can share a dataset.
+of a row never depends on other rows, so worker processes can divide the rows among them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sample:
         tokens: Token ids.
         loss_mask: One entry per token, 0 on the first.
         truncated: Whether the sample was cut to `max_length`.
-        ignored: Kinds of content in the row that the chat template leaves out, and EMPTY_ANSWER.
+        ignored: Kinds of content in the row that the chat template leaves out, and EMPTY_ANSWER if an answer is empty.
     """
 
     row: int
@@ -75,7 +75,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows that were read and rendered, with texts to encode. `error` is the error of the row after them."""
+    """Rows that were read and rendered, with texts to encode. `error` is the error of the next row, or None."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
@@ -133,7 +133,8 @@ class RowEncoder:
     def encode_texts(self, prepared: PreparedRows) -> EncodedTexts:
         """Encode the texts, one tokenizer call per kind of text.
 
-        It needs only the tokenizer. One thread at a time may call it while another thread prepares or finishes rows.
+        It uses only the tokenizer. So one thread may call it while another thread prepares or finishes rows, but two
+        threads must not call it at the same time.
         """
         chats = [item.text for item in prepared.texts(is_chat=True)]
         others = [item.text for item in prepared.texts(is_chat=False)]
@@ -154,7 +155,7 @@ class RowEncoder:
         found = by_bytes.masked(encodings, [item.text for item in chats], [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
         if len(declined) * _MOST_DECLINED > len(chats):
-            # Later texts will probably be declined as often.
+            # Later texts will probably be declined as often, so encode them with offsets.
             self._token_bytes = None
         again = encode_batch(self._tokenizer, [item.text for item in declined], is_chat=True)
         others = iter(_by_offsets(declined, again))
@@ -263,7 +264,7 @@ class RowEncoder:
 
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
-    """Return whether a trained turn is empty. The model would learn only its end."""
+    """Return whether a trained turn is empty. From such a turn, the model would learn only to end its answer."""
     for turn in conversation.trained_turns(train_on):
         message = conversation.messages[turn]
         # The template may write other keys, such as tool calls or reasoning.

@@ -1,7 +1,7 @@
 """Find models, tokenizers and data by name: a local folder, or the Hugging Face hub and its cache.
 
-The libraries of Hugging Face try to reach the hub for every file, again and again. This module asks the hub once. If it
-does not answer within seconds, the libraries look only into the cache.
+The libraries of Hugging Face try to reach the hub for every file, again and again. This module asks once whether the
+hub answers. If the hub does not answer within seconds, the libraries look only into the cache.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _asking = threading.RLock()
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """If the hub does not answer, let its client look only into the cache. One thread at a time."""
+    """If the hub does not answer, let its client look only into the cache. Other threads wait here."""
     with _asking:
         before = constants.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -108,7 +108,7 @@ def describe_missing_path(source: str) -> str:
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """Describe where a name was searched. `reason` is the error of the hub's client."""
+    """Say where the name `source` was searched without success. `reason` is the error of the hub's client."""
     searched = f"{source} is neither a local folder nor a {what}"
     if hub_answers():
         return (

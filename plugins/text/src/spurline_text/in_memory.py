@@ -1,4 +1,4 @@
-"""Write rows, models and tokenizers of a Python program below the run directory, once for each content.
+"""Write rows, models and tokenizers of a Python program below the run directory. Equal content is written once.
 
 In: an object that was given instead of a path. Out: a path. The name of a file contains a digest of its content, so a
 run that is resumed with equal objects finds its files again. Each file is written under a temporary name and then
@@ -57,8 +57,8 @@ class Keeper:
         return self._kept(what, "", value.save_pretrained)
 
     def _kept(self, name: str, suffix: str, write: Callable[[Path], object]) -> str:
-        """Write a file or folder under a temporary name, and rename it by its content."""
-        # The name differs for each thread and container. After a kill, opening the run directory removes such files.
+        """Write a file or folder under a temporary name. Then give it a name with the digest of its content."""
+        # The name differs for each thread and container. After a kill, the next run in the folder removes such files.
         temporary = self._folder / f".{name}.{uuid.uuid4().hex}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Turn a row into the prompt that a model answers, and the reference answer if the row has one.
 
 In: a chat, alpaca or prompt/completion row, with or without an answer. The column `reference` may hold the reference.
-Out: the tokens of the prompt as at inference, and the reference as plain text. Rollouts and held-out generation use
-them. Nothing here is trained on.
+Out: the tokens of the prompt, encoded as at inference, and the reference as plain text. Rollouts and held-out
+generation use both. Nothing here is trained on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class TextQuestion:
 def read_question(row: Mapping[str, Any], config: DatasetConfig) -> ChatQuestion | TextQuestion:
     """Return the question of a row. If a conversation ends with an assistant turn, that turn is the answer.
 
-    Raises BadRowError naming the field, also for a pretokenized row, and DataError if the columns fit no format.
+    Raises BadRowError, which names the field, for a malformed or pretokenized row. Raises DataError if the columns fit
+    no format.
     """
     name = detect_format(config, row, needs_answer=False)
     item = read_row(row, config, name, needs_answer=False)
@@ -93,7 +94,7 @@ class GenerationExample:
 
 
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
-    """Return a hash of the question. If only an environment can read the row, the whole row is hashed."""
+    """Return a hash of the question. If the row has no question in a known format, the whole row is hashed."""
     try:
         question = read_question(row, config)
     except DataError:
@@ -113,7 +114,7 @@ def prompt_and_reference(
     location: str = "row",
     renderer: ChatRenderer | None = None,
 ) -> GenerationExample:
-    """Return the question of a row with the generation prompt, and the reference.
+    """Return the prompt of a row as text and tokens, and its reference answer.
 
     Args:
         row: The row.
@@ -121,11 +122,11 @@ def prompt_and_reference(
         tokenizer: Renders and encodes the prompt.
         data: Settings of the section `data`.
         location: Location of the row, for errors.
-        renderer: A renderer with this tokenizer, to share between many rows.
+        renderer: A renderer with this tokenizer, which many calls can share.
 
     Raises:
         DataError: If the row is malformed or pretokenized, or if the prompt is longer than `data.max_length` and
-            `data.too_long` is `error`. With other settings long prompts are not cut.
+            `data.too_long` is `error`. With any other value, a long prompt is returned whole.
     """
     require_offsets(tokenizer)
     try:
@@ -148,8 +149,7 @@ def read_examples(
 ) -> Iterator[tuple[Mapping[str, Any], GenerationExample]]:
     """Yield the rows of a dataset with their examples, in order.
 
-    `check` raises DataError for a row that cannot be used for another reason. With `on_bad_row: skip`, rows that cannot
-    be used are left out.
+    `check` may refuse a row by raising DataError. With `on_bad_row: skip`, rows that cannot be used are left out.
     """
     dataset, renderer = source.dataset, ChatRenderer(tokenizer)
     for number in range(len(dataset)):

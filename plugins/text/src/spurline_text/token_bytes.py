@@ -59,7 +59,7 @@ class TokenBytes:
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Encode the texts without special tokens around them. The offsets of the result are meaningless.
 
-        One thread at a time may call it, also while another thread is in `masked`.
+        Two threads must not call it at the same time, but one may call it while another is in `masked`.
         """
         backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
         # Change only settings that differ, because a tokenizer that another thread uses cannot be changed.
@@ -98,7 +98,7 @@ class TokenBytes:
         ]
 
     def _sizes_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        # Vocabularies with gaps have ids beyond their size.
+        # In a vocabulary with gaps, an id can be larger than the number of tokens.
         more = int(ids.max(initial=-1)) + 1 - len(self._sizes)
         if more > 0:
             self._starts = np.append(self._starts, np.zeros(more, np.int64))

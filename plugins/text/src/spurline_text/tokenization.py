@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _ROWS_WITH_COLUMNS = 1000
-"""Each column that `columns` names must occur in one of these first rows."""
+"""Number of first rows that are searched for each column that the setting `columns` names."""
 
 
 class DerivedDataset:
@@ -76,8 +76,8 @@ def open_datasets(
 ) -> list[DatasetToTokenize]:
     """Create the dataset components.
 
-    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Otherwise a
-    system prompt would be lost if its name is misspelled.
+    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Without this
+    check, a misspelled name would make a column such as the system prompt disappear.
     """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):

@@ -17,13 +17,13 @@ _MARKERS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""The tokens that a bundled template writes around turns. `zephyr` writes the end-of-sequence token instead."""
+"""The tokens that each bundled template writes around turns. `zephyr` ends turns with the end-of-sequence token."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` if that is set.
 
-    If it has no padding token, its end-of-sequence token is used. Raises ModelError.
+    A tokenizer without a padding token gets its end-of-sequence token as padding. Raises ModelError.
     """
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"

@@ -66,8 +66,8 @@ class TrackioTrackerConfig(ProjectTrackerConfig):
     group: str | None = None
     """Group of the run."""
     space_id: str | None = None
-    """Space on the Hugging Face hub (`user/space`) that metrics are sent to. The default is a database on this machine,
-    in TRACKIO_DIR or the cache of the hub's library."""
+    """Space on the Hugging Face hub (`user/space`) that metrics are sent to. By default they are written to a database
+    on this machine, in TRACKIO_DIR or in the cache of the library `huggingface_hub`."""
     private: bool = True
     """Make a new Space visible only to its owner."""
 
@@ -90,11 +90,11 @@ class OpenTelemetryTrackerConfig(TrackerConfig):
     name: str = "opentelemetry"
     endpoint: str | None = None
     """Address without `/v1/metrics`. The default is OTEL_EXPORTER_OTLP_ENDPOINT, or else `http://localhost:4318`.
-    Headers with keys come only from OTEL_EXPORTER_OTLP_HEADERS."""
+    Headers, such as those with API keys, can be set only in OTEL_EXPORTER_OTLP_HEADERS."""
     service_name: str = "spurline"
-    """The resource's `service.name`."""
+    """The resource attribute `service.name`."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Longest time that one request may take."""
+    """Time limit of one request in seconds."""
 
 
 class PrometheusTrackerConfig(TrackerConfig):
@@ -104,4 +104,4 @@ class PrometheusTrackerConfig(TrackerConfig):
     host: str = "127.0.0.1"
     """Address to listen on. Anyone who can connect to it can read the metrics."""
     port: int = Field(default=9464, gt=0, lt=65536)
-    """Port of `/metrics`. Each run on a machine needs its own."""
+    """Port of `/metrics`. Runs on one machine need different ports."""

@@ -1,4 +1,4 @@
-"""Send metrics to a run in an MLflow experiment, and settings as its parameters.
+"""Send metrics to a run in an MLflow experiment, and the settings as parameters of the run.
 
 The id of the run is kept in RUN_DIR/mlflow_run_id.
 """

@@ -1,4 +1,4 @@
-"""Send metrics to a run in a project of W&B, Trackio or SwanLab. The run directory keeps the run's id."""
+"""Send metrics to a run in a project of W&B, Trackio or SwanLab. The run's id is kept in the run directory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Config = TypeVar("_Config", bound=ProjectTrackerConfig)
 
 
 class ProjectTracker(SendingTracker, Generic[_Config]):
-    """The base of trackers whose library has a run with a method `log` for the metrics of a step."""
+    """Base class of trackers whose library represents a run by an object with a method `log`."""
 
     def __init__(self, config: _Config) -> None:
         super().__init__()
@@ -118,10 +118,10 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
                 resume="allow",
                 log_dir=str(folder),
                 config=dict(info.config),
-                # SwanLab asks no questions, and does not record the output of the run.
+                # With these settings, SwanLab asks no questions and does not record the output of the run.
                 settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
             )
-        # `finish` reports the end of the run. At exit, SwanLab's own hook could wait for a service without an answer.
+        # `finish` reports the end of the run. SwanLab's hooks could wait at exit for a service that does not answer.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
 

@@ -12,12 +12,12 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# The counters already have these names.
+# Metrics with the name of a counter, and the names that they get instead.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
 
 class PrometheusTracker:
-    """Serve `/metrics` from the start of the run to its end. Counters begin at the start of the process."""
+    """Serve `/metrics` from the start of the run to its end. Counters start at 0 in each process."""
 
     def __init__(self, config: PrometheusTrackerConfig) -> None:
         self._library = tracker_library("prometheus", "prometheus_client")

@@ -1,7 +1,7 @@
-"""Send metrics to a store without delaying training: the base of trackers that use a third-party library.
+"""Send metrics to a store (a service or a database) on a thread of its own, without delaying training.
 
-The run directory keeps the id of the run in the store, so that a resumed run continues the same run there. A step that
-is trained again after a kill is sent again. Only core's metrics.jsonl has each step exactly once.
+The run directory contains the id that the run has in the store. So a resumed run continues the same run there. A step
+that is trained again after a kill is sent again. Only core's metrics.jsonl has each step exactly once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def open_run(self, info: RunInfo) -> None:
-        """Open the store, and in it the earlier run if `info.is_resumed`, else a new run."""
+        """Open the store. Continue the earlier run there if `info.is_resumed`, else begin a new one."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -51,7 +51,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def close_run(self, *, is_finished: bool) -> None:
-        """Close the store's run. Called on the tracker's thread. A run that is not finished may be resumed."""
+        """End the run in the store. Called on the tracker's thread. A run that is not finished may be resumed."""
 
     def start(self, info: RunInfo) -> None:
         """Open the store. Raises ConfigError if it does not open."""
@@ -79,7 +79,7 @@ class SendingTracker(ABC):
         """Do nothing. A checkpoint needs only metrics.jsonl, which core flushes."""
 
     def close(self) -> None:
-        """Send the steps that wait, for a limited time. May be called twice, or without start."""
+        """Send the waiting steps. Give up after a time limit. May be called twice, or without start."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -116,7 +116,7 @@ def new_run_id(run_dir: Path, begin: str | None = None) -> str:
 
 
 def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
-    """Keep the id in this file of the run directory, and return it."""
+    """Write the id into this file of the run directory, and return it."""
     replace_file(run_dir / file, f"{run_id}\n")
     return run_id
 

@@ -1,6 +1,6 @@
 """The contract kit for rewards, environments, advantages, corrections, engines and collators of rollouts.
 
-It also has the suites for backends and adapters, because these train policies and critics.
+It also has the suites for backends and for their adapters, because backends train the policies and critics.
 """
 
 from __future__ import annotations

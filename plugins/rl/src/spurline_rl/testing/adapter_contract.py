@@ -23,11 +23,11 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 class AdapterContract:
     """A suite of tests for backends with adapters. It needs peft.
 
-    Write a subclass with `backend_settings`, the config's `backend:` section, and the `plugins` to enable.
+    Write a subclass with `backend_settings` (the section `backend` of the config) and the `plugins` to enable.
 
     Attributes:
-        tolerance: Largest difference of a logprob from PEFT's, in nats. The default is for a backend in fp32.
-        merge_tolerance: Largest difference of a merged weight.
+        tolerance: Largest difference between the logprobs of the backend and of PEFT, in nats. The default is for fp32.
+        merge_tolerance: Largest difference between a merged weight of the backend and the same weight of PEFT.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local", "lora": {"rank": 4, "alpha": 8.0}}

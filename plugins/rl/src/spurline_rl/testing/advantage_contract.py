@@ -21,7 +21,7 @@ class AdvantageContract:
     Attributes:
         compares_samples: Whether a group with equal rewards has advantage 0. Set it to False for algorithms whose
             baseline does not come from the group.
-        carry: Columns that your advantage reads in `Group.columns`. They hold numbers between 0.5 and 1.5.
+        carry: Columns that your advantage reads in `Group.columns`. The tests fill them with numbers from 0.5 to 1.5.
     """
 
     compares_samples = True
@@ -32,7 +32,7 @@ class AdvantageContract:
         raise NotImplementedError("subclass AdvantageContract with make_advantage(self)")
 
     def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:
-        """Return groups of 2 to 4 samples with 1 to 3 turns of up to 5 tokens each, some of them empty."""
+        """Return groups of 2 to 4 samples. Each sample has 1 to 3 turns, and each turn 0 to 5 tokens."""
         random = np.random.default_rng(seed)
         return [
             Group(
@@ -123,7 +123,7 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:
-    """Return two groups of samples with one token each and ascending rewards. Values are 0, carried columns 1."""
+    """Return two groups. Each sample has one token, and rewards ascend. Critic values are 0, columns in `carry` 1."""
 
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)

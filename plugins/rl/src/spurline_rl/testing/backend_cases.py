@@ -38,15 +38,15 @@ def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_b
     """Assert for each parameter that the difference is small relative to the norm of the expected gradient.
 
     A gradient is a sum of terms, which may be as large as the model's largest gradient. In some gradients the terms
-    cancel: queries and keys of a token that attends to one token have no gradient. Then only rounding errors are left,
-    and the difference may be as large as these.
+    cancel: queries and keys of a token that attends to only one token have no gradient. Then only rounding errors are
+    left, and the difference may be as large as the rounding errors.
 
     Args:
         got: (name, tensor) pairs, or a mapping.
         wanted: The expected gradients, likewise.
         tolerance: Largest norm of a difference, relative to the norm of the expected gradient.
-        cancels_below: The terms of a gradient count as cancelling if it is below this share of the largest gradient.
-            In random batches they may nearly cancel.
+        cancels_below: The terms of a gradient count as cancelling if its norm is below this share of the largest norm.
+            Set it for random batches, in which terms may nearly cancel.
     """
     left, right = dict(got), dict(wanted)
     assert left.keys() == right.keys()
@@ -114,7 +114,7 @@ UNEVEN = (
 
 def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
     """Return one of the batches `UNEVEN`, and its mean cross-entropy as the objective."""
-    # Few rows fit into one micro-batch of 40 tokens; many need several.
+    # With micro-batches of 40 tokens, the rows of `few` need one or two micro-batches, and those of LENGTHS several.
     few = {"one row": (17,), "a long and a short row": (58, 3), "few rows of alternate units": (5, 9, 3, 12)}
     lengths = few.get(name, LENGTHS)
     batch, objective = minibatch("padded", layout, 3, lengths)
@@ -122,7 +122,7 @@ def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Obje
     if name == "one large unit":
         batch = replace(batch, unit_ids=torch.where(batch.is_padding_row, rows, 0))
     if name.endswith("alternate units"):
-        # Each rank has two units, each with every other row.
+        # The rows of a rank alternate between two units.
         units = 2 * (rows // (batch.num_rows // layout.data)) + rows % 2
         batch = replace(batch, unit_ids=torch.where(batch.is_padding_row, batch.num_rows * 2 + rows, units))
     if name in ("loss in one row", "no loss"):
@@ -148,7 +148,7 @@ def minibatch(
 
 
 def own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the model's logprobs of all tokens but the first, and their loss weights, for each row of samples."""
+    """Yield for each row, except padding rows, the model's logprobs and the loss weights of tokens 1, 2, ..."""
     real = batch.without_padding_rows()
     for row in range(real.num_rows):
         count = int(real.segments["length"][row][0])

@@ -55,7 +55,7 @@ from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
 
 
 class BackendContract:
-    """Subclass with `backend_settings`, the config's `backend:` section, and `plugins` to enable.
+    """Subclass with `backend_settings` (the section `backend` of the config) and the `plugins` to enable.
 
     Attributes:
         gradient_tolerance: Largest relative difference of a parameter's gradient from the local backend's.
@@ -63,8 +63,8 @@ class BackendContract:
         metric_tolerance: Largest relative difference of the other metrics of a loss.
         dropout: Dropout of the attention. It is 0 for a backend without dropout.
         has_critic: Whether the backend trains a critic.
-        keeps_open: Whether the tests of the class share one backend, which each test finds as it was at the start. Set
-            it for a backend that takes seconds to start.
+        keeps_open: Whether the tests of the class share one backend, whose first state is restored before each test.
+            Set it for a backend that takes seconds to start.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
@@ -88,7 +88,7 @@ class BackendContract:
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Open the backend under test on this model, or put the shared backend back to its start."""
+        """Open the backend under test on this model, or restore the first state of the shared backend."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
         with opened(run) if self._kept is None else self._kept.lend(run) as lent:
             yield lent
@@ -424,13 +424,13 @@ class BackendContract:
                 if not isinstance(backend, YieldsDevice):
                     pytest.skip("keeps its device")
                 batch, _ = minibatch("padded", layout, 7)
-                # The device is first given away before the first step, without optimizer state and reference.
+                # When the device is given away for the first time, there is no optimizer state and no reference yet.
                 steps: list[object] = []
                 for step, keep_weights in enumerate((False, True, False, True)):
                     if gives:
                         backend.yield_device(keep_weights=keep_weights)
                         if keep_weights:
-                            # An engine needs more memory after it got the weights.
+                            # In a run, an engine has received the weights now, and needs their memory too.
                             backend.yield_device(keep_weights=False)
                         backend.take_device()
                     steps.append(without_times(backend.update(*minibatch("packed", layout, step))))

@@ -55,8 +55,8 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
 class KeptBackend:
     """Holds one open backend for many tests, because some backends take seconds to start.
 
-    The backend is saved when it is opened, and loaded again before each test. It is opened again for another config,
-    and after a test that failed.
+    The backend's first state is saved, and is loaded before each later test. A new backend is opened for another
+    config, and after a test that failed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Check that a collator of rollouts keeps its contract and equals the readable reference."""
+"""Check that a collator of rollouts keeps its contract and gives the same batches as a reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "ret
 class RolloutCollatorContract:
     """Subclass with `make_collator(pad_token_id, layout)`. The collator must accept turns of up to 40 tokens.
 
-    Override `make_reference` to compare bit for bit. Set `one_turn_per_row` to False if turns share rows.
+    Override `make_reference` to compare the batches with those of another collator, bit for bit. Set `one_turn_per_row`
+    to False if a row can have several turns.
     """
 
     one_turn_per_row = True
@@ -75,7 +76,7 @@ class RolloutCollatorContract:
     ) -> None:
         collator, reference = self.make_collator(PAD, layout), self.make_reference(PAD, layout)
         trajectories = make_trajectories(turns, seed, routed_experts=True)
-        # One turn lacks the columns that are not in `columns`, so the batch must do without them.
+        # One turn lacks the columns that are not in `columns`, so the batch must not have them either.
         place = odd_one % len(trajectories)
         first, *others = trajectories[place].turns
         missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}

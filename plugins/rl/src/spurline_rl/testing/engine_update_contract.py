@@ -33,7 +33,7 @@ class ModelPair:
 
 
 class WeightsOf:
-    """Stands in for a backend in `publish`. It has the weights of a model folder. Tied weights come once.
+    """Replaces the backend in `publish`, and yields the weights of a model folder. A tied weight is yielded once.
 
     Args:
         model: The folder.
@@ -66,7 +66,7 @@ class EngineUpdateContract(EngineContract):
 
     @pytest.fixture(params=["untied", "tied"])
     def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-        """Return models with a head of their own, or with the embeddings as the head."""
+        """Return two models with a separate head, or two models whose head is the embedding matrix."""
         return _model_pair(tmp_path_factory.getbasetemp(), request.param)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -190,7 +190,7 @@ class EngineUpdateContract(EngineContract):
     def check_versions(
         self, asked: GenerationRequest, result: GenerationResult, models: dict[int, Path], temperature: float
     ) -> None:
-        """Check that versions only rise, and that each token has the logprobs of its version and of no other."""
+        """Check that versions never fall, and that each token's logprobs come from the model of its version only."""
         assert (np.diff(result.versions) >= 0).all()
         assert set(result.versions.tolist()) <= set(models)
         tokens = result.token_ids.tolist()
@@ -206,7 +206,7 @@ class EngineUpdateContract(EngineContract):
     async def publish(
         self, engine: Any, version: int, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None
     ) -> SyncReport:
-        """Publish the weights of this folder to the engine."""
+        """Publish the weights of folder `model` to the engine."""
         sync = self.make_sync()
         try:
             return await sync.publish(version, cast("Backend", WeightsOf(model, change)), [engine])

@@ -80,14 +80,14 @@ _TIME_LIMIT_S = 60.0
 
 
 class EnvironmentContract:
-    """Subclass with `make_environment(tokenizer)`, and `row()` when the environment needs rows of its own."""
+    """Subclass with `make_environment(tokenizer)`, and with `row()` if the environment needs other rows than chats."""
 
     def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
         """Return your environment."""
         raise NotImplementedError("subclass EnvironmentContract with make_environment(self, tokenizer)")
 
     def row(self) -> Mapping[str, Any]:
-        """Return a dataset row that it understands."""
+        """Return a dataset row that the environment understands."""
         return {"messages": [{"role": "user", "content": "Sort: 3 1 2"}, {"role": "assistant", "content": "1 2 3"}]}
 
     def test_a_trajectory_belongs_to_its_task_and_keeps_what_the_engine_wrote(self) -> None:

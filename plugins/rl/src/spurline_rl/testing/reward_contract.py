@@ -21,7 +21,7 @@ _RESPONSES = ("4", "", "  4\n", "four", "The answer is 4.", "5", "-4.0", "\\boxe
 
 
 class RewardContract:
-    """Subclass with `make_reward()`, and `answers()` when it needs rows or references of its own.
+    """Subclass with `make_reward()`, and with `answers()` if the reward needs other rows or references.
 
     Attributes:
         is_deterministic: Whether equal answers have equal scores. Set it to False for a reward that asks a judge.
@@ -39,7 +39,7 @@ class RewardContract:
 
     @pytest.fixture
     def reward(self) -> Any:
-        """Return your reward. It is closed twice at the end, as a run that fails may close more than once."""
+        """Return your reward. It is closed twice at the end, because a run that fails may close it more than once."""
         made = self.make_reward()
         yield made
         for _ in range(2):

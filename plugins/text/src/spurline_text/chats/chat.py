@@ -1,8 +1,8 @@
 """Render conversations by the tokenizer's chat template, and find the characters that have loss.
 
 Place on the way: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
-encoded. Renderings of its first messages show where turns start. A trained turn begins after the generation prompt and
-ends with its end-of-turn token, without the white space that follows.
+encoded. Renderings of its first messages alone show where turns start. A trained turn begins after the generation
+prompt and ends with its end-of-turn token, without the white space that follows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spurline_text.tokenizer import template_name
 
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
-    """Return 1 for every token that covers a character of a span, uint8 [tokens]."""
+    """Return 1 for every token that covers a character of a span, else 0: uint8 [tokens]."""
     mask = np.zeros(len(encoding), dtype=np.uint8)
     for start, stop in spans:
         first, last = _token_range(encoding, start, stop)
@@ -53,7 +53,7 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
     # The lookup finds the first token of a character, but a character of several bytes may have several tokens.
     while _covers(encoding, last + 1, start, stop):
         last += 1
-    # If the tokenizer trims offsets, a token of white space covers no character. It ends inside the span.
+    # If the tokenizer trims offsets, a token of white space covers no character. It belongs to the span where it ends.
     while _covers(encoding, first - 1, start, stop):
         first -= 1
     return first, last
@@ -82,9 +82,9 @@ _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys that datasets use for the reasoning of a turn."""
 SPOKEN = ("user", "assistant")
-"""The roles that every template writes."""
+"""The roles whose messages every template writes."""
 _CHANCE_CHARACTERS = 16
-"""A shorter text may occur in a rendering by chance, as part of another message."""
+"""A text with fewer characters may occur in a rendering by chance, as part of another message."""
 
 
 def is_doubtful(conversation: Conversation, text: str) -> bool:
@@ -146,8 +146,8 @@ class ChatTemplate:
             The text, and with `track_generation` the characters `[start, stop)` of each block.
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # Equal to `render_jinja_template` for such messages, in a third of the time: jinja would copy all global
-            # names for every rendering.
+            # For such messages, this gives the text of `render_jinja_template` in a third of the time, because jinja
+            # would copy all global names for every rendering.
             names = {**self._global, "messages": messages, "add_generation_prompt": add_generation_prompt}
             context = Context(self._compiled.environment, names, self._compiled.name, self._compiled.blocks)
             text = "".join(self._compiled.root_render_func(context))
@@ -207,14 +207,14 @@ class ChatRenderer:
 
         Args:
             conversation: Messages and tools of a row.
-            train_on: `last_assistant` or `all_assistants`, unless the row itself says what is trained.
+            train_on: `last_assistant` or `all_assistants`. It has no effect if the row itself says what is trained.
 
         Returns:
             The text and its trained spans.
 
         Raises:
             BadRowError: If the template refuses the messages.
-            TemplateRewritesHistory: If a trained turn cannot be placed exactly.
+            TemplateRewritesHistory: If the exact position of a trained turn in the text cannot be found.
         """
         messages, tools = conversation.messages, conversation.tools
         source = self._source(tools)
@@ -231,7 +231,7 @@ class ChatRenderer:
         return RenderedChat(text, tuple(spans))
 
     def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
-        """Return the spans inside `{% generation %}` blocks that are trained."""
+        """Return those spans of `{% generation %}` blocks that are trained."""
         spans = [span for span in indices if span[0] < span[1]]
         first = conversation.first_trained
         if first is None:
@@ -239,7 +239,7 @@ class ChatRenderer:
             first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
         if first == 0:
             return spans
-        # Counting spans does not find the turn: a turn may have several, such as thinking and content, or none.
+        # Counting spans does not find the turn: a turn may have several spans, such as thinking and content, or none.
         before = self.render(conversation.messages[:first], conversation.tools).rstrip()
         if not text.startswith(before):
             raise TemplateRewritesHistory
@@ -253,7 +253,7 @@ class ChatRenderer:
         message, end_of_turn = messages[turn], self._learn_end_of_turn(conversation.tools)
         content = str(message.get("content", ""))
         if end_of_turn and not message.keys() - {"role", "content"}:
-            # The usual case needs no other rendering: content, end of turn, next message.
+            # Usually the content and the end of turn follow here, and no other rendering is needed.
             for candidate in (content, content.strip()):
                 if text.startswith(candidate + end_of_turn, start):
                     return start + len(candidate) + len(end_of_turn)
@@ -265,7 +265,7 @@ class ChatRenderer:
     def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the template writes after every answer, found by rendering a short conversation.
 
-        It is empty if the template has no such text. Turns are then found by renderings and by their content.
+        If the template has no such text, it is empty. Then other renderings and the content show where turns end.
         """
         source = self._source(tools)
         if source not in self._end_of_turn:
@@ -316,7 +316,7 @@ class ChatRenderer:
 
 
 def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
-    """Return the end of a turn, found by its words. If the turn lacks words of the message, it was rewritten."""
+    """Find the end of a turn by the words of its message. Raises TemplateRewritesHistory if words are missing."""
     content = str(message.get("content", "")).strip()
     first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
     place = text.find(content, start)

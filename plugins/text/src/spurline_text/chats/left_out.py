@@ -23,7 +23,7 @@ from spurline_text.tokenizer import template_name
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part that is left out: its kind, for counts, and its place in the row."""
+    """A part that is left out. Parts are counted by `what`, their kind. `place` is the path in the row."""
 
     what: str
     place: str
@@ -35,7 +35,7 @@ def find_left_out(
     """Return the parts of the conversation that its rendering does not show.
 
     Reasoning, and content beside a tool call, are checked only in the last assistant turn, because templates leave the
-    reasoning of earlier turns out on purpose. With `add_generation_prompt` no turn is the last.
+    reasoning of earlier turns out on purpose. With `add_generation_prompt` these two are not checked.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
     marks = _Marks()
@@ -44,7 +44,7 @@ def find_left_out(
     try:
         shown = renderer.render(messages, tools, add_generation_prompt=add_generation_prompt)
     except BadRowError:
-        # If the template refuses the marked values, it has read them.
+        # A template that refuses the marked values has read them, so it does not leave them out.
         return []
     return list(marks.missing(shown))
 
@@ -61,7 +61,7 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 
 class _Marks:
-    """Groups of words that occur nowhere else. A part is shown if one word of its group is in the text."""
+    """Groups of marks, which are words that occur nowhere else. A part is shown if one mark of its group is shown."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[LeftOut, list[str]]] = []

@@ -32,7 +32,7 @@ from spurline_text.hub import asked_once
 _BLOCK = 128
 """Rows converted to Python at once. Converting single rows is several times slower."""
 _ROWS_EXPANDED = 1000
-"""Rows of a parquet file in memory at once while it is copied into the cache."""
+"""Rows that are in memory at once while a parquet file is copied into the cache."""
 
 
 class ArrowRows:
@@ -92,7 +92,7 @@ def load_file(path: Path) -> ArrowRows:
         # All values of a CSV file are text. An answer `42` or `NA` must not become a number or a missing value.
         options = {"features": _csv_columns(path), "keep_default_na": False}
     elif builder == "parquet":
-        # By default the library expands whole row groups.
+        # By default the library decompresses a whole row group at once.
         options = {"batch_size": _ROWS_EXPANDED}
     with _quiet(), data_errors(str(path)):
         table = datasets.load_dataset(
@@ -102,7 +102,7 @@ def load_file(path: Path) -> ArrowRows:
 
 
 def load_saved(path: Path) -> dict[str, ArrowRows]:
-    """Return the rows of each split of a folder written by `save_to_disk`. A single dataset is the split `train`."""
+    """Return the rows of each split of a folder written by `save_to_disk`. A single dataset gets the key `train`."""
     with data_errors(str(path)):
         saved = datasets.load_from_disk(str(path))
     tables = {str(name): table for name, table in saved.items()} if isinstance(saved, dict) else {"train": saved}
@@ -128,7 +128,7 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
 
 
 def without_padding(value: Any) -> Any:
-    """Drop the null keys of objects. Arrow gives every object the keys of all rows."""
+    """Remove keys with the value null, because Arrow gives every object the keys of the objects of all rows."""
     if isinstance(value, dict):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):

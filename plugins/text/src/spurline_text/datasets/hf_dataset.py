@@ -31,7 +31,7 @@ Found = TypeVar("Found")
 
 
 class LocalFile:
-    """The rows of a local file, which is opened for the first row. A pickled copy opens the file again."""
+    """The rows of a local file, which is opened when rows are needed. A pickled copy opens the file again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -65,7 +65,7 @@ class LocalFile:
         return self.rows.location(row)
 
     def check(self, rows: range) -> None:
-        """Raise DataError for the first of these rows that is not a JSON object. Other files are not checked."""
+        """Raise DataError for the first of these rows that is not a JSON object. Checks only JSON files."""
         if self._suffix in (".jsonl", ".json"):
             for row in rows:
                 self.rows[row]
@@ -84,7 +84,8 @@ class LocalFile:
 class HfDataset:
     """Rows of local files, of a saved dataset or of a hub dataset. A pickled copy contains no rows.
 
-    Files are found at once, and opened when a row or the number of rows is needed. `fingerprint` alone opens no file.
+    The constructor finds the local files. They are loaded when a row or the number of rows is needed. `fingerprint`
+    reads only their bytes, unless the split leaves rows out.
     """
 
     def __init__(self, config: HfDatasetConfig) -> None:
@@ -131,9 +132,9 @@ class HfDataset:
         return file.location(place)
 
     def fingerprint(self) -> str:
-        """Hash the content of all files and the rows chosen by `split`. Names and folders do not matter."""
+        """Hash the content of all files, and which of their rows `split` chooses. Names and folders do not matter."""
         digest = xxhash.xxh3_128()
-        # Rows are counted only if the split leaves rows out.
+        # Rows need to be counted only if the split leaves some out.
         whole = [(name, None) for name in self._files]
         for name, rows in whole if self._split.takes_all else self._chosen:
             takes_all = rows is None or len(rows) == sum(map(len, self._files[name]))
@@ -190,7 +191,7 @@ def of_split(splits: Mapping[str, Found], name: str, path: str) -> Found:
 
 
 def default_label(path: str) -> str:
-    """Return the name of a file without its suffix, of a folder, of the folder of a glob, or the hub name."""
+    """Return the file's name without suffix, the name of the folder or of the glob's folder, or the hub name."""
     if not looks_local(path):
         return path
     place = Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""Find the files of a local dataset path. A local path never leads to the network."""
+"""Find the files of a local dataset path. A path that looks local is never looked up on the hub."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def neighbours(missing: Path) -> str:
-    """Suggest a name like the missing one, and list folders and data files of the nearest existing folder above it."""
+    """Suggest a name like the missing one. List the folders and data files in the nearest folder above that exists."""
     folder, name = missing.parent, missing.name
     while not folder.is_dir():
         folder, name = folder.parent, folder.name

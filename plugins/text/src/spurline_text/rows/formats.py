@@ -30,7 +30,7 @@ _RULES = ("loss_mask", "labels")
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids and loss mask (0 or 1), one entry per token. `field` is the column of the ids, for messages."""
+    """Token ids and loss mask (0 or 1), one entry per token. `field` is the column of the ids, for error messages."""
 
     input_ids: list[int]
     loss_mask: list[int]
@@ -109,7 +109,7 @@ ANSWER_COLUMNS = frozenset({"completion", "output"})
 class Conversation:
     """Messages for the chat template.
 
-    All assistant turns from message `first_trained` on have loss. If it is None, `train_on` decides.
+    All assistant turns from message `first_trained` on have loss. If `first_trained` is None, `train_on` decides.
     """
 
     messages: list[Message]
@@ -124,7 +124,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Plain text with loss on the completion. With `ends`, an end-of-sequence token follows that has loss too."""
+    """Plain text with loss on the completion. With `ends`, an end-of-sequence token with loss is added."""
 
     prompt: str
     completion: str
@@ -134,13 +134,13 @@ class TextPair:
 def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
     """Return the format of a dataset, from its config or from the columns of its first row.
 
-    Without `needs_answer`, rows may lack the column of the answer. Raises DataError, without the location of the row.
+    Without `needs_answer`, rows may lack the column of the answer. Raises a DataError, which does not name the row.
     """
     if config.format != "auto":
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    # Formats with a column that the setting names are tried first.
+    # Formats with a column that the setting `columns` names are tried first.
     for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name

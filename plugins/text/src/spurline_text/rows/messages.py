@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""Other names of roles, with their OpenAI roles."""
+"""Other names for roles, and the OpenAI role that each stands for."""
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
@@ -55,7 +55,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
 
 
 def with_system(messages: list[Message], system: Any, field: str) -> list[Message]:
-    """Return the messages, after a system message with the text of the `system` column if there is one."""
+    """Return the messages. If the `system` column has text, begin with a system message that contains it."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -71,7 +71,7 @@ def assistant_turns(messages: Sequence[Message], first: int = 0) -> list[int]:
 
 
 def _parsed(value: Any, field: str) -> Any:
-    """Parse a list in JSON text, which CSV and some parquet files contain. Return any other value unchanged."""
+    """Parse a list that is written as JSON text, as in CSV and some parquet files. Return any other value unchanged."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value
     try:

@@ -1,7 +1,8 @@
 """Read one row under the column names that Spurline expects, and describe a malformed row.
 
 In: a row and the `columns` setting. Out: values by expected name. Every error uses the name of the column in the file.
-`BadRowError` does not contain the location of the row. The encoder adds it, or counts the row with `on_bad_row: skip`.
+`BadRowError` does not contain the location of the row. The encoder adds the location, or leaves the row out and counts
+it if the config has `on_bad_row: skip`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def describe(value: Any) -> str:
 
 
 def require_text(text: str, row: Mapping[str, Any]) -> None:
-    """Raise BadRowError if `text`, made from the row, is not valid Unicode. The error names its column.
+    """Raise BadRowError if `text`, made from the row, is not valid Unicode. The error names the column.
 
     In JSON, `\\ud83d` without its second half gives such text. No tokenizer accepts it, and no file can store it.
     """
@@ -92,7 +93,7 @@ def _holder(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
 
 
 class RowView:
-    """Reads one row. `names` is the `columns` setting: the name in the file by expected name.
+    """Reads one row. `names` is the `columns` setting. It maps expected names to the names in the file.
 
     Dots in a name lead into objects: `reward_model.ground_truth` is the field `ground_truth` of the column
     `reward_model`, unless there is a column with the whole name.
@@ -162,7 +163,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
 
 
 def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the columns of a row. Fields of columns that hold objects follow, with dots."""
+    """Yield the columns of a row. After a column with an object, yield its fields, with dots in their names."""
     for name, value in row.items():
         yield name
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Guess a `columns` setting for rows that fit no format.
 
-Error messages show the guess, and `spurline init` writes it into the config. Nothing else uses it. A wrong guess would
-train on the wrong text, so only unambiguous names with values of the right type are guessed.
+Error messages show the guess, and `spurline init` writes it into the config. Nothing else uses it. With a wrong guess,
+the model would train on the wrong text. So only unambiguous names with values of the right type are guessed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _found(row: Mapping[str, Any], column: str) -> str | None:
-    """Return the name of an expected column in this row, in upper or lower case. None if it is absent."""
+    """Return the name that an expected column has in this row, ignoring case, or None if the row lacks the column."""
     others, fits = _KINDS[column]
     if column in row:
         return column if fits(row[column]) else None

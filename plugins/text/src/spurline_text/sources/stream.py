@@ -1,8 +1,8 @@
 """Source `stream`: samples of data that is read when it is needed, and is never in memory as a whole.
 
 Place on the way: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. Memory holds
-one block. Steps are built in order. The state contains the position where the block began, and the number of samples
-that were used. A resume reads the block again and continues.
+one block. Steps are built in order. The state contains the position where the block began, and the number of its
+samples that were used. A resumed run reads the block again and continues after these samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class _Window:
-    """The rows of one stream in the current block, as a dataset. It reads the stream again after each pass."""
+    """The rows of one stream in the current block, as a dataset. After each pass, it opens the stream again."""
 
     def __init__(self, stream: StreamedDataset) -> None:
         self.label = stream.label
@@ -94,10 +94,10 @@ class _Block:
 
     Attributes:
         number: Number of blocks before this one.
-        begin: Positions of the streams at its beginning.
+        begin: Positions of the streams at the beginning of the block.
         tokenized: The samples.
         order: The training order of the samples.
-        passes: Complete passes of the first stream at its end.
+        passes: Complete passes over the first stream at the end of the block.
         left_out: Rows without a sample from the first block to the end of this one.
     """
 
@@ -139,9 +139,9 @@ class _Blocks:
     def _read(self, number: int, left_out: int) -> _Block:
         begin = [window.state() for window in self.windows]
         for window, share in zip(self.windows, self._weights, strict=True):
-            # Rounding in this way keeps the weights over all blocks together.
+            # With this rounding, the rows of all blocks together have the shares that the weights demand.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
-            # With one stream there are no weights to keep, so a block ends with its pass.
+            # With one stream, weights do not matter. So a block ends where a pass over the stream ends.
             window.fill(rows, within_pass=len(self.windows) == 1)
         collector = SampleCollector(self.sources)
         for source, window in enumerate(self.windows):
@@ -212,7 +212,7 @@ class StreamSource(BatchSource):
             "step": self._step,
             "block": self._block.number,
             "taken": self._taken,
-            # The rows without a sample before the block, which a resume reads again.
+            # Only the rows before this block. A resumed run reads the block again, and counts its rows itself.
             "left_out": self._block.left_out - sum(self._block.tokenized.dropped.values()),
             "begin": [dict(place) for place in self._block.begin],
             "data": self._block.tokenized.store.fingerprint,
