@@ -1,6 +1,6 @@
 """Collators `padded`, `packed` and `rollouts`, vectorized. Their batches equal the reference collators' bit for bit.
 
-Place on the way: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both inputs are flat arrays already,
+Data flow: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both inputs are flat arrays already,
 so describing their segments copies only bounds. This module plans the rows; the loops over samples and tokens are
 compiled.
 """

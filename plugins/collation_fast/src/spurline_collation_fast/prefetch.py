@@ -1,6 +1,6 @@
 """Prefetch `async`: build the batches of the next steps on another thread while a step trains.
 
-Place on the way: source (or evaluation) -> build(step) -> batches in order -> loop. The order of the data is a pure
+Data flow: source (or evaluation) -> build(step) -> batches in order -> loop. The order of the data is a pure
 function of the step, so `core/serial` makes equal batches. A resumed run builds again what was built ahead.
 """
 

@@ -1,6 +1,6 @@
 """Write placed segments into reused buffers.
 
-Place on the way: FlatSegments + Placement -> TrainingBatch. Collators decide the place of each segment, and the kernels
+Data flow: FlatSegments + Placement -> TrainingBatch. Collators decide the place of each segment, and the kernels
 loop over tokens. All columns of a batch are parts of one buffer, which is reused after the batch is released, because
 warm memory is several times faster to write than fresh pages. If nobody releases a batch, its memory is freed like the
 memory of any other object.

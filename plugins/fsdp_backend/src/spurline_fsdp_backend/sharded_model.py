@@ -1,6 +1,6 @@
 """Build a causal language model whose parameters are sharded over the ranks. No rank ever has a whole copy.
 
-Place on the way: a model folder -> a model on the meta device -> FSDP2 -> each rank reads its parts of the weights ->
+Data flow: a model folder -> a model on the meta device -> FSDP2 -> each rank reads its parts of the weights ->
 a `ShardedStreamModel`, which computes like any `StreamModel`.
 """
 

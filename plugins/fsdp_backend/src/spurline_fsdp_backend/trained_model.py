@@ -1,6 +1,6 @@
 """A sharded model with its optimizer, and its checkpoints.
 
-Place on the way: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards. A
+Data flow: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards. A
 checkpoint holds the trained weights, the persistent buffers and the optimizer's state, in the format of
 `spurline_ranks.checkpoint`. Any number of ranks can read it, however they divide the model.
 """

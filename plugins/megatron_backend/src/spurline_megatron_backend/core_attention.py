@@ -1,6 +1,6 @@
 """Rotate queries and keys, then attend within each segment. This is the inner part of Megatron's attention layer.
 
-Place on the way: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
+Data flow: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
 share the stream, if there are any -> `attend_segments` -> exchanged back. This replaces Megatron's
 `DotProductAttention`, which cannot compute packed sequences. Megatron passes an object `packed_seq_params` to every
 layer; here it has the segments and the rotation of a stream.

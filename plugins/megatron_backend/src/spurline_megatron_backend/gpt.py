@@ -1,6 +1,6 @@
 """One part of a decoder, as this rank holds it.
 
-Place on the way: this rank's tokens, or hidden states from the previous stage -> `HiddenGPT` -> hidden states for the
+Data flow: this rank's tokens, or hidden states from the previous stage -> `HiddenGPT` -> hidden states for the
 next stage. On the last stage `scores` computes logprobs, or a critic's values, at the positions with loss.
 """
 

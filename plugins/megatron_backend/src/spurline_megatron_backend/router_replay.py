@@ -1,6 +1,6 @@
 """Send tokens to the experts that the engine chose, and count the tokens of each expert.
 
-Place on the way: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
+Data flow: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
 the router of the layer. The weights of experts still come from the router, so the router gets gradients. Megatron's own
 replay has one list of routers for the process, which would mix those of policy and reference. Here each router has its
 own object.

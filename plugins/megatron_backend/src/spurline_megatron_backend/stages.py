@@ -1,6 +1,6 @@
 """Run micro-batches through a model on the stages of a pipeline: only forward, or forward and backward.
 
-Place on the way: the token streams of this rank's rows -> Megatron-core's schedules, which send hidden states from
+Data flow: the token streams of this rank's rows -> Megatron-core's schedules, which send hidden states from
 stage to stage -> `visit` with logprobs on the last stage. All ranks of a pipeline get the same rows, and make the same
 exchanges in the same order.
 """

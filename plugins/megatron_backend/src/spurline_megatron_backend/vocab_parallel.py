@@ -1,6 +1,6 @@
 """Compute logprobs and entropy when each rank of a tensor group has the logits of a part of the vocabulary.
 
-Place on the way: hidden states at positions with loss, the same on all ranks of the group -> the logits of each rank,
+Data flow: hidden states at positions with loss, the same on all ranks of the group -> the logits of each rank,
 for a chunk of positions at a time -> logprobs and entropy, the same on all ranks. Logits are never gathered. For each
 position ranks exchange the largest logit, the sum of exponentials and the target's logit. All functions are
 collectives.

@@ -1,6 +1,6 @@
 """Join the boxes that ranks hold to whole tensors.
 
-Place on the way: parameters of each rank -> boxes of Hugging Face tensors, sent by their owners to the ranks that want
+Data flow: parameters of each rank -> boxes of Hugging Face tensors, sent by their owners to the ranks that want
 them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from the sizes
 of the model and the grid, so ranks know all messages without asking each other.
 """

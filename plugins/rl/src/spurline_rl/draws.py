@@ -1,6 +1,6 @@
 """Draw prompts from the rows of the datasets, in the endless order of `data.order`.
 
-Place on the way: rows -> draws, each with its own uid -> attempts. A row is read when it is drawn. An unusable row is
+Data flow: rows -> draws, each with its own uid -> attempts. A row is read when it is drawn. An unusable row is
 remembered and not read again.
 """
 

@@ -1,6 +1,6 @@
 """Run all attempts at a prompt at the same time, with a time limit and retries.
 
-Place on the way: Draw -> n tasks -> environment -> scored trajectories -> Group, or GivenUpPrompt or SkippedRow with
+Data flow: Draw -> n tasks -> environment -> scored trajectories -> Group, or GivenUpPrompt or SkippedRow with
 the reason. Every source of rollouts uses `GroupRunner.run_group`.
 """
 

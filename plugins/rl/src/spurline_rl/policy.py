@@ -1,6 +1,6 @@
 """Give each attempt of an environment a policy, which asks the engine and remembers every turn.
 
-Place on the way: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
+Data flow: environment -> token ids -> EnginePolicy -> request with seed and name -> rollout engine -> Turn.
 Seeds depend only on run, prompt, sample, turn and retry. So a resumed run samples the same tokens.
 """
 

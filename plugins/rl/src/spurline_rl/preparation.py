@@ -1,6 +1,6 @@
 """Make the batch of a step from scored groups. This computes logprobs and advantages, and updates no weights.
 
-Place on the way: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards minus KL ->
+Data flow: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards minus KL ->
 advantages -> TrainingBatch.
 """
 

@@ -1,6 +1,6 @@
 """Do the work that all sources of rollouts share: draw prompts, make attempts, and make batches of groups.
 
-Place on the way: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource`. It
+Data flow: draws -> attempts -> groups -> Preparation -> TrainingBatch. A source derives from `PromptSource`. It
 decides when groups are generated, and which groups make a batch.
 """
 

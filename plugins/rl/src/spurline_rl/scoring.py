@@ -1,6 +1,6 @@
 """Score answers with rewards, and write the weighted sum of their scores to the tokens of a trajectory.
 
-Place on the way: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
+Data flow: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
 have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
 """
 

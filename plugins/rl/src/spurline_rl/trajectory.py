@@ -1,6 +1,6 @@
 """The records of reinforcement learning: prompts, responses and their rewards, as objects and in flat arrays.
 
-Place on the way: environment -> Trajectory -> Group (with rewards) -> returns -> advantages -> FlatTurns -> collator ->
+Data flow: environment -> Trajectory -> Group (with rewards) -> returns -> advantages -> FlatTurns -> collator ->
 TrainingBatch. Plain data and numpy; no torch, no I/O.
 """
 

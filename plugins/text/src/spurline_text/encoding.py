@@ -1,6 +1,6 @@
 """Turn the rows of a dataset into samples: token ids with a loss mask, cut to length. A row may be left out.
 
-Place on the way: rows -> plain forms (formats) -> text and spans (chat) -> one batch encoding -> samples. The outcome
+Data flow: rows -> plain forms (formats) -> text and spans (chat) -> one batch encoding -> samples. The outcome
 of a row never depends on other rows, so worker processes can divide the rows among them.
 """
 

@@ -1,6 +1,6 @@
 """One entry of the token cache: a folder of flat arrays and a manifest.
 
-Place on the way: tokenization -> EntryWriter (a SampleSink) -> entry -> TokenStore over mapped files -> collator. The
+Data flow: tokenization -> EntryWriter (a SampleSink) -> entry -> TokenStore over mapped files -> collator. The
 cache renames a finished folder into place, so an entry is whole or absent.
 """
 

@@ -1,6 +1,6 @@
 """The folder of the token cache: find an entry by its key, commit a new one, list and remove entries.
 
-Place on the way: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
+Data flow: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
 own folder and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry or
 none, on shared folders too. A process that has mapped an entry keeps reading it. Folders that are not entries
 have names that begin with a dot.

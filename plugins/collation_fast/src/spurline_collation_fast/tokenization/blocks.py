@@ -1,6 +1,6 @@
 """Turn chunks of rows into blocks of samples, in this process or in a pool of processes.
 
-Place on the way: chunks -> RowEncoder -> blocks. `text/sequential` encodes rows with the same RowEncoder. Rows are
+Data flow: chunks -> RowEncoder -> blocks. `text/sequential` encodes rows with the same RowEncoder. Rows are
 not sent to other processes. Each worker gets a pickled dataset and a pickled tokenizer, and reads the rows itself.
 """
 

@@ -1,6 +1,6 @@
 """Tokenization `parallel`: read tokens from the cache, or make them on all cores and cache them.
 
-Place on the way: datasets -> cache key -> a cache entry. If there is no entry: datasets -> blocks of samples ->
+Data flow: datasets -> cache key -> a cache entry. If there is no entry: datasets -> blocks of samples ->
 SampleCollector -> memory or a new entry. `text/sequential` encodes rows with the same RowEncoder.
 """
 

@@ -1,6 +1,6 @@
 """Environment `single_turn`: one prompt, one answer, scored by rewards.
 
-Place on the way: row -> prompt tokens -> policy -> Answer -> reward terms -> Trajectory.
+Data flow: row -> prompt tokens -> policy -> Answer -> reward terms -> Trajectory.
 """
 
 from __future__ import annotations

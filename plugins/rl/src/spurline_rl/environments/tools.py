@@ -1,6 +1,6 @@
 """Environment `tools`: a conversation in which the model may call functions before it answers.
 
-Place on the way: chat row -> first messages -> the model's turn -> tool calls in it -> their results as messages -> the
+Data flow: chat row -> first messages -> the model's turn -> tool calls in it -> their results as messages -> the
 next turn ... -> an answer without calls -> reward terms -> Trajectory with one Turn per model turn.
 
 The model writes a call as `<tool_call>{"name": "calculator", "arguments": {"expression": "6 * 7"}}</tool_call>`. A turn

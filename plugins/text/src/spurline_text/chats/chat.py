@@ -1,6 +1,6 @@
 """Render conversations by the tokenizer's chat template, and find the characters that have loss.
 
-Place on the way: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
+Data flow: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
 encoded. Renderings of its first messages alone show where turns start. A trained turn begins after the generation
 prompt and ends with its end-of-turn token, without the white space that follows.
 """

@@ -1,6 +1,6 @@
 """Dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
 
-Place on the way: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
+Data flow: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
 strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and rounding of Hugging
 Face `datasets`, also for local files. Importing that library takes a second. Only functions that need it import it, so
 a run on JSON lines does not wait for it.

@@ -1,6 +1,6 @@
 """Dataset `hf_stream`: read rows one after another, for data that does not fit on disk or in memory.
 
-Place on the way: config -> files, or a dataset on the hub -> rows in order -> source `stream`. A reader returns its
+Data flow: config -> files, or a dataset on the hub -> rows in order -> source `stream`. A reader returns its
 position as JSON, and a new reader can continue from this position. Nothing is copied into a cache.
 """
 

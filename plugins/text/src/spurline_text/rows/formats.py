@@ -1,6 +1,6 @@
 """Detect the format of a row, and read the row into one of three forms.
 
-Place on the way: Dataset row -> Conversation, TextPair or TokenRow -> encoding. This module knows column names and
+Data flow: Dataset row -> Conversation, TextPair or TokenRow -> encoding. This module knows column names and
 types, but no templates or tokenizers. The encoder checks that the token ids of a TokenRow are in the vocabulary.
 """
 

@@ -1,6 +1,6 @@
 """Source `sft`: tokenized samples, in an order that is known before training.
 
-Place on the way: dataset configs -> tokenization -> SampleSet -> order -> collator -> TrainingBatch. Held-out
+Data flow: dataset configs -> tokenization -> SampleSet -> order -> collator -> TrainingBatch. Held-out
 evaluation draws its own batches from a SampleSet.
 """
 

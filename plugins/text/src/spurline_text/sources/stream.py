@@ -1,6 +1,6 @@
 """Source `stream`: samples of data that is read when it is needed, and is never in memory as a whole.
 
-Place on the way: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. Memory holds
+Data flow: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. Memory holds
 one block. Steps are built in order. The state contains the position where the block began, and the number of its
 samples that were used. A resumed run reads the block again and continues after these samples.
 """

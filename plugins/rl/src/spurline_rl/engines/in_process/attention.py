@@ -1,6 +1,6 @@
 """Attention with a cache of keys and values. A first pass reads whole prompts; each later pass reads a token per row.
 
-Place on the way: decoder layer -> attention of a pass, which writes to a `KvCache` and reads it -> hidden states. The
+Data flow: decoder layer -> attention of a pass, which writes to a `KvCache` and reads it -> hidden states. The
 attention is registered with transformers as "spurline_cached". Prompts are computed by `segment_attention`, as in
 training. A row of the cache is a slot, which has one response. The decoder fills slots from the first, without gaps.
 

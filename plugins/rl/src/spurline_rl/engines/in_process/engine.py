@@ -1,6 +1,6 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
-Place on the way: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
+Data flow: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
 It is the engine for CPUs, small models and tests. A server such as vLLM is faster. The engine generates with the
 backend's model, or with its own copy, which takes published weights.
 """

@@ -1,6 +1,6 @@
 """One response while it is generated: its tokens so far, and whether it has ended.
 
-Place on the way: GenerationRequest -> Response, which collects tokens -> GenerationResult. Imports no torch.
+Data flow: GenerationRequest -> Response, which collects tokens -> GenerationResult. Imports no torch.
 """
 
 from __future__ import annotations

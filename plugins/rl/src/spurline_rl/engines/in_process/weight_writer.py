@@ -1,6 +1,6 @@
 """Write published weights into an engine's own copy of the model, in place.
 
-Place on the way: backend -> weights under Hugging Face names, in any order and in parts -> the copy's parameters.
+Data flow: backend -> weights under Hugging Face names, in any order and in parts -> the copy's parameters.
 """
 
 from __future__ import annotations
