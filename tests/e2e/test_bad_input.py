@@ -96,7 +96,7 @@ def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
     monkeypatch.setattr(checkpoint, "write_tensor_file", write)
     base_config["checkpoint"]["async"] = beside
     text = fails(base_config, code=1)
-    for words in ("Checkpoint of step 4", "cannot be written", "No space left on device"):
+    for words in ("The checkpoint of step 4", "cannot be written", "No space left on device"):
         assert words in text
     assert sorted(path.name for path in Path(base_config["run_dir"], "checkpoints").iterdir()) == [
         "latest", "step-00000002",

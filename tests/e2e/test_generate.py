@@ -222,7 +222,7 @@ def test_letters_stay_what_they_are_in_json_and_commands_to_a_terminal_do_not(
         ('{"messages": [{"role": "assistant", "content": "x"}]}', "rows.jsonl:2: begins with an assistant"),
         ('{"prompt": "\\ud800"}', "rows.jsonl:2: "),
         ("[" * 100_000, "rows.jsonl:2: not valid JSON"),
-        (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and the model can see"),
+        (json.dumps({"prompt": "say 3 " * 2000}), "tokens, and prompt and answer together may have at most"),
     ],
     ids=["no question", "half a pair", "deep", "long"],
 )

@@ -252,7 +252,8 @@ def test_settings_that_do_not_go_together_are_refused(rl_config: Config, changes
 @pytest.mark.parametrize("setting", MODEL_DROPOUT)
 def test_dropout_is_refused_where_logprobs_are_compared(rl_config: Config, setting: str) -> None:
     rl_config["model"]["config_overrides"] = {setting: 0.1}
-    with pytest.raises(ConfigError, match=rf"model\.config_overrides\.{setting} is 0\.1.*Set it to 0"):
+    key = rf"model\.config_overrides\.{setting}"
+    with pytest.raises(ConfigError, match=rf"{key} is 0\.1.*Set {key} to 0"):
         load_config(rl_config)
     rl_config["model"]["config_overrides"] = {setting: 0.0}
     load_config(rl_config)

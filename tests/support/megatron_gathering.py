@@ -102,6 +102,7 @@ class GatheringWorker:
         tensors = whole_tensors(Path(model), critic=critic)
         held = held_by(architecture, grid, self._place.rank, tensors, critic=critic)
         self._held = [values for _, values in held]
+        self._messages = []
         self._gathers = WeightsOfRanks(architecture, grid, held, critic=critic, max_bytes=max_bytes)
         with torch.device("meta"):
             without_values = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -103,7 +103,7 @@ def _common(
 def train(
     config: ConfigArgument,
     overrides: SetOption = None,
-    resume: Annotated[str, typer.Option(help="auto, never, latest, best, or the path of a checkpoint folder.")] = "auto",
+    resume: Annotated[str, typer.Option(help="auto, never, latest, best, or a checkpoint folder.")] = "auto",
     allow_change: Annotated[
         list[str] | None,
         typer.Option(metavar="KEY", help="Let a resume change this setting, e.g. optimizer.learning_rate."),

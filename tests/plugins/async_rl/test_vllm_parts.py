@@ -250,7 +250,7 @@ def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine()
     worker.rank, worker.device, worker.vllm_config = 0, torch.device("cpu"), None
     answer = worker.spurline_load_bucket({**bucket.to_plain(), "receiver": "engine 0"})
     sync.close()
-    with pytest.raises(BucketLostError, match="engine 1 did not come"):
+    with pytest.raises(BucketLostError, match="engine 1 did not join"):
         check_complete([None, answer])
 
 
@@ -301,7 +301,8 @@ def test_raw_logprobs_are_known_where_nothing_changes_them(sampling: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("prompt", "message"), [([5] * 100, "100.*context of 100"), ([299, 300], "token 300.*0 to 299")]
+    ("prompt", "message"),
+    [([5] * 100, "100.*context for prompt and response has 100"), ([299, 300], "token 300.*0 to 299")],
 )
 def test_a_prompt_that_the_model_cannot_read_is_an_error_that_names_it(prompt: list[int], message: str) -> None:
     with pytest.raises(DataError, match=f"asked by a test.*{message}"):

@@ -87,4 +87,4 @@ def test_fp8_that_cannot_be_computed_is_refused(model: Path, settings: dict[str,
             "fp8"
         ]
     [problem] = LocalBackendConfig(device="cpu", precision="fp64", fp8="emulated").problems(run_config(model))
-    assert "emulated in fp32 or bf16" in problem.message
+    assert "emulated, which needs precision: fp32 or bf16" in problem.message

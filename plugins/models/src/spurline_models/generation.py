@@ -79,7 +79,7 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """In the context, use attention for left padding and a cache, without the sampling defaults of the model's files.
+    """Use attention for left padding and a cache, without the sampling defaults of the model's files.
 
     The state of rotary embeddings is restored afterwards, since `dynamic` ones remember the longest sequence.
     """
