@@ -171,6 +171,10 @@ def test_the_frame_has_a_row_for_each_step_before_during_and_after_a_run(
     assert frame["loss"].iloc[-1] == run.state.metrics["loss"]
     with pytest.raises(UserError, match="no such run directory"):
         metrics_frame(Path(base_config["run_dir"]) / "nothing")
+    with (Path(base_config["run_dir"]) / "metrics.jsonl").open("a") as stream:
+        stream.write("[2]\n")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:7"):
+        run.metrics_frame()
     plain_import = builtins.__import__
 
     def without_pandas(name: str, *arguments: Any, **more: Any) -> Any:

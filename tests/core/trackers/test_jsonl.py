@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from spurline.errors import RunDirectoryError, RunFailedError
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
-from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, metrics_frame, read_json_lines, read_metrics
+from spurline.trackers.jsonl import JsonlTracker, cut_back, encode_line, read_json_lines, read_metrics
 
 _WRITER = """
 import resource, sys
@@ -164,6 +164,6 @@ def test_a_line_of_others_stops_a_resume_and_may_be_left_out_of_a_report(
     assert [found["step"] for found in read_metrics(path, skip_foreign=True)] == [1, 3]
     assert "metrics.jsonl:2" in capsys.readouterr().err
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2"):
-        metrics_frame(tmp_path)
+        read_metrics(path)
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl"):
         started(tmp_path, 3)
