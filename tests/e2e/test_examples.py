@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 FILES = ("sort_train.jsonl", "sort_eval.jsonl")
-STEPS, REACHED = (80, 0.9) if SOAK else (12, 0.75)
+STEPS, REACHED = (80, 0.9) if SOAK else (12, 0.65)
 ON_RANKS = {"plugins": "[collation_fast,fsdp_backend]", "backend.name": "fsdp", "backend.ranks": 2}
 TUTORIALS = {
     "write-a-plugin.md": "plugin_template",

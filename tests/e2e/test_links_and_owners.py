@@ -230,5 +230,5 @@ def test_a_pipe_in_place_of_a_file_of_a_run_is_not_waited_for(
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(RunDirectoryError, match="it is no regular file"):
+    with pytest.raises(RunDirectoryError, match="it is not a regular file"):
         read(tmp_path)

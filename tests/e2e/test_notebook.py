@@ -23,7 +23,7 @@ from run_helpers import Config, Trained, read_metrics, train, wait_for
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spurline import Run, load_config
-from spurline.errors import CheckpointError, ConfigError, HookFailedError, UserError
+from spurline.errors import CheckpointError, ConfigError, HookFailedError, RunDirectoryError, UserError
 from spurline.trackers.jsonl import METRICS_FILE, read_json_lines
 from spurline_insight import notebook
 from spurline_insight.notebook import LivePlot, metrics_frame

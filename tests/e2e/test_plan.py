@@ -54,7 +54,7 @@ def test_a_plan_begins_with_what_the_run_will_do(base_config: Config) -> None:
 
 def test_a_plan_shows_the_first_prompt_as_the_model_gets_it(rl_config: Config) -> None:
     said = make_plan(load_config(rl_config)).sections["prompts"]
-    assert said[0].startswith("64 looked at, 25 tokens on average, longest 25 (")
+    assert said[0].startswith("64 checked, 25 tokens on average, longest 25 (")
     assert said[2:] == ["  | <|im_start|>user", "  | say 0<|im_end|>", "  | <|im_start|>assistant"]
 
 
@@ -211,7 +211,7 @@ def test_what_is_refused_before_weights_are_loaded(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"source.engine": "child_process"}, "but the source 'rollouts' publishes none"),
+        ({"source.engine": "child_process"}, "but the source 'rollouts' does not publish weights"),
         ({"source.router_replay": True}, "no router is known"),
         ({"source.router_replay": True, "backend": {"name": "fsdp", "device": "cpu", "ranks": 2}}, "no router"),
         ({"source.router_replay": True, "backend": {"name": "megatron", "device": "cpu", "ranks": 2}}, "no router"),

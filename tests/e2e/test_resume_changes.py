@@ -80,7 +80,7 @@ def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_histor
     assert allowed in err
     code, out, _ = spurline(*allowed.split()[1:])
     assert code == 0
-    assert "optimizer.learning_rate: 0.001 -> 0.0001 (allowed by name)." in out
+    assert "optimizer.learning_rate: 0.001 -> 0.0001 (permitted by --allow-change)." in out
     run_dir = Path(base_config["run_dir"])
     assert [line["lr"] for line in read_metrics(run_dir)] == [1e-3] * 3 + [1e-4] * 3
     entry = {"step": 3, "key": "optimizer.learning_rate", "before": 1e-3, "now": 1e-4}
@@ -91,7 +91,7 @@ def test_an_allowed_change_counts_from_the_checkpoint_on_and_stays_in_the_histor
     assert spurline(*lower, "--set", "steps=8")[0] == 0
     assert json.loads((run_dir / "summary.json").read_text())["history"] == [entry]
     page = write_run_report(load_config(base_config), RunDirectory(run_dir)).read_text()
-    assert "Changed on the way" in page
+    assert "Changed during the run" in page
     assert "after step 3" in page
 
 

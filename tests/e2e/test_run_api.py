@@ -164,7 +164,7 @@ def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
 @pytest.mark.parametrize(
     ("hook", "act", "message"),
     [
-        ("on_run_start", lambda run: run.evaluate("ema"), "came before the run has started its source"),
+        ("on_run_start", lambda run: run.evaluate("ema"), "was called before the run started its source"),
         ("on_step_start", lambda run: run.evaluate("eval"), "a prefix has only letters"),
         ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix has only letters"),
         ("on_eval_end", evaluate_twice, "this step already has a 'ema/loss'"),

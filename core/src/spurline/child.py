@@ -1,8 +1,8 @@
 """Run a Python module in a child process that exchanges messages with this process and cannot outlive it.
 
 The parent uses `ChildProcess`, which starts the child, passes messages both ways, notices when the child ends, and can
-kill it with all processes that it started. The module's `main` gets a `Parent`. A message is one line of JSON on the
-child's standard input or output. The parent unpickles nothing that a child sends.
+kill it together with all processes that it started. The child's `main` function gets a `Parent`. A message is one line
+of JSON on the child's standard input or output. The parent never unpickles data from a child.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class ChildProcess:
 
     Args:
         module: Name of the module.
-        arguments: The child gets them as text, in `Parent.arguments`.
+        arguments: Values that the child receives as text, in `Parent.arguments`.
         take: Called with each list of messages that arrived together from the child.
-        on_end: Called once with this object, after the process has ended and `take` has got all its messages.
-        log: File to which the child's standard error is appended. If None, only `last_words` shows it.
-        environment: Variables that the child has besides the variables of this process.
+        on_end: Called once with this object, after the process has ended and `take` has received all its messages.
+        log: File to which the child's standard error is appended. If None, only `last_words` shows that output.
+        environment: Environment variables for the child. They are added to the variables of this process.
         pass_fds: File descriptors that the child inherits.
     """
 
@@ -97,7 +97,7 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Return how the process ended, such as `exit code 3`; empty while it runs."""
+        """Return how the process ended, such as `exit code 3`; an empty string while it runs."""
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
@@ -129,9 +129,9 @@ class ChildProcess:
             kill_group(self._process.pid)
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Wait up to `patience_s` for the process to end, then kill it.
+        """Close the process's input, wait up to `patience_s` for the process to end, then kill it.
 
-        It may be called again, but not from `take` or `on_end`. Raises RunFailedError if the process cannot be killed.
+        Do not call this from `take` or `on_end`. A second call is harmless. Raises RunFailedError if killing fails.
         """
         self.close_input()
         self._reader.join(patience_s)
@@ -162,7 +162,7 @@ class ChildProcess:
                     self._process.wait(EXIT_TIMEOUT_S)
             except Exception as error:  # noqa: BLE001 - `how_it_ended` reports the error
                 self._trouble = f"its messages cannot be read: {type(error).__name__}: {error}"
-        # Also kill processes that it left running.
+        # Kill the processes that the child left running.
         self.kill()
         self.exit_code = self._process.wait()
         self.last_words()
@@ -179,7 +179,7 @@ class ChildProcess:
 
 
 class Parent:
-    """The process that started this one, for the `main` of its module."""
+    """The child's connection to its parent process. The `main` function of the child's module receives it."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.arguments = arguments
@@ -195,7 +195,7 @@ class Parent:
             self._out.flush()
 
     def close(self) -> None:
-        """Close the pipe to the parent. A fork of this process must call this, or the pipe would stay open."""
+        """Close the pipe to the parent. Each fork of this process must call this, or the pipe stays open."""
         self._out.close()
 
     def messages(self) -> Iterator[list[Any]]:
@@ -204,9 +204,9 @@ class Parent:
 
 
 def end_with(parent: int) -> None:
-    """Let Linux kill this process when the process with the id `parent` dies, even if a computation hangs.
+    """Make Linux kill this process when the process with the id `parent` dies, even if this process hangs.
 
-    It does so as soon as the parent's thread that started this process ends, even if the parent lives on.
+    Linux kills this process as soon as the parent's thread that started it ends, even if the parent itself lives on.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The `spurline` command: core's subcommands and those of plugins, error messages and exit codes.
+"""The `spurline` command, with the subcommands of core and plugins, error messages and exit codes.
 
 Commands import torch inside their functions, so that `--help` and config errors appear at once.
 """
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from spurline.run.endings.ending import RunResult
 
 _HELP_WIDTH = 200
-"""Longest summary of a command in `spurline --help`, in characters, before the formatter wraps it."""
+"""Maximum length of a command's summary in `spurline --help`, in characters. The formatter wraps longer lines."""
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """Core's commands and those of installed plugins."""
+    """The commands of core and of installed plugins."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *sorted(installed_commands())]
@@ -168,9 +168,7 @@ def print_result(result: RunResult) -> None:
 
 @app.command()
 def plugins(
-    config: Annotated[
-        Path | None, typer.Option(help="Show what each enabled plugin of this config provides instead.")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="Show what the plugins that this config enables provide.")] = None,
 ) -> None:
     """List the installed plugins, or with --config, what each enabled plugin of a config provides."""
     if config is not None:
@@ -202,7 +200,7 @@ def _contents(host: PluginHost, name: str) -> Iterator[str]:
 def schema(
     with_plugin: Annotated[list[str] | None, typer.Option("--plugin", help="Include this plugin's settings.")] = None,
 ) -> None:
-    """Print the JSON schema of the config file, sections of plugins included, for editors."""
+    """Print the JSON schema of the config file, including the sections of plugins, for editors."""
     from spurline.config.loading import config_model
 
     typer.echo(json.dumps(config_model(PluginHost.load(with_plugin or [])).model_json_schema(), indent=2))

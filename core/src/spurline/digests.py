@@ -29,7 +29,7 @@ class FileDigest:
 class HashedFile:
     """A new file that is hashed while it is written.
 
-    It is a context manager. At its end it forces the file to disk, unless an error was raised. Raises OSError.
+    Use it as a context manager. On exit it forces the file to disk, unless the block raised an error. Raises OSError.
     """
 
     def __init__(self, path: Path) -> None:

@@ -20,7 +20,7 @@ class SpurlineError(Exception):
     """The plugin and hook that raised the error, if it came from a hook. The text then begins with them."""
 
     def say_where(self, where: str) -> None:
-        """Put a place in front of the text, unless there is one already."""
+        """Put the plugin and hook `where` in front of the text, unless the text names a plugin and hook already."""
         if self.where is None:
             self.where = where
             self.args = (f"{where}: {self}",)
@@ -92,7 +92,7 @@ class RunDirectoryLostError(RunFailedError):
 
 
 class HookFailedError(RunFailedError):
-    """A plugin's hook raised an error that is no SpurlineError. That error is the cause of this one."""
+    """A plugin's hook raised an error that is not a SpurlineError. The hook's error is the `__cause__` of this one."""
 
     def __init__(self, message: str, where: str | None = None) -> None:
         super().__init__(message)
@@ -164,7 +164,7 @@ _NAMES_SHOWN = 100
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the closest other known word, ignoring case; None if none is as close as `cutoff`, from 0 to 1."""
+    """Return the other known word most like `word`, ignoring case; None if no similarity (0 to 1) reaches `cutoff`."""
     # If names differ in case alone, the first of them in sorted order is used.
     folded = {name.casefold(): name for name in sorted({*known} - {word}, reverse=True)}
     match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)

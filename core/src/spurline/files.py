@@ -34,7 +34,7 @@ def sync_file(path: Path) -> None:
 
 
 def own_file(path: str, flags: int) -> int:
-    """Open a file to append to it or truncate it, as the `opener` of `open`. Raises OSError for a link or a pipe."""
+    """Open a file for writing, as an `opener` for the function `open`. Raises OSError for a link or a pipe."""
     try:
         return regular_file(path, flags | os.O_NOFOLLOW)
     except OSError as error:
@@ -44,9 +44,9 @@ def own_file(path: str, flags: int) -> int:
 
 
 def regular_file(path: str, flags: int) -> int:
-    """Open a file of a run directory, as the `opener` of `open`.
+    """Open a file of a run directory, as an `opener` for the function `open`.
 
-    Raises OSError for a pipe or a device. Reading one may block forever or never end.
+    Raises OSError for a pipe or a device, since reading it might block forever or never end.
     """
     # Without O_NONBLOCK, opening a pipe waits until its other end is opened.
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
@@ -54,7 +54,7 @@ def regular_file(path: str, flags: int) -> int:
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "it is no regular file", path)
+    raise OSError(errno.EINVAL, "it is not a regular file", path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -124,9 +124,9 @@ def _not_private(why: str) -> str:
 
 @contextmanager
 def scratch_inside(folder: Path) -> Iterator[Path]:
-    """Return a context with a new folder inside this one. At the end, all folders that were made are removed.
+    """Make a new folder inside `folder` for the duration of a context. At the end, remove all folders that were made.
 
-    Raises OSError if the folder cannot be made.
+    Raises OSError if a folder cannot be made.
     """
     made = [place for place in (folder, *folder.parents) if not place.exists()]
     try:

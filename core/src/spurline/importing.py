@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _TALKERS = ("torchao", "torch.utils._pytree")
-"""Loggers with needless warnings when transformers imports torchao."""
+"""Loggers that print needless warnings when transformers imports torchao."""
 
 
 @contextmanager

@@ -19,7 +19,7 @@ REPEAT_S = 15.0
 
 
 def silent(text: str) -> None:
-    """Say nothing."""
+    """Ignore the text. This is the `Progress` of a silent run."""
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def waiting(progress: Progress, text: str, limit: str = "") -> Iterator[None]:
     Use this around work in other processes, and in libraries that report nothing themselves.
 
     Args:
-        progress: Gets the texts.
+        progress: Receives the texts.
         text: The work, such as `loading weights`.
         limit: How long the work may take, in words. The repeated texts include it.
     """

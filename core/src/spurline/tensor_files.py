@@ -1,4 +1,4 @@
-"""Write safetensors files from front to back, hash them meanwhile, and force them to disk.
+"""Write safetensors files from front to back, hash them while writing, and force them to disk.
 
 Arrays and tensors of any library are passed as `Values`, which yield their bytes block by block. The content of a file
 is therefore never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
@@ -33,15 +33,15 @@ _DTYPES = {
     "float32": "F32",
     "float64": "F64",
 }
-"""Names that safetensors has for numpy's dtypes."""
+"""The safetensors name of each numpy dtype."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values that a file holds under one name.
+    """The dtype, shape and bytes of one tensor in a file.
 
     Attributes:
-        dtype: Name that safetensors has for the dtype.
+        dtype: The safetensors name of the dtype.
         shape: Shape of the tensor.
         item_bytes: Bytes of one value.
         num_bytes: Bytes of all values.
@@ -80,7 +80,7 @@ def header_of(tensors: Mapping[str, Values], metadata: Mapping[str, str]) -> byt
 
 
 def can_hold(array: NDArray[np.generic]) -> bool:
-    """Return whether a safetensors file can hold the array's dtype."""
+    """Return whether a safetensors file can store the array's dtype."""
     return array.dtype.name in _DTYPES
 
 

@@ -1,4 +1,4 @@
-"""Calls on threads that may hang."""
+"""Run calls on daemon threads, since the calls may hang."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def call_on_daemon(name: str, function: Callable[P, T], *arguments: P.args, **ke
     Args:
         name: Name of the thread.
         function: The function to call.
-        arguments: Its arguments.
-        keywords: Its named arguments.
+        arguments: Positional arguments of the call.
+        keywords: Keyword arguments of the call.
 
     Returns:
-        The call's result or error. Wait for it with a time limit.
+        A future with the call's result or error. Wait for it with a timeout.
     """
     done: Future[T] = Future()
 

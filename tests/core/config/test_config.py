@@ -197,10 +197,10 @@ def test_two_plugins_cannot_add_one_section(plugins: FakePlugins) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("evaluatoin.limits", "there is no such section 'evaluatoin'. Did you mean 'evaluation'?"),
-        ("a.b.c", "there is no such section 'a.b'."),
-        ("steps.limits", "there is no such section 'steps'."),
-        ("evaluation.limits", "which is no EvaluationPart. Derive LimitsConfig from that class."),
+        ("evaluatoin.limits", "there is no section 'evaluatoin'. Did you mean 'evaluation'?"),
+        ("a.b.c", "there is no section 'a.b'."),
+        ("steps.limits", "there is no section 'steps'."),
+        ("evaluation.limits", "which is not an EvaluationPart. Derive LimitsConfig from that class."),
         ("evaluation.batch_size", "which exists already. Give it another name."),
     ],
 )

@@ -81,7 +81,7 @@ def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_tra
     )
     (figure,) = drawn(tmp_path)
     bars = by_name(figure)
-    assert bars.keys() == {"staleness 0", "staleness 1", "not trained by then", "filtered"}
+    assert bars.keys() == {"staleness 0", "staleness 1", "not trained yet", "filtered"}
     assert (bars["staleness 0"]["base"], bars["staleness 0"]["x"]) == ([0.0], [1.0])
     assert (bars["staleness 1"]["base"], bars["staleness 1"]["x"], bars["staleness 1"]["y"]) == ([1.0], [2.0], [1])
     assert "tokens of version 0 to 1; trained at step 2" in bars["staleness 1"]["hovertext"][0]
@@ -96,7 +96,7 @@ def test_a_window_counts_seconds_from_its_beginning(tmp_path: Path) -> None:
     )
     (figure,) = drawn(tmp_path, steps=1)
     bars = by_name(figure)
-    assert bars["not trained by then"]["base"] == [0.125]
+    assert bars["not trained yet"]["base"] == [0.125]
     assert bars["waiting for a batch"]["x"] == [0.5]
     assert "training" not in bars
     assert figure["layout"]["xaxis"]["range"] == [0.0, 2.0]

@@ -217,7 +217,7 @@ def test_a_plan_tells_ranks_and_groups(config: dict[str, Any]) -> None:
 
 def test_a_plan_says_which_groups_lie_across_machines(config: dict[str, Any]) -> None:
     said = planned(config, ranks=8, tensor=2, context=2, launch="ray", ranks_per_node=2).sections["parallel layout"]
-    assert said[-1] == "groups of context span several machines, as a machine has 2 ranks: slow"
+    assert said[-1] == "groups of context span several machines, which is slow: a machine has 2 ranks"
 
 
 @pytest.mark.parametrize(

@@ -319,4 +319,4 @@ def test_the_config_says_who_cannot_note_or_replay(tmp_path: Path) -> None:
     [cannot_note] = problems(engine=RolloutEngineConfig(name="other"))
     assert "engine 'other' with these settings does not record its experts" in cannot_note
     [cannot_replay] = problems(backend=LocalBackendConfig(compile=True))
-    assert "backend 'local' with these settings lets its routers choose" in cannot_replay
+    assert "backend 'local' with these settings cannot replay experts" in cannot_replay

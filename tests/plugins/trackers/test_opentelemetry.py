@@ -33,5 +33,5 @@ def test_steps_arrive_as_gauges_and_events(tmp_path: Path) -> None:
 def test_a_receiver_that_is_down_at_the_start_is_an_error(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver:
         receiver.is_down = True
-        with pytest.raises(ConfigError, match=r"has refused it.*Start the receiver"):
+        with pytest.raises(ConfigError, match=r"has refused the data.*Start the receiver"):
             opened(tmp_path, receiver)

@@ -1,7 +1,7 @@
 """Build the config model of a run from the sections of core and plugins.
 
-The model is a subclass of RunConfig. The type of each field with a `Component` mark is a union of the configs that are
-registered for the kind, and `name` chooses among them. Nothing is validated here.
+The model is a subclass of RunConfig. A field with a `Component` mark gets a new type, the union of all config classes
+that are registered for the mark's kind. The setting `name` chooses among them. Nothing is validated here.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _UNKNOWN = "unknown_component"
 
 
 def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """Return the config model for these components and for the sections of plugins, which are given by name.
+    """Return the config model for the components and sections in `registry` and the sections in `plugin_sections`.
 
-    Raises PluginError if a section cannot be added.
+    `plugin_sections` maps top-level keys to section classes. Raises PluginError if a section cannot be added.
     """
     builder = _Builder(registry)
     fields: dict[str, dict[str, Any]] = {"": {}}
@@ -41,11 +41,11 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
         adds = f"Plugin '{declared.plugin}' adds the config section '{name}'"
         if model is None:
             open_ones = [field for field in RunConfig.model_fields if _section_model(field)]
-            raise PluginError(f"{adds}, but there is no such section '{owner}'.{suggestion(owner, open_ones)}")
+            raise PluginError(f"{adds}, but there is no section '{owner}'.{suggestion(owner, open_ones)}")
         if key in model.model_fields or (name in sections and name in registry.sections):
             raise PluginError(f"{adds}, which exists already. Give it another name.")
         if model is DataEvaluationConfig and not issubclass(section, EvaluationPart):
-            raise PluginError(f"{adds}, which is no EvaluationPart. Derive {section.__name__} from that class.")
+            raise PluginError(f"{adds}, which is not an EvaluationPart. Derive {section.__name__} from that class.")
         annotation = builder.replaced(marked | None) if declared.optional else builder.replaced(marked)
         default: Any = {"default": None} if declared.optional else {"default_factory": dict, "validate_default": True}
         described = Field(**default, description=summary_of(section))
@@ -59,7 +59,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
 
 
 def _section_model(owner: str) -> type[Section] | None:
-    """Return the section of core with this name, or the whole file if the name is empty; None if there is none."""
+    """Return the class of core's section `owner`, or RunConfig if `owner` is empty; None if core lacks the section."""
     if not owner:
         return RunConfig
     field = RunConfig.model_fields.get(owner)
@@ -92,8 +92,8 @@ class _Builder:
     def with_default(self, field: FieldInfo, mark: Component | None = None) -> FieldInfo:
         """Return a copy of the field whose default fits its new type.
 
-        A field for a component gets the kind's default. A component config that is declared as the
-        field's default is used only where code builds sections directly.
+        A component field defaults to the default component of its kind. If the field declares a component config as
+        its default, that config is used only where code builds sections directly.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -103,7 +103,7 @@ class _Builder:
                 copy.default = {"name": default}
                 copy.validate_default = True
         elif not field.is_required():
-            # The default has sections of the original types. Turn them into values, to be validated as the new types.
+            # Sections in the default have the original types. Use their values, which are validated as the new types.
             if field.default_factory is None:
                 copy.default = _values(field.default)
             else:
@@ -131,20 +131,20 @@ class _Builder:
         return _generic(Union, new) if origin in (Union, types.UnionType) else _generic(origin, new)
 
     def _union(self, mark: Component) -> Any:
-        """Return the union of the kind's configs. A bare string stands for the setting that the mark names."""
+        """Return the union of the kind's configs. It accepts a bare string as the value of the mark's `shorthand`."""
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
-            # `config.error_messages` adds which plugin has such components.
+            # `config.error_messages` adds to this error which plugin has components of the kind.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
-        # A component may contain a component of its own kind, but not one of its own name: the type would be infinite.
+        # A component may contain a component of the same kind, but of another name: else the type would be infinite.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type=_UNKNOWN,
-            # `config.error_messages` parses this text. A context mapping cannot be used, since typing hashes the mark.
+            # `config.error_messages` parses this text. A context mapping is not hashable, and typing hashes the object.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(
@@ -165,7 +165,7 @@ class _Builder:
 
 
 def _values(default: Any) -> Any:
-    """Return a default in which each section is a mapping of the settings that were given."""
+    """Return the default as plain values. Each section becomes a mapping of its explicitly given settings."""
     if isinstance(default, Section):
         chosen = {"name"} if isinstance(default, ComponentConfig) else set[str]()
         return {name: _values(getattr(default, name)) for name in default.model_fields_set | chosen}
@@ -196,7 +196,7 @@ def _config_with_name(config: type[Section], name: str) -> type[Section]:
 
 def _subclass(base: type[Section], fields: Mapping[str, Any]) -> type[Section]:
     create: Any = create_model
-    # pydantic would search for the source of the class to read docstrings, but there is none.
+    # Without this, pydantic would search for the source of the class to read docstrings, but the class has no source.
     keywords = {"use_attribute_docstrings": False}
     model = create(base.__name__, __base__=base, __doc__=base.__doc__, __cls_kwargs__=keywords, **fields)
     return cast("type[Section]", model)

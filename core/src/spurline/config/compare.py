@@ -20,12 +20,12 @@ _ABSENT = "(absent)"
 
 @dataclass(frozen=True)
 class Difference:
-    """One changed setting, or all settings of a component that was replaced by another one.
+    """One changed setting, or all settings of a component that was replaced by another component.
 
     Attributes:
         key: Key path of the setting.
-        before: The value as plain JSON; `(absent)` if there was none.
-        now: The value that replaces it.
+        before: The earlier value as plain JSON; `(absent)` if the setting did not exist.
+        now: The new value as plain JSON; `(absent)` if the setting no longer exists.
         mark: Whether a resume may change the setting. MAY_GROW becomes FREE if the number grew, else BY_NAME.
     """
 
@@ -45,7 +45,7 @@ class Difference:
 def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference]:
     """Return every setting that differs between this config and an earlier result of `LoadedConfig.resolved`.
 
-    Secrets are hidden in both, so a changed secret is no difference.
+    Secrets are hidden in both configs, so a changed secret does not count as a difference.
     """
     before, now = hide_secrets(before), hide_secrets(config.model_dump(mode="json"))
     sections = dict(sections_within(config))
@@ -54,14 +54,14 @@ def differences(before: Mapping[str, Any], config: RunConfig) -> list[Difference
     return [
         Difference(key, stored, value, _settled(_mark_of(key, marks), stored, value))
         for key, stored, value in _changes(before, now, "", wholes)
-        # No difference: a top-level section that one side lacks, since its plugin is not enabled there, and a key of a
-        # plugin in another section that one side lacks and that is null on the other side.
+        # Skip a top-level section that only one side has, since its plugin is not enabled on the other side. Also skip
+        # a deeper key that only one side has and that is null there, since a plugin adds it to a section of core.
         if _ABSENT not in (stored, value) or ("." in key and None not in (stored, value))
     ]
 
 
 def _changes(before: Any, now: Any, key: str, wholes: set[str]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, before, now) of each difference. Go into mappings and lists as long as both sides have them."""
+    """Yield (key, before, now) of each difference. Descend into mappings and lists of sections that both sides have."""
     if before == now:
         return
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -91,7 +91,7 @@ def _settled(mark: OnResume, before: Any, now: Any) -> OnResume:
 
 
 def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
-    """Return the mark of a field, or of the closest section around it. Everything in a FREE section is FREE."""
+    """Return the mark of a field, or else of the closest marked section around it. All of a FREE section is FREE."""
     found = OnResume.REFUSED
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):

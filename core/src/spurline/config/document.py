@@ -1,7 +1,7 @@
-"""Read a config file (YAML 1.2, or TOML by suffix) into plain values with the line of every key, and override values.
+"""Read a config file into plain values with the line number of every key, and apply the overrides of `--set`.
 
-Values of `--set key.path=value` are YAML, so `a=1e-5` is a float and `a=[1]` a list. A path may go through lists by
-index, and through settings in their short form, such as `collator: packed` or `data.train: rows.jsonl`.
+The file is YAML 1.2, or TOML if its name ends in `.toml`. Values of `--set key.path=value` are YAML: `a=[1]` is a list.
+A key path may contain list indices, and lead into short forms such as `collator: packed` or `data.train: rows.jsonl`.
 """
 
 from __future__ import annotations
@@ -83,9 +83,9 @@ def read_document(path: Path) -> Document:
 
 
 def _parse_yaml(text: str, origin: str, what: str) -> Any:
-    """Return the text as ruamel's containers, which know their lines; None for empty text.
+    """Parse the text into ruamel's containers, which store line numbers. Return None for empty text.
 
-    ruamel reads YAML 1.2, where 1e-5 is a float, and refuses duplicate keys. `what` begins the text of a ConfigError.
+    ruamel reads YAML 1.2, where 1e-5 is a float, and refuses duplicate keys. A ConfigError's text begins with `what`.
     """
     try:
         return cast("Any", YAML(typ="rt")).load(text)
@@ -165,7 +165,7 @@ def _put(node: dict[str, Any] | list[Any], part: str, value: Any, override: str)
 
 
 def _opened(node: dict[str, Any] | list[Any], part: str, following: str, override: str) -> Any:
-    """Return the value under `part` as a mapping or list that the next part of the path can go into."""
+    """Return the value of the key or index `part` as a mapping or list, to which the next part of the path applies."""
     child: Any = node[_index(node, part, override)] if isinstance(node, list) else node.get(part)
     if child is None:
         return {}

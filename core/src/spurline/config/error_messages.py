@@ -17,17 +17,17 @@ from spurline.plugins.registry import Registry
 
 _PROBLEMS_TOLD = 50
 _CHARACTERS_TOLD = 300
-"""Number of characters of a value that a message shows."""
+"""Maximum number of characters of a value that a message shows."""
 
 
 def explain(
     error: ValidationError, model: type[BaseModel], registry: Registry, unlisted: Collection[str] = ()
 ) -> list[Problem]:
-    """Return one Problem for each key path. If a value may have several types, its problem has a text for each.
+    """Return one Problem for each key path. If a value may have several types, its message joins the errors of all.
 
     Args:
-        error: What pydantic raised.
-        model: The config model that was validated against.
+        error: The error that pydantic raised.
+        model: The config model that refused the values.
         registry: The known components.
         unlisted: Plugins that are installed and not in the `plugins` list.
     """
@@ -38,7 +38,7 @@ def explain(
     explained = _Explainer(model, registry, unlisted)
     for details in told:
         place = details["loc"]
-        # pydantic calls a list too short if its only item is invalid. The error of the item is enough.
+        # If the only item of a list is invalid, pydantic also calls the list too short. Report only the item's error.
         inner = [each for each in told if each["loc"][: len(place)] == place]
         if details["type"] == "too_short" and len(inner) > 1:
             continue
@@ -62,7 +62,7 @@ class _Explainer:
         self._unlisted = unlisted
 
     def message(self, details: ErrorDetails, path: list[str], owner: type[BaseModel] | None) -> str:
-        """Return what is wrong with the value at a key path. `owner` is the section that has the last key."""
+        """Return what is wrong with the value at a key path. `owner` is the section that contains the last key."""
         kind, value = details["type"], details["input"]
         if kind == "extra_forbidden" and owner is not None:
             return self._unknown_key(path, owner)
@@ -106,7 +106,7 @@ class _Explainer:
         return f"is not a setting{of}.{hint} Settings: {listing(settings)}.{plugins}"
 
     def _plugin_of_section(self, path: list[str]) -> str:
-        """Return how to enable the plugin that has this section; empty if the key is no section of a plugin."""
+        """Return how to enable the plugin that has this section; an empty string if no known plugin has it."""
         key = ".".join(path)
         plugin = key if key in self._unlisted else plugin_with("section", key)
         if plugin is None:
@@ -123,13 +123,13 @@ class _Explainer:
         if having:
             return f" It is a setting of {' and '.join(having)}: add `name: {having[0]}`."
         found = [place for place in _places(lambda name, _: name == key, self._model) if place != ".".join(path)]
-        # The places with the shortest paths are the likeliest.
+        # The user most likely meant one of the settings with the shortest paths.
         depth = min((place.count(".") for place in found), default=0)
         homes = [place for place in found if place.count(".") == depth]
         return f" It exists as {' and '.join(homes[:3])}." if homes else ""
 
     def _missing_component(self, path: list[str]) -> str:
-        """Return which plugin has a required component; empty for any other setting."""
+        """Return which plugin has a required component; an empty string for any other setting."""
         field = RunConfig.model_fields.get(path[0]) if len(path) == 1 else None
         mark = next((item for item in field.metadata if isinstance(item, Component)), None) if field else None
         if mark is None or self._registry.default(mark.kind) is not None:
@@ -198,7 +198,7 @@ def _component_name(owner: type[BaseModel]) -> str | None:
 
 
 def _places(fits: Callable[[str, Sequence[Any]], bool], section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the key paths of the settings for which `fits(name, types of the value)` is true, each once."""
+    """Return the distinct key paths of all settings for which `fits(name, types of the value)` is true."""
     found: list[str] = []
     for name, field in section.model_fields.items():
         annotation = _field_type(field)
@@ -213,7 +213,7 @@ def _places(fits: Callable[[str, Sequence[Any]], bool], section: type[BaseModel]
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the user's key path for an error location, and the section that owns its last key."""
+    """Return the key path as the user wrote it for an error location, and the section that contains its last key."""
     path: list[str] = []
     current: Any = model
     owner: type[BaseModel] | None = None
@@ -237,7 +237,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
 
 
 def _name_within(field: Any) -> str:
-    """Return `NAME.` for a mapping whose keys the user chooses; empty for any other setting."""
+    """Return `NAME.` for a mapping whose keys the user chooses; an empty string for any other setting."""
     return "NAME." if any(get_origin(_strip(member)) is dict for member in _members(_field_type(field))) else ""
 
 

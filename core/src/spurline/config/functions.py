@@ -1,7 +1,7 @@
-"""Refer to functions of this process by text.
+"""Represent the functions that a Python program puts into a config as text.
 
-A loaded config holds references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
-number, since another process may give the same function another number.
+A loaded config contains references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
+number, since the same function may have a different number in another process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _numbers = itertools.count()
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a function's name as an identifier: `lambda` for a lambda; for another callable, the name of its class."""
+    """Return a function's name as an identifier: `lambda` for a lambda, the name of its class for another callable."""
     return re.sub(r"\W", "", str(getattr(function, "__name__", type(function).__name__))) or "function"
 
 
 def reference_to(function: Callable[..., Any]) -> str:
     """Return a new reference to a function, which `function_of` resolves in this process until `forget` is called.
 
-    Each call returns another reference. A notebook cell may thus redefine `reward` without changing earlier configs.
+    Each call returns a different reference, so a notebook cell may redefine `reward` without changing earlier configs.
     """
     reference = f"in-memory.{next(_numbers)}:{name_of(function)}"
     _functions[reference] = function
@@ -32,7 +32,7 @@ def reference_to(function: Callable[..., Any]) -> str:
 
 
 def forget(references: Iterable[str]) -> None:
-    """Release functions, and the objects that they hold."""
+    """Drop the functions of these references, so that the functions and the objects they refer to can be freed."""
     for reference in references:
         _functions.pop(reference, None)
 
@@ -48,6 +48,6 @@ def function_of(reference: str) -> Callable[..., Any] | None:
 
 
 def recorded(path: str) -> str:
-    """Return the path as a run records it."""
+    """Return the path as a run records it: a reference loses its number, and other paths are unchanged."""
     found = _REFERENCE.fullmatch(path)
     return path if found is None else f"in-memory:{found[2]}"

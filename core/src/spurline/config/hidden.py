@@ -23,7 +23,7 @@ _LOGIN_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 def hide_secrets(value: Any) -> Any:
     """Return a copy of these JSON values in which HIDDEN replaces secrets.
 
-    Secrets are logins in URLs, and texts and lists of texts under a key that looks secret, such as `api_key`.
+    Secrets are logins in URLs, and strings or lists of strings under a key that names a secret, such as `api_key`.
     """
     if isinstance(value, Mapping):
         values = cast("Mapping[str, Any]", value)

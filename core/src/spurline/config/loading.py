@@ -1,6 +1,6 @@
-"""Load a config in two phases: load the `plugins`, and then validate the file with the sections that they add.
+"""Load a config in two phases: import its plugins, and then validate the file, including the sections of plugins.
 
-An error lists every problem of the file, with line, key path and the nearest fix.
+An error lists every problem of the file, with line, key path and suggested fix.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LoadedConfig:
     Attributes:
         config: The settings, frozen.
         host: The loaded plugins.
-        origin: File name for messages.
+        origin: File name to use in messages.
         file: Path of the config file; None if a mapping was loaded.
         overrides: The values of `--set`, as given.
     """
@@ -55,7 +55,7 @@ class LoadedConfig:
         return hide_secrets(self.config.model_dump(mode="json"))
 
     def train_command(self, *options: str) -> str | None:
-        """Return the command line that trains this config, with further options; None without a file."""
+        """Return the command line that trains this config, with `options` at its end; None if there is no file."""
         if self.file is None:
             return None
         sets = [word for override in self.overrides for word in ("--set", override)]
@@ -77,16 +77,16 @@ def load_config(
     """Load and validate a configuration.
 
     Args:
-        source: Path of a YAML or TOML file, or a mapping of the same shape. A mapping may hold rows, functions, a model
-            and a tokenizer in place of their paths. All but functions are then saved below its run_dir.
+        source: Path of a YAML or TOML file, or a mapping of the same shape. A mapping may contain rows, functions, a
+            model and a tokenizer in place of their paths. All of these except functions are saved below its run_dir.
         overrides: `key.path=value` strings.
-        available: Installed plugins; read from package metadata if None.
-        recorded: Whether this is the record of a run, which includes every default. Checks between sections are then
-            skipped, since they passed when the run started.
+        available: Installed plugins by name. If None, they are read from package metadata.
+        recorded: Whether `source` is the config that a run recorded, which includes every default. If so, the checks
+            between sections are skipped, since they passed when the run started.
 
     Raises:
-        ConfigError: Lists all problems.
-        PluginError: A plugin cannot be loaded.
+        ConfigError: If the config is invalid. The text lists all problems.
+        PluginError: If a plugin cannot be loaded.
     """
     document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
     apply_overrides(document, overrides)
@@ -98,7 +98,7 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded
     keeper = _keeper(host.registry, document.values) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A function's closure may hold a model. Every copy of the config refers to the host, so release functions with it.
+    # A closure may refer to a model, so drop functions when the host, which all copies of the config share, is freed.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)
@@ -116,7 +116,7 @@ def load_config(
 def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, only_null: bool) -> dict[str, Any]:
     """Return the values without sections of plugins that are not enabled. The record of a run may have such sections.
 
-    With `only_null`, leave out only sections that are null.
+    With `only_null`, leave out such a section only if it is null.
     """
     kept = dict(values)
     for owner, _, key in (name.rpartition(".") for name in section_names() if name not in registry.sections):
@@ -128,7 +128,7 @@ def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, o
 
 
 def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | None:
-    """Return the component that saves objects below the run_dir of these settings; None if no plugin has one."""
+    """Return the object that saves a program's objects below the run_dir of `values`; None if no plugin adds one."""
     if registry.keeper is None:
         return None
     run_dir = str(values.get("run_dir", RunConfig.model_fields["run_dir"].default))
@@ -149,7 +149,7 @@ def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> d
 
 
 def _run_defaults(value: Any, registry: Registry) -> Mapping[str, str]:
-    """Return the `run_defaults` of a source, including the defaults of a source that it decorates."""
+    """Return the `run_defaults` of a source, including the defaults of the source that it wraps, if any."""
     source: Any = expand_shorthand(value, "name")
     settings: Mapping[str, Any] = cast("Mapping[str, Any]", source) if isinstance(source, Mapping) else {}
     name: Any = settings.get("name")

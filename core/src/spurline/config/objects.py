@@ -1,7 +1,7 @@
 """Mark settings for which a Python program may give an object in place of a path.
 
 While a config is validated, a marked setting passes the object to the keeper in the validation context. The keeper
-writes the object below the run directory, and the path of the written object becomes the value.
+writes the object below the run directory, and its path becomes the value of the setting.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _COLUMNS = frozenset(
 """Column names that distinguish a list of rows from a list of dataset settings."""
 
 KEPT = "in_memory"
-"""Folder of kept objects, below the run directory."""
+"""Name of the folder, below the run directory, into which the keeper writes objects."""
 
 
 class CannotKeepError(Exception):
-    """An object cannot be kept. In a message, the text follows the name of the setting. It has no full stop."""
+    """Raised if an object cannot be saved. The text follows the setting's name in a message, and has no full stop."""
 
 
 class KeepsObjects(Protocol):
-    """Writes objects below a run directory. Both methods raise CannotKeepError.
+    """A keeper: writes objects below a run directory. Both methods raise CannotKeepError if they cannot save an object.
 
-    Factory: `Class(run_dir)`, with an absolute path; a plugin names it with `registry.add_keeper`.
+    Factory: `Class(run_dir)`, with an absolute path. A plugin registers the class with `registry.add_keeper`.
     """
 
     def rows(self, value: Any) -> str:
-        """Return the path of a file with these rows."""
+        """Write rows to a file, and return its path."""
         ...
 
     def saved(self, value: Any, what: str) -> str:
-        """Return the folder of a model or tokenizer."""
+        """Save a model or a tokenizer, as `what` says, and return its folder."""
         ...
 
 
@@ -67,7 +67,7 @@ class ObjectSetting:
 
 
 def is_kept_model(path: str) -> bool:
-    """Return whether a path is the folder of a kept model. Such a folder has no tokenizer."""
+    """Return whether a path is the folder of a model that the keeper saved. Such a folder has no tokenizer."""
     folder = Path(path)
     return folder.parent.name == KEPT and folder.name.startswith("model-")
 
@@ -80,7 +80,7 @@ def is_dataset(value: object) -> bool:
 
 
 def as_datasets(value: Any) -> Any:
-    """Return rows as the settings of a dataset, also within a list, and any other value unchanged."""
+    """Turn rows, given alone or as items of a list, into dataset settings. Return any other value unchanged."""
     if _means_rows(value):
         return [{"path": value}]
     if isinstance(value, (list, tuple)):

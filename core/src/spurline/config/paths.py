@@ -1,8 +1,8 @@
 """Expand `~` and `$VAR` in path settings, and find files relative to the config file.
 
-A setting carries a mark, `Annotated[Path, PathSetting()]`. The marks act while a config is validated. The validation
-context, a `ConfigPlace`, has the folder of the config file. A path that is found becomes absolute, so that the config
-which a run records is valid in any folder.
+A path setting has a mark, as in `Annotated[Path, PathSetting()]`. The mark converts the value during validation. The
+validation context, a `ConfigPlace`, contains the folder of the config file. If a path exists, it becomes absolute, so
+that the config that a run records is valid in any working directory.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ConfigPlace:
     """The validation context of a config.
 
     Attributes:
-        folder: The folder of the config file, where relative paths begin; None without a file.
-        recorded: Whether a run recorded these settings. Their paths are absolute and stay as they are.
+        folder: The folder of the config file, where relative paths begin; None if the config is not a file.
+        recorded: Whether a run recorded these settings. If so, their paths are not changed.
         file: All settings as the user wrote them; None for the record of a run, which includes the defaults.
-        objects: Saves the objects that a program gives in place of paths.
-        functions: References to functions that were made while the config was validated.
+        objects: Saves the objects that a program gives in place of paths. If None, such objects are refused.
+        functions: References to functions, in the order in which validation made them.
     """
 
     folder: Path | None = None
@@ -54,8 +54,8 @@ class PathSetting:
     Attributes:
         reads: Whether the setting names something to read. A relative path is then searched for in the folder of the
             config file and in the working directory, and becomes absolute. If it is not found, it stays as it is, since
-            it may be a hub name. Without `reads`, a relative path begins at the working directory.
-        names: Words that are not paths, such as names of bundled templates. `./NAME` is the file with that name.
+            it may be a hub name. If `reads` is False, a relative path begins at the working directory.
+        names: Words that are not paths, such as names of bundled templates. A file of that name is given as `./NAME`.
     """
 
     reads: bool = False
@@ -69,7 +69,7 @@ class PathSetting:
         if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
             return str(value) if isinstance(value, Path) else value
         path = expanded(str(value))
-        # An empty path would be found as the folder itself.
+        # An empty path would match the folder itself.
         if place is None or not self.reads or not path or path in self.names:
             return path
         return _found(path, place) or path
@@ -151,6 +151,6 @@ def _has_module(folder: Path, module: str) -> bool:
 
 
 def shown_path(path: str) -> str:
-    """Return a path for people: relative if it is below the working directory, else unchanged."""
+    """Return a path to show to users: relative if it is below the working directory, else unchanged."""
     inside = Path(path)
     return str(inside.relative_to(Path.cwd())) if inside.is_absolute() and inside.is_relative_to(Path.cwd()) else path

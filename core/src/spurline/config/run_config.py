@@ -38,7 +38,7 @@ SectionT = TypeVar("SectionT", bound=Section)
 
 
 class CriticConfig(Section):
-    """Settings of a critic: a second model of the policy's architecture, with a value head, which is trained too.
+    """Settings of a critic: a second trained model, which has the policy's architecture and a value head.
 
     A plugin whose algorithm needs a critic derives its section from this class. `RunConfig.trained_critic` finds it.
     """
@@ -50,7 +50,7 @@ class CriticConfig(Section):
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
     """How the critic's gradients become new weights."""
     warmup_steps: Annotated[int, OnResume.BY_NAME] = Field(default=0, ge=0)
-    """Optimizer steps of the critic in which the learning rate rises from zero; it is constant after that."""
+    """Number of the critic's optimizer steps in which its learning rate rises from zero. After that it is constant."""
 
 
 class ReductionConfig(NamedSection):
@@ -80,14 +80,14 @@ class DataConfig(Section):
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
     """Chat rows: put loss on the last assistant turn, or on every one. The end-of-turn token is part of a turn."""
     max_length: int = Field(default=2048, gt=1)
-    """Tokens a sample may have."""
+    """Maximum number of tokens in a sample."""
     too_long: Literal["truncate", "split", "drop", "error"] | None = None
     """A sample over `max_length` is cut to its first tokens (`truncate`) or into several samples (`split`), is left out
     and counted (`drop`), or stops the run (`error`). Null splits raw text (format `text`) and truncates the rest.
     Prompts to generate from are not cut, but with `error`, a prompt over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
-    """If the chat template leaves out a row's tools, tool calls, reasoning or a whole message: stop the run (`error`),
-    or train on the rest of the row and count the row (`warn`)."""
+    """The reaction if the chat template leaves out tools, tool calls, reasoning or a whole message of a row: stop the
+    run (`error`), or train on the rest of the row and count the row (`warn`)."""
     order: Annotated[OrderConfig, Component("order")] = OrderConfig(name="uniform")
     """The order of the samples: shuffled in each epoch (`uniform`), in file order (`sequential`), by length, by
     difficulty or by reward."""
@@ -114,8 +114,8 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that ships with a hub model."""
     allow_extrapolation: bool = False
-    """Train on sequences that are longer than the model's rotary positions were made for, even with its rope scaling. A
-    table of learned positions cannot be extended in this way."""
+    """Allow sequences longer than the model's rotary positions support, including its rope scaling. A model with
+    learned position embeddings cannot be extended in this way."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
     freeze: tuple[str, ...] = ()
@@ -158,7 +158,7 @@ _LOWER_IS_BETTER = {"loss", "nll", "perplexity", "ppl", "kl", "error", "failed"}
 
 
 class WatchedMetricConfig(Section):
-    """A metric of the held-out evaluation, and which values are better."""
+    """A metric of the held-out evaluation, and whether larger or smaller values are better."""
 
     metric: str = Field(min_length=1)
     """Metric of the held-out evaluation, such as `eval/loss` or `eval/exact_match`."""
@@ -220,11 +220,11 @@ class CheckpointConfig(Section):
 
     retired: ClassVar[tuple[str, ...]] = ("verify",)
     every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
-    """Save after the step in which this many minutes have passed since the last checkpoint; null disables this."""
+    """Save after a step if this many minutes have passed since the last checkpoint; null disables this."""
     every_steps: int | None = Field(default=None, gt=0)
     """Also save each time this many steps are done. A run always saves at its end, and on SIGINT or SIGTERM."""
     keep_last: int = Field(default=2, ge=1)
-    """Complete checkpoints to keep; older ones are removed after a newer one is safe."""
+    """Number of complete checkpoints to keep. Older ones are removed after a newer one is completely written."""
     keep_best: Annotated[
         KeepBestConfig | None, BeforeValidator(partial(expand_shorthand, setting="metric")), SchemaOfShorthand(None)
     ] = None
@@ -264,17 +264,17 @@ class CheckpointConfig(Section):
 class EvaluationPart(Section):
     """Base of a section within `evaluation` that a plugin adds, such as `evaluation.generate`.
 
-    It adds a measurement of `data.eval` by the evaluation `component`, whose settings are the fields of the section.
+    The section adds a measurement of `data.eval`. Its fields are the settings of the evaluation component `component`.
     """
 
     component: ClassVar[str]
     """Name of the component of kind `evaluation`. Its factory also takes `datasets=Sequence[DatasetToTokenize]`."""
     generates: ClassVar[bool] = False
-    """True if the component asks the backend for answers."""
+    """True if the component asks the backend to generate answers."""
 
 
 class DataEvaluationConfig(Section):
-    """Evaluation of `data.eval`: the held-out loss, and what plugins add. `evaluations` has further evaluations."""
+    """Evaluation of `data.eval`: the held-out loss, and measurements that plugins add. See also `evaluations`."""
 
     every_steps: int | None = Field(default=None, gt=0)
     """Evaluate each time this many steps are done. The run always evaluates once at its end."""
@@ -285,7 +285,7 @@ class DataEvaluationConfig(Section):
 
     @property
     def parts(self) -> Sequence[EvaluationPart]:
-        """Return the sections that plugins have added here and that the file gives."""
+        """Return the sections that plugins have added within this section and that the config sets."""
         values = (getattr(self, name) for name in type(self).model_fields)
         return [value for value in values if isinstance(value, EvaluationPart)]
 
@@ -346,7 +346,7 @@ class RunConfig(Section):
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """When to save checkpoints, and what to keep."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
-    """Further places for metrics, besides RUN_DIR/metrics.jsonl and the terminal."""
+    """Destinations for metrics in addition to RUN_DIR/metrics.jsonl and the terminal."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.steps is None) == (self.epochs is None):
@@ -355,7 +355,7 @@ class RunConfig(Section):
         for name in self.evaluations:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in _METRICS_OF_DATA_EVAL:
                 allowed = f"letters, digits, dots, dashes and underscores, but not {listing(_METRICS_OF_DATA_EVAL)}"
-                yield Problem(f"evaluations.{name}", f"is no valid name. Rename it, with {allowed}.")
+                yield Problem(f"evaluations.{name}", f"is not a valid name. Rename it, with {allowed}.")
         names = [tracker.name for tracker in self.trackers]
         for position, name in enumerate(names):
             if name in names[:position]:
@@ -364,7 +364,7 @@ class RunConfig(Section):
     def find_section(self, kind: type[SectionT]) -> SectionT | None:
         """Return the top-level section of this class, which a plugin has added.
 
-        None if the plugin is not enabled, or if the section is optional and the file leaves it out.
+        The result is None if the plugin is not enabled, or if the section is optional and the file leaves it out.
         """
         values = (getattr(self, name) for name in type(self).model_fields)
         return next((value for value in values if isinstance(value, kind)), None)
@@ -383,7 +383,7 @@ class RunConfig(Section):
 
     @property
     def asks_for_answers(self) -> bool:
-        """Return whether an evaluation asks the backend for answers."""
+        """Return whether an evaluation asks the backend to generate answers."""
         return any(each.generates for each in (*self.evaluation.parts, *self.evaluations.values()))
 
     def total_steps(self, samples_per_epoch: int, samples_per_step: int | None = None) -> int:
@@ -394,5 +394,5 @@ class RunConfig(Section):
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
-        # Subtract a billionth of a batch, since fractional epochs such as 0.1 * 30 samples may be rounded up a little.
+        # Subtract a billionth of a batch, since a product such as 0.1 * 30 may come out slightly above the true value.
         return max(1, math.ceil(self.epochs * samples_per_epoch / (samples_per_step or self.batch_size) - 1e-9))

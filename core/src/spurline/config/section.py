@@ -1,4 +1,4 @@
-"""Define the base classes of config sections, the marks of their fields, and the short ways to write a setting.
+"""Define the base classes of config sections, the marks of their fields, and the short forms of settings.
 
 A bare string may stand for a component or a named section, and a single item for a list of one: `collator: packed` is
 `{name: packed}`, `data.train: rows.jsonl` is `[{path: rows.jsonl}]`. The JSON schema accepts the same short forms.
@@ -79,10 +79,10 @@ class Section(BaseModel):
         return ()
 
     def await_services(self, progress: Progress) -> None:
-        """Wait until the services that this section names, such as servers, answer. By default there are none.
+        """Wait until the services that this section names, such as servers, answer. By default, do nothing.
 
-        It is called at the start of a run, after the data is read and before the model loads. Raises UserError if a
-        service does not answer in time.
+        A run calls this at its start, after the data is read and before the model loads. Raises UserError if a service
+        does not answer in time.
         """
 
 
@@ -111,10 +111,10 @@ class ComponentConfig(Section):
     kind: ClassVar[str] = ""
     """Kind of the component, set by the base class of the kind."""
     goes_with: ClassVar[str] = ""
-    """Other settings that are usually set together with this component, for messages: `loss: ppo`."""
+    """Settings that messages advise to set together with this component, such as `loss: ppo`; empty for none."""
     missing_settings: ClassVar[Mapping[str, str]] = {}
-    """Messages for settings that other components of the kind have, by key: why this one lacks the setting, and what
-    to do instead."""
+    """Messages, by key, about settings that other components of the kind have. Each says why this component lacks the
+    setting, and what to do instead."""
 
     name: str = Field(min_length=1)
     """The component to use."""
@@ -124,8 +124,8 @@ class ComponentConfig(Section):
         """Return defaults that depend on other sections of the file.
 
         Args:
-            given: Settings of this section as they are written.
-            file: All settings of the file as they are written.
+            given: Settings of this section as the user wrote them.
+            file: All settings of the file as the user wrote them.
         """
         return {}
 
@@ -145,7 +145,7 @@ class Component:
 
     Attributes:
         kind: The kind that supplies the choices.
-        shorthand: The setting that a bare string stands for; `collator: packed` sets `name`.
+        shorthand: The setting that a bare string sets. For example, `collator: packed` sets `name`.
     """
 
     kind: str
@@ -153,17 +153,17 @@ class Component:
 
 
 class OnResume(Enum):
-    """Mark of a field: whether a run that continues a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
+    """Mark of a field: whether a run that resumes a checkpoint may change it, as in `Annotated[int, OnResume.FREE]`.
 
-    The mark of a section also holds for its fields that have no mark. Everything in a FREE section is free. A field
-    without a mark is REFUSED.
+    The mark of a section also applies to its fields without a mark. Everything in a FREE section is free. If neither
+    a field nor a section around it has a mark, the field is REFUSED.
     """
 
     FREE = "free"
     """Training does not depend on the setting: paths, logging, evaluation, memory, time-outs."""
     TO_ROUNDING = "to rounding"
     """The setting changes the order in which numbers are summed: micro-batches, layout, kernels. The resumed run
-    is equal up to rounding. With dropout, other random numbers are drawn too."""
+    computes the same up to rounding. If the model uses dropout, the random numbers change too."""
     MAY_GROW = "may grow"
     """The setting is a number of steps or epochs, and may grow. Any other change is treated as BY_NAME."""
     BY_NAME = "by name"
@@ -173,8 +173,8 @@ class OnResume(Enum):
 
 
 BARE = "(as written)"
-"""Key for a bare string that `--set` has turned into a mapping. Which setting the string stands for is known only
-later, when the model of the config is built."""
+"""Key of a bare string that `--set` has turned into a mapping. Only the config model, which is built later, knows
+which setting the string stands for."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
@@ -195,7 +195,7 @@ def as_list(value: Any) -> Any:
 
 
 class NamedSection(Section):
-    """A section with a field `name` of fixed choices. A bare string may stand for the section."""
+    """A section with a field `name` of fixed choices. A bare string is short for the section with that name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -209,14 +209,14 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a union of components, any of which a string may stand for: one of `names`, or any text if it is None."""
+    """Mark of a union of components that may be written as a string: one of `names`, or any if `names` is None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union = handler(core_schema)
-        # `oneOf` would refuse a mapping without `name`, since it fits several components. Loading chooses the default.
+        # `oneOf` would refuse a mapping without `name`, since several components match it. Loading takes the default.
         choices: list[Any] = union.pop("oneOf", None) or [union]
         text: dict[str, Any] = {"type": "string"}
         if self._names is not None:

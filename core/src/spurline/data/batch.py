@@ -1,8 +1,8 @@
 """Define `TrainingBatch`, the row-aligned columns in which all data reaches a backend.
 
 A collator makes the batch, the update cuts it into mini-batches, and the backend trains on them. SFT and RL use the
-same columns. A row has one or more segments, each of which is a sequence. A padded batch has one segment per row. Use
-the methods here to select and pad rows, so that all columns stay aligned, and the functions here for sums by sequence.
+same columns. A row has one or more segments, and each segment is a sequence. A padded batch has one segment per row.
+Select and pad rows with the methods here, which keep all columns aligned. The functions here compute sums by sequence.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "routed_experts": torch.int16,
     "pair_ids": torch.int32,
 }
-"""Columns that RL and preference data add. `pair_ids` is n on the chosen answer of the batch's n-th pair, from 1, and
--n on the rejected answer. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose in
+"""Columns that RL and preference data add. For the n-th pair of a batch, counted from 1, `pair_ids` is n on the chosen
+and -n on the rejected answer. `routed_experts` is `[rows, length, layers, top_k]`: the experts that the engine chose in
 each decoder layer for the token AT this position, or -1. `correction_factors` weigh the policy's loss; the reduction
 applies them."""
 
@@ -51,7 +51,7 @@ ROUTED_EXPERTS = "routed_experts"
 """Name of the only optional column that is read at all tokens. The others are read only at tokens with loss."""
 
 SEGMENT_COLUMNS: dict[str, Any] = {"uid": object, "sample": np.int32, "turn": np.int32, "length": np.int32}
-"""Ragged columns with one value per segment: uid of the prompt (str), and numbers of attempt, turn and tokens."""
+"""Ragged columns with one value per segment: the prompt's name, the numbers of attempt and turn, the token count."""
 
 
 @dataclass(frozen=True)
@@ -189,14 +189,14 @@ def numbers_per_row(batch: TrainingBatch) -> int:
 
 
 def sums_by_number(values: Tensor, numbers: Tensor) -> Tensor:
-    """Return the sum of the values for each number, float64 [largest number + 1]. The arguments have one shape."""
+    """Return the sum of the values for each number, float64 [largest number + 1]. The arguments have equal shapes."""
     size = int(numbers.max()) + 1 if numbers.numel() else 1
     return torch.zeros(size, dtype=torch.float64).index_add_(0, numbers.flatten(), values.flatten().double())
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """A ragged column.
+    """A column whose rows may have different numbers of values.
 
     Attributes:
         values: [V], any dtype (object for strings).
@@ -212,7 +212,7 @@ class Ragged:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Any]], dtype: Any) -> Ragged:
-        """Build from one sequence per row."""
+        """Build a column from one sequence of values per row."""
         values = np.empty(sum(len(row) for row in rows), dtype=dtype)
         position = 0
         for row in rows:
@@ -265,11 +265,11 @@ def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 class LazyRagged(Ragged):
     """A ragged column whose values are computed when they are first read.
 
-    It is for values that are seldom needed, such as the names of samples. Selecting rows does not compute them, but
-    pickling does.
+    It is for values that are seldom needed, such as the names of samples. Selecting rows does not compute the values,
+    but pickling does.
 
     Args:
-        compute: Returns all values, each time the same.
+        compute: Returns all values. Every call must return the same values.
         offsets: int64 [R + 1], as in `Ragged`.
     """
 

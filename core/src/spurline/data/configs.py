@@ -16,7 +16,7 @@ from spurline.protocols.prefetch import PrefetchConfig
 
 
 class PaddedCollatorConfig(CollatorConfig):
-    """One sample per row, padded to the longest."""
+    """One sample per row, padded to the length of the longest sample."""
 
     name: str = "padded"
     pad_side: Literal["right", "left"] = "right"
@@ -26,7 +26,7 @@ class PaddedCollatorConfig(CollatorConfig):
 
 
 class PackedCollatorConfig(CollatorConfig):
-    """Several samples per row; no sample sees its neighbour."""
+    """Several samples per row. No sample attends to another sample in its row."""
 
     name: str = "packed"
     max_tokens: int = Field(default=8192, gt=0)
@@ -104,12 +104,12 @@ class LengthGroupedOrderConfig(OrderConfig):
 
 
 class CurriculumOrderConfig(OrderConfig):
-    """Samples sorted by the numbers in a column, from the easiest to the hardest of each epoch; ties are shuffled."""
+    """Samples of each epoch in the order of the numbers in a column, such as a difficulty. Ties are shuffled."""
 
     name: str = "curriculum"
     column: str = Field(min_length=1)
-    """Name in the file of the column with the difficulty. Dots lead into objects: `meta.difficulty`."""
+    """Name of the column with the difficulty, as in the file. Dots lead into objects, as in `meta.difficulty`."""
     direction: Literal["ascending", "descending"] = "ascending"
     """Begin each epoch with small numbers (`ascending`) or with large ones."""
     stages: int | None = Field(default=None, gt=0)
-    """Cut each sorted epoch into this many stages of equal size, and shuffle each stage; null shuffles none."""
+    """Cut each sorted epoch into this many stages of equal size, and shuffle within each stage; null disables this."""

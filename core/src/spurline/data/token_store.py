@@ -1,4 +1,4 @@
-"""Hold tokenized samples as flat arrays, from which batches are made.
+"""Store tokenized samples as flat arrays, from which collators make batches.
 
 Tokenization fills a `TokenStore`, and a collator reads the `TokenView` of a step's indices. The arrays are in memory. A
 plugin may use memory-mapped files instead, since readers only index the arrays. This module imports no torch.
@@ -73,7 +73,7 @@ class TokenStore:
         return f"{self.labels[int(self.source[index])]}:{int(self.row[index])}"
 
     def view(self, indices: NDArray[np.int64]) -> TokenView:
-        """Return the samples of these indices, in their order, without copying tokens.
+        """Return the samples of these indices, in the given order, without copying tokens.
 
         All readers of samples call this method. A store on disk may check its files here.
         """

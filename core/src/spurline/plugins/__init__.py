@@ -1,4 +1,4 @@
-"""Names with which a plugin declares itself, its hooks and its components."""
+"""The names that a plugin imports to declare itself, its hooks and its components."""
 
 from spurline.plugins.hookspecs import hookimpl, hookspec
 from spurline.plugins.host import API_VERSION, Plugin

@@ -64,7 +64,7 @@ class HookCalls:
     def _calling(
         self, function: Callable[..., Any], plugin: str, hook: str, passing: BaseException | None = None
     ) -> Generator[None]:
-        """Name the plugin in errors, except in the error `passing`, which another plugin or core has raised."""
+        """Name the plugin in errors. The error `passing` stays as it is, since another plugin or core has raised it."""
         self._plugins.append(plugin)
         try:
             yield

@@ -1,9 +1,10 @@
 """The hooks of core: the points of a run at which every plugin is called.
 
 A plugin defines further hooks with `registry.add_hookspecs`. All hooks run on the loop's thread of the controller
-process, in the order of the config's `plugins` list. What exactly one plugin must do is a component, not a
-hook. Hookimpls take any subset of the arguments and give them no defaults. Errors of hookimpls name the plugin
-and the hook. An error that is no `SpurlineError` becomes the cause of a `HookFailedError`.
+process, in the order of the config's `plugins` list. A task that exactly one plugin does is a component, not a hook.
+A hookimpl is a plugin's implementation of a hook. It takes any subset of the hook's arguments, without default values.
+If it raises an error, the text names the plugin and the hook. An error that is not a `SpurlineError` becomes the cause
+of a `HookFailedError`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def register_components(registry: ComponentRegistrar) -> None:
     """Offer components by kind and name.
 
     When: while the config is loaded, before anything is validated; in every process of a run.
-    registry: call `registry.add(ConfigClass, "module:Class")`; kind and name are those of the config class. With
-        `registry.add_kind` and `registry.add_hookspecs` a plugin defines further kinds and hooks.
+    registry: call `registry.add(ConfigClass, "module:Class")`. The config class gives the kind and the name. With
+        `registry.add_kind` and `registry.add_hookspecs`, a plugin defines further kinds and hooks.
     Errors: an unknown kind or a taken name stops loading. The error names the distributions. Import no torch here.
     """
 
@@ -63,7 +64,7 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
         these unchanged, and may add finite numbers under new names.
-    Errors: any exception ends the run, and so does a wrapper with any other result. No checkpoint is written then.
+    Errors: any exception ends the run, and so does a wrapper that returns anything else. No checkpoint is then written.
     """
 
 
@@ -79,11 +80,11 @@ def on_optimizer_step(update: int, role: Role) -> None:
 
 @hookspec
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called at the end of a step: after update, publishing of weights, evaluation and record, but before a checkpoint.
+    """Called at the end of a step: after the update, weight publishing, evaluation and recording; before a checkpoint.
 
     step: 1-based number of the finished step.
-    metrics: metrics of the step as they are recorded, such as `loss` in nats per token, and `time/step` in seconds,
-        which includes the evaluation (`time/evaluate`). Read-only. If the evaluation of a step failed and is repeated
+    metrics: metrics of the step as they are recorded, such as `loss` in nats per token. `time/step`, in seconds,
+        includes the evaluation (`time/evaluate`). Read-only. If the evaluation of a step failed and is repeated
         after a resume, the loop's `time/...` metrics are missing.
     Errors: any exception ends the run; the last checkpoint stays valid.
     """
@@ -120,7 +121,7 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
 
 @hookspec
 def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-body]
-    """Called when the record of a run is complete, including its status in summary.json, unless the run failed.
+    """Called after a run that did not fail, when its record is complete, including its status in summary.json.
 
     run: the run, which has ended.
     Returns the files that the hook made from the record, by the names that the terminal shows, such as `report`.

@@ -41,7 +41,7 @@ class Plugin:
 
     Attributes:
         name: Name in the config's `plugins` list, and key of the plugin's config section.
-        api: Version of the plugin interface that it was written for. The present one is `API_VERSION`.
+        api: Version of the plugin interface that the plugin was written for. The current version is `API_VERSION`.
         config: Section subclass for the top-level key `name`, or None.
         requires: Names of plugins that must be enabled too.
     """
@@ -54,7 +54,7 @@ class Plugin:
 
 @dataclass(frozen=True)
 class InstalledPlugin:
-    """A plugin as package metadata shows it, without importing it."""
+    """A plugin as package metadata describes it. Its module has not been imported."""
 
     name: str
     module: str
@@ -101,7 +101,7 @@ class PluginHost:
 
     @property
     def hooks(self) -> Any:
-        """Call a hook by keyword: `host.hooks.on_step_end(step=3, metrics={...})`."""
+        """Return the hooks, to be called with keywords: `host.hooks.on_step_end(step=3, metrics={...})`."""
         return self._manager.hook
 
     @classmethod
@@ -110,11 +110,11 @@ class PluginHost:
 
         Args:
             names: Names of plugins as in the config. `-NAME` leaves out a default plugin.
-            available: Installed plugins; read from package metadata if None. Default plugins are always read from
-                package metadata.
+            available: Installed plugins by name. If None, they are read from package metadata. Default plugins are
+                always read from package metadata too.
 
         Raises:
-            PluginError: A plugin is missing, or incompatible with this core.
+            PluginError: If a plugin is missing, or incompatible with this core.
         """
         host = cls()
         core = InstalledPlugin(CORE, "spurline.builtin", "spurline", importlib.metadata.version("spurline"))
@@ -137,7 +137,7 @@ class PluginHost:
                 called it, they name the part of `name` before a slash.
 
         Raises:
-            PluginError: The name is taken, or a hook is implemented wrongly.
+            PluginError: If the name is taken, or a hook is implemented wrongly.
         """
         if self._manager.has_plugin(name):
             raise PluginError(
@@ -359,7 +359,7 @@ def check_hookimpls(
     *,
     may_replace_train_step: bool = False,
 ) -> None:
-    """Raise PluginError for an unknown hook or argument, an argument with a default, or a `train_step` without wrapper.
+    """Raise PluginError for an unknown hook or argument, an argument with a default, or a non-wrapper `train_step`.
 
     pluggy would ignore misspelled names.
     """

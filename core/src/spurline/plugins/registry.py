@@ -28,8 +28,8 @@ class Kind:
         name: The `kind` of its config classes.
         config: Base class of its config classes.
         protocol: `"module:Class"`, the Protocol or base class that its implementations satisfy.
-        plugin: The owner.
-        distribution: The pip distribution that the owner came from.
+        plugin: The plugin that defines the kind.
+        distribution: The pip distribution that contains the plugin.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Registration:
 
     @property
     def is_builtin(self) -> bool:
-        """Return whether the component belongs to core or to a default plugin. Other plugins may replace it then."""
+        """Return whether the component belongs to core or a default plugin, so that other plugins may replace it."""
         return self.plugin == CORE or self.plugin in DEFAULT_PLUGINS
 
 
@@ -63,9 +63,9 @@ class TopLevelSection:
     """A top-level key of the config that a plugin reads.
 
     Attributes:
-        annotation: Its type, marks included.
-        optional: True if a section that the file leaves out is None; False if it has its defaults.
-        plugin: The owner.
+        annotation: Type of the section, with its marks.
+        optional: Whether the section is None if the file leaves it out. Otherwise it then gets its defaults.
+        plugin: The plugin that adds the section.
         held: `"module:function"` that returns a context manager for the run to enter; None if the section has none.
     """
 
@@ -107,7 +107,7 @@ class Registry:
         if not issubclass(entry.config, kind.config):
             base = f"from {kind.config.__module__} import {kind.config.__name__}"
             raise PluginError(
-                f"{entry.distribution}: {entry.config.__name__} has the kind '{entry.kind}', but is no "
+                f"{entry.distribution}: {entry.config.__name__} has the kind '{entry.kind}', but is not a "
                 f"{kind.config.__name__}. Derive it from that class: `{base}`."
             )
         if entry.is_builtin:
@@ -170,12 +170,12 @@ class Registry:
         return sorted(name for (entry_kind, name) in self._entries if entry_kind == kind)
 
     def default(self, kind: str) -> str | None:
-        """Return the name of the kind's default: the one that a plugin has set, else the built-in one."""
+        """Return the name of the kind's default component, if any. A plugin's default overrides the built-in one."""
         claimed = self._plugin_defaults.get(kind)
         return claimed.name if claimed is not None else self._builtin_defaults.get(kind)
 
     def entries(self, plugin: str | None = None) -> Iterator[Registration]:
-        """Yield the registrations of all plugins or of one, in order and without aliases."""
+        """Yield the registrations of all plugins, or of one plugin, in order and without `OWNER/NAME` aliases."""
         for (_, name), entry in self._entries.items():
             if name == entry.name and plugin in (None, entry.plugin):
                 yield entry
@@ -203,7 +203,7 @@ class ComponentRegistrar:
 
     @property
     def hookspecs(self) -> Sequence[ModuleType]:
-        """The modules given to `add_hookspecs`."""
+        """Return the modules that the plugin has passed to `add_hookspecs`."""
         return self._hookspecs
 
     def add_kind(self, config: type[ComponentConfig], protocol: str) -> None:
@@ -214,8 +214,8 @@ class ComponentRegistrar:
         Args:
             config: Base class of the configs of the components. Its ClassVar `kind` is the name of the kind. Its module
                 must not import torch.
-            protocol: `"module:Class"` of the Protocol or base class of implementations. Its docstring lists under
-                Factory the arguments that `registry.create` passes besides the config.
+            protocol: `"module:Class"` of the Protocol or base class of implementations. Under Factory, that class's
+                docstring lists the arguments that `registry.create` passes in addition to the config.
 
         Raises:
             PluginError: If another plugin has a kind of that name, or the class sets no `kind`.
@@ -230,13 +230,13 @@ class ComponentRegistrar:
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
         """Add a top-level section to the config. `run.config.section(ClusterConfig)` reads it.
 
-        Unlike the section `Plugin.config`, this one need not have the name of the plugin.
+        The section's name may differ from the plugin's name, unlike the name of the section `Plugin.config`.
 
         Args:
             name: The key in the file. With a dot, as in `evaluation.generate`, it is a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
-            optional: True if a section that the file leaves out is None; False if it has its defaults.
+            optional: Whether the section is None if the file leaves it out. Otherwise it then gets its defaults.
             held: `"module:function"`, called with the run's config after its data is read and before any weights load.
                 The run enters the context manager that it returns, and leaves it after all components are closed.
 
@@ -276,13 +276,13 @@ class ComponentRegistrar:
         """Offer a component.
 
         Args:
-            config: Its config class, derived from the base class of the kind (`LossConfig`, `CollatorConfig`, ...). Its
+            config: The component's config class, derived from the base class of the kind, such as `LossConfig`. Its
                 module must not import torch.
             factory: `"module:Class"`, called as `Class(config, **dependencies)`. The kind's Protocol lists the
                 dependencies.
-            name: Value of `name:` in the config file; by default the default of the class's field `name`.
+            name: Value of `name:` in the config file. If None, the config class's field `name` gives it.
             replaces_builtin: Whether to replace the component of this name that core or a default plugin has. The
-                replaced one stays available as `OWNER/NAME`, such as `core/packed`.
+                replaced component stays available as `OWNER/NAME`, such as `core/packed`.
             default: Whether this is the default of the kind.
 
         Raises:
@@ -304,7 +304,7 @@ class ComponentRegistrar:
         entry = Registration(
             config.kind, name, config, factory, self._plugin, self._distribution, replaces_builtin, default
         )
-        # The plugin whose component is replaced may be listed later.
+        # The plugin with the component to replace may come later in the list of plugins.
         waits = replaces_builtin and name not in self._registry.all_names(entry.kind)
         if entry.kind in self._registry.kinds and not waits:
             self._registry.insert(entry)
@@ -318,9 +318,9 @@ class ComponentRegistrar:
 
         Args:
             kind: Name of the kind.
-            config: `"module:Class"` of its config class. It is imported only if the kind is defined.
-            factory: As for `add`.
-            name: As for `add`.
+            config: `"module:Class"` of the component's config class. It is imported only if the kind is defined.
+            factory: The same as in `add`.
+            name: The same as in `add`.
 
         Raises:
             PluginError: If the config class does not exist, or another plugin has the name.
@@ -328,7 +328,7 @@ class ComponentRegistrar:
         self._of_optional_kinds.append((kind, config, factory, name))
 
     def finish(self, *, replacing: bool = True) -> None:
-        """Insert components that waited for other plugins. Those that replace others wait until `replacing` is true."""
+        """Insert components that waited for other plugins. Insert replacing components only if `replacing` is true."""
         waiting = [entry for entry in self._waiting if replacing or not entry.replaces_builtin]
         self._waiting = [entry for entry in self._waiting if entry not in waiting]
         for entry in waiting:

@@ -1,4 +1,4 @@
-"""Kind `backend`: run forward, backward and the optimizer. Further protocols describe abilities of some backends."""
+"""Kind `backend`: run forward, backward and the optimizer. Further protocols describe optional abilities."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LossSums:
         loss: Sum of weight * loss, in nats.
         weight: Sum of weights.
         tokens: Number of loss tokens.
-        metrics: Sums of weight * value of the loss's own metrics. Metrics that end in `/max` or `/min` are left out.
+        metrics: Sums of weight * value for each of `Loss.metrics`, except metrics whose name ends in `/max` or `/min`.
     """
 
     loss: float
@@ -56,12 +56,12 @@ class LossSums:
 
 
 class Backend(Protocol):
-    """Hold a model and its optimizer behind one object, on any number of ranks.
+    """Trains a model with an optimizer, on any number of ranks.
 
     Factory: `Class(config, run=RunConfig, registry=Registry, total_updates=int)`. `run` has the sections model,
     optimizer, schedule, critic and seed. `registry` makes the optimizers and the schedule
     (`spurline_models.optimizers.optimization`). `total_updates` is the number of the policy's optimizer steps in the
-    whole run. It raises ModelError if a small probe at the start shows that it cannot train the model exactly.
+    whole run. A backend raises ModelError if a small probe at its start shows that it cannot train the model exactly.
     """
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
@@ -69,7 +69,7 @@ class Backend(Protocol):
 
         Args:
             batch: The mini-batch.
-            objective: The loss and its normaliser. A critic's loss gets values as `logprobs`; see `TokenLossInputs`.
+            objective: The loss and its normaliser. A critic's loss gets the critic's values instead of logprobs.
             role: The model that is trained.
 
         Returns:
@@ -78,14 +78,14 @@ class Backend(Protocol):
 
         Raises:
             ModelError: If the backend does not train this role, such as the critic of a run without one.
-            NonFiniteLossError: If loss or gradient norm is not finite. Nothing has changed then.
+            NonFiniteLossError: If loss or gradient norm is not finite. The backend's state is then unchanged.
         """
         ...
 
     def gradients(
         self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (hf_name, gradient) of the loss that `update` minimises, on CPU and unclipped, and change nothing."""
+        """Yield (hf_name, unclipped gradient on CPU) of the loss that `update` minimises. Change no state."""
         ...
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
@@ -95,21 +95,20 @@ class Backend(Protocol):
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
         """Return the logprob of the token at each position with loss weight, 0 elsewhere: float32 [R, L] on CPU.
 
-        R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result has the critic's
-        values, and the temperature is not used. The model runs in evaluation mode, without gradients and random
-        numbers.
+        R counts real rows only. `temperature` is as in `Objective`. For the role `critic`, the result is the critic's
+        values, and `temperature` has no effect. The model runs in evaluation mode, without gradients or random numbers.
         """
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (hf_name, tensor) for publishing and export. Adapters are merged, and tied weights come once."""
+        """Yield (hf_name, tensor) for publishing and export. Adapters are merged. A tied weight is yielded once."""
         ...
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        """Write `named_weights` as safetensors files with an index, with names and sizes as transformers writes them.
+        """Write `named_weights` as safetensors files with an index, named and split as transformers does.
 
-        Floating point weights get `dtype`. A tensor larger than `max_file_bytes` has its own file. No process holds the
-        whole model. Raises OSError if the disk is full.
+        Floating point weights are cast to `dtype`. A tensor larger than `max_file_bytes` has its own file. No process
+        needs memory for the whole model. Raises OSError if the disk is full.
         """
         ...
 
@@ -130,7 +129,7 @@ class Backend(Protocol):
         ...
 
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
-        """Restore the state that `save` wrote, also on another number of ranks.
+        """Restore the state that `save` wrote, even on a different number of ranks.
 
         If the facts say `verifies_files`, files with `digests` are verified before anything changes. Raises
         CheckpointError if the state does not fit or a file is damaged.
@@ -150,8 +149,8 @@ class TakesSnapshots(Protocol):
         """Copy the state to the host's memory, and return a function that writes it as `save` does.
 
         The function may be called once, on another thread, while the backend is used. Take the next snapshot
-        only after this one was written or given up, since both use the same memory. Raises RunFailedError if memory is
-        short.
+        only after this one was written or given up, since both use the same memory. Raises RunFailedError if the host
+        has too little memory.
         """
         ...
 
@@ -182,8 +181,8 @@ class TrainsAdapters(Protocol):
 class YieldsDevice(Protocol):
     """A backend that can give the memory of its devices to engines that generate while it does not train.
 
-    Until it takes its devices back, it can yield weights, return facts, save and close. Other calls raise
-    RunFailedError.
+    Between `yield_device` and `take_device`, the backend can only yield weights, return facts, save and close. Other
+    calls raise RunFailedError.
     """
 
     def yield_device(self, *, keep_weights: bool) -> None:
@@ -206,7 +205,7 @@ class GenerationModel:
     Attributes:
         causal: The model. Its logits depend on the decoder's last hidden states alone.
         computing: Returns the context for a forward pass, such as autocast.
-        max_tokens: Limit of the tokens of prompt and response together; None without a limit.
+        max_tokens: Maximum number of tokens of prompt and response together; None if there is no limit.
         reads_streams: Whether tokens influence each other only in attention layers, whose code can be replaced.
     """
 
@@ -232,7 +231,7 @@ class LendsModel(Protocol):
 class LendsParameters(Protocol):
     """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
 
-    Parameters have the model's own names. If adapters are trained, the parameters are those of the adapters.
+    Parameters have the model's own names. If adapters are trained, only the adapters' parameters are lent.
     `trained_parameters` and `swapped` raise ModelError for a role that is not trained.
     """
 
@@ -244,7 +243,7 @@ class LendsParameters(Protocol):
     def trained_parameters(self, role: Role = "policy") -> Mapping[str, Tensor]:
         """Return the tensors that the optimizer of this role changes, by name: fp32 master weights if there are any.
 
-        They are detached, and must not be written to. The next optimizer step changes them, so clone what you keep.
+        Do not write to these tensors, which are detached. The next optimizer step changes them, so clone what you keep.
         """
         ...
 
@@ -289,7 +288,7 @@ class BackendFacts:
     stays_on_cpu: bool = False
     """True if the backend trains in this process on the CPU. If it starts ranks, `rank_request` has their device."""
     replays_experts: bool = False
-    """True if its models use the experts in a batch's column `routed_experts`."""
+    """True if the backend's models route tokens to the experts in a batch's column `routed_experts`."""
     balances_experts: bool = False
     """True if the backend supports `model.router_aux_loss`."""
     trains_adapters: bool = False
@@ -313,7 +312,7 @@ class BackendConfig(ComponentConfig):
         return BackendFacts()
 
     def layout(self) -> ParallelLayout:
-        """Return the requirements of the backend's parallelism for a batch; by default those of one process."""
+        """Return the requirements of the backend's parallelism for a batch. The default fits a single process."""
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:
@@ -327,13 +326,13 @@ class BackendConfig(ComponentConfig):
     def check_model(self, run: Any) -> None:
         """Raise ConfigError or ModelError if this machine cannot train the model, for example without a library.
 
-        It reads no weights. `spurline plan` calls it, and the backend itself before it starts anything.
+        This reads no weights. `spurline plan` calls it, and the backend itself calls it before it starts anything.
         """
 
     def check_trainable(self, run: Any) -> None:
         """Raise ConfigError or ModelError if no machine can train the model with these settings.
 
-        It reads no weights. `spurline plan` calls it, and a run before it reads its data.
+        This reads no weights. `spurline plan` calls it, and a run calls it before it reads its data.
         """
 
     def check_lengths(
@@ -341,14 +340,14 @@ class BackendConfig(ComponentConfig):
     ) -> Sequence[str]:
         """Return notes about sequences that are long for the model; none by default.
 
-        `spurline plan` calls it, and a run before it loads weights. Raises ConfigError for a sequence that is too long.
+        `spurline plan` and runs call this before weights load. Raises ConfigError for a sequence that is too long.
         """
         return ()
 
     def notes(self, run: Any) -> Sequence[str]:
         """Return sentences about how the model is computed, for `spurline plan` and the first lines of a run.
 
-        It reads the model's config, but no weights. Raises ModelError if the config cannot be read.
+        This reads the model's config, but no weights. Raises ModelError if the config cannot be read.
         """
         return ()
 
@@ -362,7 +361,7 @@ class BackendConfig(ComponentConfig):
         replace: bool,
         adapter: bool = False,
     ) -> Path:
-        """Write the backend's present weights as files that other tools can load.
+        """Write the backend's current weights as files that other tools can load.
 
         Args:
             backend: The backend that was built from these settings.

@@ -1,4 +1,4 @@
-"""Kind `collator`: tokenized samples are laid out as one TrainingBatch."""
+"""Kind `collator`: lay tokenized samples out as one TrainingBatch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CollatorConfig(ComponentConfig):
 
     kind: ClassVar[str] = "collator"
     one_turn_per_row: ClassVar[bool] = False
-    """True if it is a `RolloutCollator` with one turn per row, so that a batch can be cut between prompts
-    afterwards."""
+    """True if the collator is a `RolloutCollator` that puts each turn in its own row, so that a finished batch can be
+    cut between prompts."""
 
     @property
     def row_capacity(self) -> int | None:
@@ -43,7 +43,7 @@ class ParallelLayout:
     Attributes:
         data, tensor, context, pipeline: Sizes of the parallel groups.
         fp8: Whether matrices run in FP8.
-        deals_rows: Whether the backend itself gives each rank any number of the real rows of a mini-batch.
+        deals_rows: Whether the backend itself distributes a mini-batch's real rows over the ranks, even unequally.
     """
 
     data: int = 1
@@ -71,8 +71,8 @@ class Collator(Protocol):
     Factory: `Class(config, pad_token_id=int, layout=ParallelLayout)`.
     A collator is deterministic and has no state between calls, so it may run on another thread. Padding has
     `input_ids` = pad_token_id and zero in every other column. The number of rows is a multiple of `layout.data`, and
-    rows come rank by rank. `info` has `packing/fill` (real tokens / all positions). Raises DataError naming a sample
-    that does not fit.
+    the rows of each rank are together. `info` has `packing/fill` (real tokens / all positions). Raises DataError naming
+    a sample that does not fit.
     """
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
@@ -81,10 +81,10 @@ class Collator(Protocol):
 
 
 class TurnToLayOut(Protocol):
-    """The part of a turn that a collator reads: tokens of prompt and response, and columns by response token.
+    """The part of a turn that a collator reads: tokens of prompt and response, and columns with a value per token.
 
-    A column is None if the turn has no such values. `routed_experts` is [tokens of prompt and response, layers, experts
-    of a token].
+    A column has one value per response token, but `routed_experts` is [tokens of prompt and response, layers, experts
+    per token]. A column is None if the turn lacks the values.
     """
 
     @property

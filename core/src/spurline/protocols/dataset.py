@@ -18,7 +18,7 @@ class DatasetConfig(ComponentConfig):
 
     kind: ClassVar[str] = "dataset"
     streams: ClassVar[bool] = False
-    """True if it is a `StreamedDataset`, which only a source that reads streams can use."""
+    """True if the component is a `StreamedDataset`, which only a source that reads streams can use."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
         if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
@@ -33,20 +33,20 @@ class DatasetConfig(ComponentConfig):
     """Format of the rows; `auto` decides by the column names of the first row."""
     columns: dict[str, str] = {}
     """Rename columns: the key is the name that Spurline expects (`messages`, `prompt`, ...), the value is the name in
-    the file. Dots go into objects: `{reference: reward_model.ground_truth}`."""
+    the file. Dots lead into objects, as in `{reference: reward_model.ground_truth}`."""
     append_eos: bool = True
     """Format `text`: end each row's text with the end-of-sequence token, which has loss."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Passes over this dataset in one epoch: 2 shows each row twice, 0.5 shows one half of the rows in one epoch and
     the other half in the next. The weight of a stream is its share of all rows, relative to the other weights."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """Stop at the first malformed row, or leave it out and count it."""
+    """Stop the run at the first malformed row (`error`), or leave out and count malformed rows (`skip`)."""
     label: str | None = None
     """Short name in reports and row uids; default is the file or hub name."""
 
     @property
     def place(self) -> str:
-        """Return where the rows come from, as text for people."""
+        """Return where the rows come from, as text for messages and reports."""
         return self.label or self.name
 
 
@@ -62,9 +62,9 @@ DatasetList = Annotated[
 class Dataset(Protocol):
     """Random access to rows.
 
-    Factory: `Class(config)`, config a DatasetConfig. Raises DataError if the data cannot be found or read. Rows should
-    be opened on first use, since only `label` and `fingerprint` are read when a cache has the tokens. Several processes
-    can tokenize a dataset that can be pickled.
+    Factory: `Class(config)` with a DatasetConfig. Raises DataError if the data cannot be found or read. The rows should
+    be opened on first use, since only `label` and `fingerprint` are read if a cache has the tokens. Several processes
+    can tokenize the dataset if it can be pickled.
 
     label: short name used in uids and reports.
     """
@@ -113,9 +113,9 @@ class RowReader(Protocol):
 
 
 class StreamedDataset(Protocol):
-    """Rows in order, for data that is too large to be read twice. Its config says `streams = True`.
+    """Rows that are read once, in order, from data that is too large to read twice. Its config has `streams = True`.
 
-    Factory: `Class(config)`, config a DatasetConfig. Raises DataError if the data cannot be found.
+    Factory: `Class(config)` with a DatasetConfig. Raises DataError if the data cannot be found.
 
     label: short name used in uids and reports.
     """

@@ -23,11 +23,11 @@ class EvaluationConfig(ComponentConfig):
 
     kind: ClassVar[str] = "evaluation"
     generates: ClassVar[bool] = False
-    """True if it asks the backend for answers. The backend must then implement `Generates`."""
+    """True if the evaluation asks the backend to generate answers. The backend must then implement `Generates`."""
     needs_attempts: ClassVar[bool] = False
-    """True if it asks the source for attempts at prompts. The source's facts must then have `makes_attempts`."""
+    """True if the evaluation asks the source for attempts at prompts. The source's facts must have `makes_attempts`."""
     needs_token_loss: ClassVar[bool] = False
-    """True if it computes the run's loss on held-out tokens. Losses that need advantages cannot be computed there."""
+    """True if the evaluation computes the run's loss on held-out tokens, where no advantages or returns exist."""
 
     data: DatasetList = Field(min_length=1)
     """Held-out datasets, never trained on."""
@@ -62,8 +62,8 @@ class EvaluationContext:
     """Everything that an evaluation gets from its run.
 
     Attributes:
-        run: The context that the source gets too: config, plugins, tokenizer and layout.
-        source: Source of the run, which has not started yet.
+        run: The context that the source also gets: config, plugins, tokenizer and layout.
+        source: Source of the run. It has not started yet.
         loss: Loss of the run.
         where: Key path of the evaluation's settings, `evaluations.NAME`, for messages.
     """
@@ -78,4 +78,4 @@ class MeasuresSamples(HeldOutEvaluation):
     """An evaluation of tokenized samples, as the default evaluation of `data.eval` is."""
 
     samples: Samples
-    """The tokenized samples. Other evaluations of the same data are made from the same rows."""
+    """The tokenized samples. Other evaluations of the same data use the rows of these samples."""

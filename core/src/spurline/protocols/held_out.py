@@ -1,6 +1,6 @@
-"""Define how a backend is measured on held-out data.
+"""Define the interface of evaluations on held-out data.
 
-A source may make an implementation from `data.eval`. All others are components (`spurline.protocols.evaluation`).
+A source may make the evaluation of `data.eval`. Other evaluations are components (`spurline.protocols.evaluation`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class HeldOutEvaluation(ABC):
 
     Factory: `Class(config, context=EvaluationContext)`. The factory reads the data, and starts no processes.
 
-    measures_copies: Whether it uses engines with a copy of the weights. Swapping parameters does not change the copy.
+    measures_copies: Whether it generates with engines' copies of the weights. Swapping the backend's parameters does
+        not change these copies.
     """
 
     measures_copies: bool = False
@@ -38,7 +39,7 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics, which are finite, and sample answers with prompt, response, reference and scores.
+        """Return finite metrics, and sample answers with prompt, response, reference and scores.
 
         The run puts `eval/` or `eval/NAME/` in front of the names of metrics, and adds `time` in seconds.
         """

@@ -16,7 +16,7 @@ class HostView(Protocol):
 
     @property
     def hooks(self) -> Any:
-        """Call a hook by keyword: `hooks.on_step_start(step=1)`."""
+        """Return the hooks, to be called with keywords: `hooks.on_step_start(step=1)`."""
         ...
 
     def attach(self, implementations: object, name: str) -> None:

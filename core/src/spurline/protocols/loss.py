@@ -21,7 +21,7 @@ class TokenLossInputs:
     """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened. Each segment is whole.
 
     logprobs: [N], differentiable, logprob of the token at each position under the model that is trained. For the role
-        `critic`, the critic's values instead: estimates of the return from the token on, made at the position before.
+        `critic`, the value that the critic predicts before the token: its estimate of the return from the token on.
     segment_index: int64 [N], number of each position's segment in the micro-batch, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
@@ -42,7 +42,7 @@ class Loss(Protocol):
     own segment, so that gradients do not depend on how rows are cut. If the loss needs `pair_ids`, it may also depend
     on the other answer of the pair, which has the same unit id.
 
-    needs: inputs that it needs besides `logprobs`: names of columns, and `entropy`.
+    needs: inputs that the loss needs in addition to `logprobs`: names of columns, and `entropy`.
     """
 
     needs: frozenset[str]
@@ -95,8 +95,8 @@ class LossConfig(ComponentConfig):
     is_nll: ClassVar[bool] = False
     """True if the loss of a token is its negative log-likelihood. Held-out evaluation then needs no other loss."""
     uses_rollout_logprobs: ClassVar[bool] = False
-    """True if the loss reads the logprobs that tokens were sampled with. It then needs no `correction` for tokens from
-    older weights."""
+    """True if the loss reads the logprobs with which tokens were sampled. Such a loss needs no `correction` for tokens
+    that older weights sampled."""
 
     @property
     def uses_reference(self) -> bool:

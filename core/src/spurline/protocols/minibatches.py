@@ -31,12 +31,12 @@ class MiniBatches(Protocol):
     """
 
     def steps_per_batch(self) -> int:
-        """Return the optimizer steps per batch. LR schedules rely on the number being the same for each batch."""
+        """Return the number of optimizer steps per batch. It must be the same for each batch, as LR schedules need."""
         ...
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
         """Return `steps_per_batch()` mini-batches in training order, each padded to the data-parallel size.
 
-        If `deals_rows` of the layout is true, they are not padded, and may be views of the batch.
+        If `layout.deals_rows` is true, the mini-batches are not padded, and may be views of the batch.
         """
         ...

@@ -1,4 +1,4 @@
-"""Kind `optimizer`: gradients become new weights."""
+"""Kind `optimizer`: change the weights by their gradients."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class OptimizerConfig(ComponentConfig):
     this like `is_elementwise`, and `OptimizerContract` checks it."""
 
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
-    """Peak learning rate; `schedule` sets the share of it at each step."""
+    """Peak learning rate. At each step, `schedule` sets the share of the peak that is used."""
     weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight decay for matrices; biases, norms and other vectors have none."""
     max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
     """Clip the global gradient norm to this; null turns clipping off."""
     groups: Annotated[tuple[ParameterGroup, ...], OnResume.BY_NAME] = ()
-    """Parameters with their own settings. For each parameter, the first group whose pattern fits its name counts."""
+    """Parameters with their own settings. A parameter belongs to the first group whose pattern fits its name."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         """Return the bytes of state that the optimizer keeps, for the memory estimate of `spurline plan`.
@@ -106,12 +106,12 @@ def num_values(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 class Optimizer(Protocol):
-    """Turn gradients into new weights. Every `torch.optim.Optimizer` is one.
+    """Changes the weights by their gradients. Every `torch.optim.Optimizer` fits this protocol.
 
     Factory: `Class(config, named_parameters=Mapping[str, Parameter])`, or a function that returns an optimizer.
     `named_parameters` are the trained parameters by their Hugging Face names; with several ranks they may be DTensors.
     `parameter_groups(config, named_parameters)` of `spurline_models.optimizers.groups` makes torch's parameter groups
-    from the settings that all optimizers share. In a new optimizer, the `lr` of a group is its peak.
+    from the settings that all optimizers share. In a new optimizer, the `lr` of a group is its peak learning rate.
 
     A checkpoint holds `state` by parameter name (tensors, numbers, texts and None, bit for bit, without pickle), and
     those settings of the parameter groups that have changed since the optimizer was made. Other state is refused when

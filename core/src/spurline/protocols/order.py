@@ -42,7 +42,7 @@ class OrderConfig(ComponentConfig):
 
 
 def epoch_shares(sizes: Sequence[int], weights: Sequence[float]) -> tuple[int, ...]:
-    """Return the samples of each dataset in one epoch: size x weight, rounded, at least one."""
+    """Return the number of samples of each dataset in one epoch: size x weight, rounded; at least 1 if size > 0."""
     return tuple(max(1, round(n * w)) if n else 0 for n, w in zip(sizes, weights, strict=True))
 
 
@@ -60,7 +60,7 @@ class SampleColumns(Protocol):
     def numbers(self, name: str) -> NDArray[np.float64]:
         """Return the values as numbers, float64 [N], with NaN for None. Text is parsed, since CSV has only text.
 
-        Raises DataError naming the first row whose value is no finite number.
+        Raises DataError naming the first row whose value is not a finite number.
         """
         ...
 
@@ -118,7 +118,7 @@ class Order(Protocol):
     may be read at any time, on any thread, before or after a resume. Epoch e has the positions
     [e * samples_per_epoch, (e + 1) * samples_per_epoch), with `shares` samples of each dataset. After any number of
     epochs, all samples of a dataset have been seen equally often, up to a difference of one. The base class
-    `spurline.data.orders.epochs.EpochOrder` does all that.
+    `spurline.data.orders.epochs.EpochOrder` fulfils all these rules.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -147,9 +147,9 @@ class ScoredDraw:
 class AdaptiveOrder(Stateful, Protocol):
     """An order that learns from the rewards of drawn samples. Its config has `adaptive = True`.
 
-    The samples may depend on what the order has observed. But a position that was read once keeps its sample, even
-    after a resume, since prompts of interrupted attempts are drawn again by position. Calls never overlap. The state of
-    the order is saved with the state of the source.
+    New samples may depend on observed rewards. A position that was read once keeps its sample, even after a resume,
+    since the resumed run reads the positions of interrupted attempts again. Calls never overlap. The order's state is
+    saved with the state of the source.
     """
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -157,5 +157,5 @@ class AdaptiveOrder(Stateful, Protocol):
         ...
 
     def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Learn from all draws of a step, by ascending position, filtered ones included. It is called once a step."""
+        """Learn from all draws of a step, in ascending position, including filtered ones. Called once per step."""
         ...

@@ -25,7 +25,7 @@ class ScheduleConfig(ComponentConfig):
         return self.warmup_steps if self.warmup_steps is not None else math.ceil(self.warmup_ratio * total)
 
     def notes(self, total: int) -> list[str]:
-        """Return notes for people about these settings in a run of `total` optimizer steps."""
+        """Return notes for the user about these settings in a run of `total` optimizer steps."""
         warmup = self.warmup(total)
         if warmup < total or not warmup:
             return []

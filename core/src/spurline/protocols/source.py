@@ -54,7 +54,7 @@ class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """If the source cannot use a critic, words for the source in messages; None if it can use one."""
+    """If the source cannot use a critic, the words with which messages name the source; None if it can use a critic."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
@@ -62,7 +62,7 @@ class SourceFacts:
     reads_streams: bool = False
     """True if the training data consists of streams (`StreamedDataset`) instead of datasets."""
     compares_logprobs: bool = False
-    """True if logprobs of the update are compared with earlier ones, so that the run must have no dropout."""
+    """True if the update compares its logprobs with earlier logprobs. The run must then have no dropout."""
     num_prompts: int | None = None
     """Prompts in one step, each with several rollouts; None if the run's `batch_size` counts samples."""
     carried: Collection[str] = ()
@@ -84,9 +84,9 @@ class SourceFacts:
     engines_elsewhere: bool = False
     """True if the engines may be on other machines than this process."""
     update_limit_s: float | None = None
-    """Time limit in seconds for an engine to receive one bucket of weights; a slower one is ended. None: no limit."""
+    """Seconds that an engine may take to receive one bucket of weights before it is ended; None sets no limit."""
     sends_adapters: bool | None = None
-    """True if only adapters are sent to the engines; None if that depends on the engines."""
+    """True if the engines receive only adapters; None if it depends on the engines."""
     replays_experts: bool = False
     """True if batches have the column `routed_experts`, so that models use the experts that the engine chose."""
 
@@ -103,9 +103,8 @@ class SourceConfig(ComponentConfig):
     """Names of the components that a run with this source uses by default, by top-level setting."""
 
     decorates: ClassVar[str | None] = None
-    """Setting that holds another source, which this one decorates. The run also takes the `run_defaults` of that
-    source.
-    """
+    """Name of the setting with another source that this source wraps, if any. The run also uses the wrapped source's
+    `run_defaults`."""
 
     @property
     def facts(self) -> SourceFacts:
@@ -133,12 +132,12 @@ class SourceConfig(ComponentConfig):
 
 
 class DecoratedSourceConfig(SourceConfig):
-    """Base of the settings of a source that decorates another one. It has the facts of the inner source."""
+    """Base config of a source that wraps another source, `of`. Its facts are the facts of that inner source."""
 
     decorates: ClassVar[str | None] = "of"
 
     of: Annotated[SourceConfig, Component("source")]
-    """The source that is decorated."""
+    """The source that this source wraps."""
 
     @property
     def facts(self) -> SourceFacts:
@@ -175,7 +174,7 @@ class FirstPrompt:
     Attributes:
         uid: Name of the prompt.
         token_ids: Tokens of the prompt; empty if only the environment knows them.
-        notes: Lines about its row, and about how answers are made and rewarded.
+        notes: Lines about the prompt's row, and about how answers are made and rewarded.
     """
 
     uid: str
@@ -192,11 +191,11 @@ class BatchSource(ABC):
 
     Attributes:
         total_steps: Loop steps of the whole run; every source sets it.
-        pure: Whether `build(step)` is a pure function of (config, step) and changes no state. It may then be called
+        pure: Whether `build(step)` is a pure function of (config, step) and changes no state. If so, it may be called
             ahead of time on another thread.
         reads_only_data: Whether `build` needs no weights, even if it is not pure. `spurline plan` then builds the first
             batch.
-        records: Names of the files and folders that it writes in the run directory.
+        records: Names of the files and folders that the source writes in the run directory.
     """
 
     total_steps: int
@@ -206,7 +205,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """Return facts about the data as JSON values, for plan and report; see `spurline.data.token_store`."""
+        """Return facts about the data as JSON values, for `spurline plan` and reports (see `data.token_store`)."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
@@ -214,7 +213,7 @@ class BatchSource(ABC):
     def longest(self) -> Longest | None:
         """Return the longest sequence of all samples or prompts; None if it is not known beforehand.
 
-        It is compared with the model's positions before training.
+        The run compares it with the model's number of positions before training.
         """
         return None
 
@@ -223,7 +222,7 @@ class BatchSource(ABC):
         return ()
 
     def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        """Return the first prompts of training, for people to look at; none if the source has no prompts."""
+        """Return the first prompts of training, to be shown to the user; none if the source has no prompts."""
         return ()
 
     @abstractmethod
@@ -242,20 +241,20 @@ class BatchSource(ABC):
         """Force the files in the run directory to disk. It is called before each checkpoint."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
-        """Return the source's own evaluation of `data.eval`; None for the default one.
+        """Return the source's own evaluation of `data.eval`; None selects the default evaluation.
 
-        It is called once, and only if there is held-out data.
+        The run calls this once, and only if there is held-out data.
         """
         return None
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        """Return the samples of held-out data if the source makes its own samples; None for one sample per row."""
+        """Return the samples of held-out data if the source defines them; None makes one sample of each row."""
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:
-        """Return a hash of each training sample or prompt, by which copies in the held-out data are found.
+        """Return a hash of each training sample or prompt, with which the run finds copies in the held-out data.
 
-        None if the training data is not read before training.
+        Return None if the training data is not read before training.
         """
         return None
 
@@ -277,7 +276,7 @@ def _of_inner(name: str) -> Any:
 
 
 class DecoratedSource(BatchSource):
-    """A source around another one, `inner`. Methods that a subclass does not override call the inner source.
+    """A source that wraps another source, `inner`. Methods that a subclass does not override call the inner source.
 
     Its state is the state of the inner source. A subclass with more state overrides `state_dict` and `load_state_dict`,
     and includes the inner state. Such a subclass is not `pure`: batches that are built ahead would change its state.
@@ -324,7 +323,7 @@ class DecoratedSource(BatchSource):
 class Samples(Protocol):
     """Tokenized data from which batches are drawn.
 
-    Samples are counted from 0, dataset after dataset. Pure: any batch can be made at any time, on any thread.
+    Samples are counted from 0, dataset after dataset. Any batch can be made at any time, on any thread.
     """
 
     def sizes(self) -> tuple[int, ...]:

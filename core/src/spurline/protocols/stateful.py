@@ -36,7 +36,7 @@ class StateParts(Iterable[Mapping[str, object]]):
     it is iterated over. Iterate in `load_state_dict`, since the files may be deleted later.
 
     Args:
-        make: Returns an iterator over all parts. Each part is a state like any other.
+        make: Returns an iterator over all parts. Each part is a state as `state_dict` returns it.
         is_frozen: Whether the parts do not change while training goes on, so that another thread may make them. If
             they may change, `checkpoint.async` makes all of them during the step, and memory holds all at once.
     """

@@ -1,4 +1,4 @@
-"""Kind `tracker`: send the metrics of a run to a place."""
+"""Kind `tracker`: write the metrics of a run to files, the terminal or a service."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Tracker(Protocol):
         ...
 
     def flush(self) -> None:
-        """Make everything logged so far durable. It is called before each checkpoint."""
+        """Make everything logged so far durable. The run calls this before each checkpoint."""
         ...
 
     def close(self) -> None:

@@ -112,8 +112,8 @@ def prepare(
         row_limit: Rows of each dataset that are read; None reads all.
         progress: Called when slow work begins.
         done: Progress of the run that is resumed.
-        attempt: Calls the function that it is given, for each part of the start. `spurline plan` passes one that
-            collects the error of a part and returns None, so that all parts are tried.
+        attempt: Called with a function for each part of the work; by default, calls that function. `spurline plan`
+            passes an `attempt` that collects a part's error and returns None, so that all parts are tried.
     """
     config = loaded.config
     trackers = attempt(lambda: build_trackers(loaded))

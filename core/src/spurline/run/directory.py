@@ -27,7 +27,7 @@ SUMMARY_FILE = "summary.json"
 
 
 class RunDirectory:
-    """The folder of one run. Opening it takes the lock; closing, or the death of the process, releases it."""
+    """The folder of one run. `open` locks it. `close`, or the end of the process, releases the lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class RunDirectory:
             remove_unfinished(folder)
 
     def obstacle(self) -> str | None:
-        """Return why a run could not write here, such as `/data is not a folder`; None if it could."""
+        """Return why a run cannot write to this folder, such as `/data is not a folder`, or None if it can."""
         nearest = next((path for path in (self.path, *self.path.parents) if os.path.lexists(path)), self.path)
         if not nearest.is_dir():
             return f"{nearest} is not a folder"
@@ -106,7 +106,7 @@ class RunDirectory:
         own = (self.eval_samples, self.config, self.report)
         # If the earlier attempt had another source, its summary lists the files of that source.
         earlier = read_mapping(self.summary).get("records", [])
-        # Move summary and metrics last. After a kill, the next start needs them to find and move the other files.
+        # Move summary and metrics last. If this process is killed, the next start needs them to move the other files.
         names = [*(path.name for path in own), *more, *map(os.path.basename, earlier)]
         for name in (*names, self.summary.name, self.metrics.name):
             if (self.path / name).exists():
@@ -134,7 +134,7 @@ class RunDirectory:
 
 
 def _refuse_launcher() -> None:
-    """Raise UserError in a process of torchrun or another launcher, whose processes would all train the run."""
+    """Raise UserError if torchrun or another launcher started this process, since each process would train the run."""
     size = os.environ.get("WORLD_SIZE", "1")
     if size != "1" and {"RANK", "LOCAL_RANK"} <= os.environ.keys():
         raise UserError(
@@ -159,14 +159,14 @@ def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
 
 
 class RunRecordFiles:
-    """Writes config.json, eval_samples.jsonl, and summary.json with `summary` and the status of the run."""
+    """Writes config.json, eval_samples.jsonl and summary.json. The summary also has the status of the run."""
 
     def __init__(self, directory: RunDirectory, summary: Mapping[str, Any]) -> None:
         self._directory = directory
         self.summary: dict[str, Any] = dict(summary)
 
     def start(self, config: Mapping[str, Any], resume_step: int) -> None:
-        """Write the resolved config, mark the run as running, and drop samples of steps that are trained again."""
+        """Write the config, mark the run as running, and drop sample answers of steps after `resume_step`."""
         try:
             write_json(self._directory.config, config)
             self._write_status("running")
@@ -176,7 +176,7 @@ class RunRecordFiles:
             cut_back(self._directory.eval_samples, resume_step)
 
     def add_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Append the generated answers of one evaluation. Raises RunFailedError when the disk refuses."""
+        """Append the generated answers of one evaluation. Raises RunFailedError if writing fails."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
             # `backslashreplace` writes half a surrogate pair as a JSON escape, since UTF-8 cannot encode it.
@@ -221,7 +221,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is no file. Raises RunDirectoryError."""
+    """Return the JSON object in a file, or {} if the file is missing. Raises RunDirectoryError if reading fails."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = json.loads(file.read())
@@ -232,5 +232,5 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RunDirectoryError(f"{path}: not valid JSON: {error}.") from error
     if not isinstance(content, dict):
-        raise RunDirectoryError(f"{path}: holds a {type(content).__name__}, expected a JSON object.")
+        raise RunDirectoryError(f"{path}: contains a {type(content).__name__}, expected a JSON object.")
     return content

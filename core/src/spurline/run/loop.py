@@ -1,6 +1,6 @@
 """The training loop. SFT, synchronous RL and asynchronous RL share it, and differ only in the source of batches.
 
-A source supplies batches, a backend applies updates, hooks observe. The loop knows nothing about ranks, datasets and
+A source supplies batches, a backend applies updates, hooks observe. The loop knows nothing about ranks, datasets or
 algorithms.
 """
 
@@ -18,7 +18,7 @@ from spurline.protocols.source import BatchSource
 
 
 class LoopedRun(Protocol):
-    """A run as the loop sees it: `spurline.run.session.Session`."""
+    """The part of a run that the loop uses. `spurline.run.session.Session` implements it."""
 
     hooks: Any
     source: BatchSource
@@ -39,7 +39,7 @@ class LoopedRun(Protocol):
 def train(run: LoopedRun) -> None:
     """Train the remaining steps of a run whose components are built and, on a resume, restored.
 
-    The metrics of a step are written before its checkpoint. So after a kill at any time, the record of the resumed run
+    The metrics of a step are written before its checkpoint. So the record of a run that was killed and resumed
     has each step exactly once. The checkpoint comes after `on_step_end`, so it includes the state of hooks after the
     step. An exception leaves the last checkpoint as it was.
     """
@@ -61,7 +61,7 @@ def train(run: LoopedRun) -> None:
 
 
 class StepClock:
-    """Measures the wall time of one step, in parts."""
+    """Measures the wall time of one step and of its parts."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter()

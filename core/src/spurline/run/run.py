@@ -1,4 +1,4 @@
-"""One run from config to result, as a program or a hook sees it.
+"""Train one run from config to result, and let programs and hooks control it.
 
 The command line calls `Run(load_config("run.yaml")).train()`. SIGINT, SIGTERM and SIGHUP ask a run to stop after its
 current step. A second SIGINT or SIGTERM raises KeyboardInterrupt. The module `session` trains the steps.
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 
 OnStep = Callable[[int, Mapping[str, float]], object]
-"""A function of the number of a step, from 1, and its metrics, which are read-only."""
+"""A function that is called with a step's number, counted from 1, and the step's read-only metrics."""
 
 
 class Run:
-    """One training run, and what a program or a hook can do with it. Hooks get it in `on_run_start`.
+    """One training run, with methods for programs and hooks. Hooks get it in `on_run_start`.
 
-    Call all methods but `keep_state` on the thread that runs the training loop. Hooks are called on this thread too.
+    Call all methods except `keep_state` on the thread that runs the training loop. Hooks are called on this thread too.
 
     Args:
         loaded: A loaded config, the path of a config file, or a mapping.
         resume: `auto` continues from the latest checkpoint of run_dir if there is one. `never` refuses a run_dir that
             has a checkpoint. `latest`, `best` or the path of a folder chooses a checkpoint.
-        allow_change: Settings that may differ from the checkpoint's although they change how the run trains, such as
-            `optimizer.learning_rate`. The history of the run keeps each such change.
+        allow_change: Settings that may differ from the checkpoint although they affect training, such as
+            `optimizer.learning_rate`. The history of the run lists each of these changes.
         progress: Called with a short text when a slow part of the start begins. By default nothing is reported.
-        on_step: One or more functions that are called after each step with its number and metrics. They may raise,
-            which ends the run, or call `request_stop`. If a function has a method `close`, that is called at the end.
+        on_step: One or more functions that are called after each step with its number and metrics. They may call
+            `request_stop`. An exception ends the run. If a function has a method `close`, the run calls it at the end.
 
     Attributes:
         config: Every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
@@ -110,7 +110,7 @@ class Run:
         return self._session is not None and self._session.is_done
 
     def train(self) -> RunResult:
-        """Train to the end or to a stop signal. Raises SpurlineError. An error damages nothing that was saved before.
+        """Train to the end or to a stop signal. Raises SpurlineError. An error leaves earlier checkpoints intact.
 
         Signals are caught from the beginning of training until all engines and ranks have ended. Before training there
         is nothing to save, and signals act as usual.
@@ -131,7 +131,7 @@ class Run:
                 if not isinstance(made, Mapping) or files.keys() & made.keys():
                     raise PluginError(
                         f"A hook on_run_recorded returned {made!r}. It must return a mapping of names to files, with "
-                        f"names of its own. Taken: {listing(files)}."
+                        f"names that no other hook uses. Taken: {listing(files)}."
                     )
                 files |= made
             return session.result(files)
@@ -161,12 +161,12 @@ class Run:
                 checkpoint, `state_dict` is called after `on_step_end`.
 
         Raises:
-            PluginError: The name is taken, the object is no `Stateful`, or training has begun.
+            PluginError: The name is taken, the object is not a `Stateful`, or training has begun.
         """
         self._hook_states.keep(self.loaded.host.calls.plugin, name, state)
 
     def evaluate(self, prefix: str) -> dict[str, float]:
-        """Make every evaluation of the run now, with the weights that the backend has at this moment.
+        """Run every evaluation of the run now, with the backend's current weights.
 
         If it is called between `on_step_start` and the end of `on_eval_end`, the step's record includes the metrics.
         It calls no hook and keeps no sample answers.
@@ -186,13 +186,13 @@ class Run:
             )
         if self._session is None or not self._session.is_started:
             raise RunFailedError(
-                f"run.evaluate({prefix!r}) came before the run has started its source. Call it in on_step_start or "
+                f"run.evaluate({prefix!r}) was called before the run started its source. Call it in on_step_start or "
                 "later."
             )
         return self._session.scores.ask(prefix)
 
     def export(self, path: Path | str, *, replace: bool = False) -> Path:
-        """Write the weights that the backend has at this moment as a Hugging Face folder. Adapters are merged.
+        """Write the backend's current weights as a Hugging Face folder. Adapters are merged into the weights.
 
         Args:
             path: A new or empty folder, which is returned.
@@ -204,9 +204,9 @@ class Run:
         return self._export(path, replace=replace)
 
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
-        """Write the adapter that the backend has at this moment as a folder that `PeftModel.from_pretrained` loads.
+        """Write the backend's current adapter as a folder that `PeftModel.from_pretrained` loads.
 
-        It takes the arguments of `export`, and also raises UserError for a run without `backend.lora`.
+        It takes the same arguments as `export`. It also raises UserError if the config has no `backend.lora`.
         """
         return self._export(path, replace=replace, adapter=True)
 
@@ -234,24 +234,24 @@ class Run:
 
         Args:
             step: Number of the step.
-            kind: A short name of the trouble. Warnings of the same kind are shown only now and then.
-            words: A sentence or two about the trouble and what to do.
+            kind: A short name of the problem. A tracker may show only some of the warnings of one kind.
+            words: A sentence or two about the problem and what to do.
         """
         for tracker in self._training("warn").components.trackers.values():
             if isinstance(tracker, ShowsWarnings):
                 tracker.warn(step, kind, words)
 
     def add_judge(self, judge: Callable[[], Sequence[Warned]]) -> None:
-        """Let a function report trouble with the run as a whole, for summary.json and the result.
+        """Register a function that reports problems of the whole run, for summary.json and the result.
 
         Args:
-            judge: Called once at the end of the run, also after an error, when all steps are recorded.
+            judge: Called once at the end of the run, after all steps are recorded. It is also called after an error.
         """
         self._training("add_judge").judges.append(judge)
 
     def _training(self, method: str) -> Session:
         if self._session is None:
-            raise RunFailedError(f"run.{method} came before the run was built. Call it in on_run_start or later.")
+            raise RunFailedError(f"run.{method} was called before the run was built. Call it in on_run_start or later.")
         return self._session
 
     def _words_on_stop(self) -> str:
@@ -275,7 +275,7 @@ class OnStepHook:
     @hookimpl
     def on_run_end(self) -> None:
         with ExitStack() as stack:
-            # Close each one, even if another one fails.
+            # Call every `close`, even if one of them fails.
             for function in reversed(self._functions):
                 close = getattr(function, "close", None)
                 if callable(close):
@@ -284,9 +284,9 @@ class OnStepHook:
 
 @contextmanager
 def own_event_loops() -> Iterator[None]:
-    """Return a context in which this thread may run event loops although one is running, as in a notebook.
+    """Let this thread run event loops although one is already running, as in a notebook.
 
-    The notebook's loop waits until the cell ends, so another loop can run meanwhile. Without this, asyncio refuses it.
+    The notebook's loop waits until the cell ends, so another loop can run meanwhile. Without this, asyncio raises.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

@@ -1,4 +1,4 @@
-"""Train a run from its first step to its last, with its record, checkpoints and evaluations.
+"""Train a run from its first step to its last: run evaluations, record metrics and save checkpoints.
 
 `Run` gives programs and hooks access to a session. The module `loop` calls its methods in each step.
 """
@@ -34,7 +34,7 @@ class Session:
 
     Args:
         loaded: The config.
-        directory: The run directory, open.
+        directory: The open run directory.
         request: The options of a resume.
         resume: The point from which the run continues.
         components: Every component of the run.
@@ -44,7 +44,7 @@ class Session:
     """
 
     batches: Prefetch
-    """Exists from the first step on."""
+    """The prefetch. It exists from the first step on."""
 
     def __init__(
         self,
@@ -89,18 +89,18 @@ class Session:
         self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
         self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
         self._saving = Saving(loaded, directory, components, self.state, self._course)
-        # After this run, another one may use the directory. This run must not publish a checkpoint then.
+        # Once this run has ended, another run may use the directory, so this run must not publish a checkpoint.
         stack.callback(self._saving.abandon)
         self.judges: list[Callable[[], Sequence[Warned]]] = []
-        """Functions that report trouble with the run as a whole, for the summary and the result."""
+        """Functions that report problems of the whole run, for the summary and the result."""
         self._warnings: tuple[Warned, ...] = ()
         self._options = request.options()
 
     def train(self, run: RunView) -> None:
-        """Train from the first step to the end. Also after an error, record how the run ended.
+        """Train the remaining steps, then record how the run ended. An error is recorded too.
 
         Args:
-            run: The run as hooks see it.
+            run: The object that hooks get as `run`.
         """
         error: BaseException | None = None
         try:
@@ -130,7 +130,7 @@ class Session:
             self._end(run, error)
 
     def result(self, files: Mapping[str, Path]) -> RunResult:
-        """Return how the run ended. `files` are the files that plugins made from the run's record."""
+        """Return the result of the run. `files` are the files that plugins made from the run's metrics."""
         model, adapter = self._exports() if self._status() == "finished" else (None, None)
         return RunResult(
             self._status(),
@@ -168,7 +168,7 @@ class Session:
         return {name: value for name, value in facts.items() if value}
 
     def _start_trackers(self) -> None:
-        # If the evaluation of the last step is still to come, so is the step's line in the record.
+        # If the last step still must be evaluated, its line in the record is not written yet.
         kept = self.state.step - (1 if self._resumed.pending is not None else 0)
         notes = (*self._notes, *self._files.data_notes())
         continues = self._resumed.checkpoint is not None
@@ -190,7 +190,7 @@ class Session:
         self.batches.start(first)
 
     def _settle_start(self) -> None:
-        """Make the evaluation and the checkpoint that are due before the first step."""
+        """Run the evaluations and save the checkpoint that are due before the first step."""
         if self._resumed.checkpoint is None:
             self._evaluate_before_training()
         elif self._resumed.pending is not None:
@@ -202,11 +202,11 @@ class Session:
             self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._saving.save(step)
         elif self._resumed.foreign:
-            # Save at once. After a kill, the run must find the weights that it began with in its own directory.
+            # Save at once. If this process is killed, the next one must find the initial weights in the run directory.
             self._saving.save(self.state.step)
 
     def _evaluate_before_training(self) -> None:
-        """Record the evaluations with `at_start` as step 0. A run that starts again makes them again."""
+        """Record the evaluations with `at_start` as step 0. A run that begins again from step 0 repeats them."""
         due = [evaluation for evaluation in self.components.data.evaluations if evaluation.at_start]
         if due and not self._stop:
             self._progress("evaluating the model before its first step")
@@ -224,7 +224,7 @@ class Session:
             self._step_under_way = None
 
     def maybe_evaluate(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of all evaluations at this step, including calls of `Run.evaluate`.
+        """Run the evaluations that are due, and return their metrics and the metrics that hooks evaluated.
 
         If an evaluation fails, for example because of a mistake in a reward, a checkpoint with `metrics` is saved
         before the error is raised. A resumed run begins with the evaluations of this step.
@@ -240,7 +240,7 @@ class Session:
         try:
             scores, samples = self.scores.measure(step, due)
         except RankFailedError:
-            # The weights are lost with the ranks.
+            # The weights are lost with the ranks, so they cannot be saved.
             raise
         except Exception as error:
             self._saving.save_before(error, step, {**metrics, **self.scores.asked})
@@ -299,7 +299,7 @@ class Session:
         return self._early_stop.reason or self._stop.reason
 
     def _exports(self) -> tuple[Path | None, Path | None]:
-        """Return the folders for model and adapter of a finished run; None for each that the config does not export."""
+        """Return the folders of the exported model and adapter. A folder is None if the config does not export it."""
         wanted, folders = self._config.checkpoint, self._directory
         model = folders.exported_model if wanted.export_hf else None
         return model, folders.exported_adapter if wanted.export_adapter else None
@@ -346,5 +346,5 @@ class Session:
             error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
-        """Return a sentence on how to continue. Allowed changes need no option once a checkpoint has recorded them."""
+        """Return a sentence on how to continue. Permitted changes need no option once a checkpoint has saved them."""
         return go_on(self.loaded, () if self._saving.has_saved else self._options)

@@ -1,4 +1,4 @@
-"""The contract kit: test suites for core's kinds of components. Subclass a suite, return your component, run pytest.
+"""The contract kit: a test suite for each kind of core component. Subclass a suite, return your component, run pytest.
 
     from spurline.testing import CollatorContract
 

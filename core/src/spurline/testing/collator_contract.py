@@ -98,7 +98,7 @@ class CollatorContract:
         reference = self.make_reference(PAD, layout)
         if reference is None:
             pytest.skip("no reference to compare with")
-        # Choose any samples of the store in any order, with repeats, or none.
+        # Choose samples of the store in any order. A sample may be chosen more than once or not at all.
         indices = np.array([index % len(stored) for index in chosen], np.int64)
         samples = make_store(stored, seed).view(indices)
         batch = self.make_collator(PAD, layout).collate(samples, training=training)

@@ -13,8 +13,8 @@ def lazy_names(
     """Return `__all__`, `__getattr__` and `__dir__` of a package whose names are in modules below it.
 
     Args:
-        package: Dotted name of the package, its `__name__`.
-        names: The names that each module below the package has.
+        package: Dotted name of the package (its `__name__`).
+        names: For each module below the package, the names that the package exports from it.
     """
     homes = {name: module for module, found in names.items() for name in found}
 

@@ -21,7 +21,7 @@ PAIR_IDS = "pair_ids"
 
 
 class LossContract:
-    """A suite of tests for losses. Write a subclass with `make_loss()`. The columns in `needs` get random numbers."""
+    """A suite of tests for losses. Write a subclass with `make_loss()`. The columns in `needs` are random."""
 
     def make_loss(self) -> Loss:
         """Return your loss."""
@@ -30,8 +30,8 @@ class LossContract:
     def inputs(self, segments: tuple[int, ...] = (3, 5, 2, 4), seed: int = 0) -> TokenLossInputs:
         """Return random float64 inputs. `segments` has the number of loss tokens of each segment.
 
-        Logprobs of other models are close to `logprobs`. If the loss needs `pair_ids`, the first two segments are a
-        pair, the next two are another one, and so on.
+        Columns that end in `_logprobs` are close to `logprobs`. If the loss needs `pair_ids`, the first two segments
+        are a pair, the next two segments are another pair, and so on.
         """
         generator = torch.Generator().manual_seed(seed)
         drawn: dict[str, Any] = {"size": (sum(segments),), "generator": generator, "dtype": torch.float64}
@@ -98,7 +98,7 @@ class LossContract:
 
 
 def _chosen(inputs: TokenLossInputs, where: Tensor, first: int = 0) -> TokenLossInputs:
-    """Return the tokens at these positions; segments are counted from `first`."""
+    """Return the inputs at these token positions. The number `first` is subtracted from the segment numbers."""
     segment_index = inputs.segment_index[where] - first
     return TokenLossInputs(
         logprobs=inputs.logprobs.detach()[where].requires_grad_(),

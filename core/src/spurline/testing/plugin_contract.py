@@ -39,7 +39,7 @@ class PluginContract:
 
     def test_importing_the_plugin_loads_no_heavy_library(self) -> None:
         code = f"import sys, {self.plugin_module}; print([m for m in {HEAVY!r} if m in sys.modules])"
-        # The process searches for modules in the same folders as this one, so the plugin need not be installed.
+        # The child process searches the same folders for modules as this one, so the plugin need not be installed.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         result = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60

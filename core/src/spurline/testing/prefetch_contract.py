@@ -23,7 +23,7 @@ class PrefetchContract:
 
     @contextmanager
     def started(self, build: BuildBatch | None = None, last_step: int = 9, first_step: int = 1) -> Iterator[Prefetch]:
-        """Return a context with your prefetch, started at `first_step`. By default it builds `numbered_batch(step)`."""
+        """Return a context with your prefetch, started at `first_step`. By default it serves `numbered_batch(step)`."""
         prefetch = self.make_prefetch(build or numbered_batch, last_step)
         prefetch.start(first_step)
         yield prefetch

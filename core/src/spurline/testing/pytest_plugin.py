@@ -1,4 +1,4 @@
-"""Fixtures for plugin authors, loaded by pytest wherever spurline is installed. Imports nothing heavy by itself."""
+"""Fixtures for plugin authors. Pytest loads them if spurline is installed. This module imports no heavy library."""
 
 from __future__ import annotations
 

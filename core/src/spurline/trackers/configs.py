@@ -1,4 +1,4 @@
-"""Settings of core's trackers. Imports no torch."""
+"""Settings of core's trackers. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spurline.protocols.tracker import TrackerConfig
 
 
 class JsonlTrackerConfig(TrackerConfig):
-    """The file RUN_DIR/metrics.jsonl, with one object per step. This tracker is always on."""
+    """The file RUN_DIR/metrics.jsonl, with one JSON object per step. This tracker is always on."""
 
     name: str = "jsonl"
 

@@ -1,6 +1,6 @@
 """Write and read RUN_DIR/metrics.jsonl: one JSON object per finished step, forced to disk before each checkpoint.
 
-A kill leaves at most one torn last line. Readers skip it, and the next start cuts it off.
+If the process is killed, at most the last line is incomplete. Readers skip it, and the next start removes it.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _LEADING_KEYS = ("epoch", "loss", "grad_norm", "lr")
 
 
 class JsonlTracker:
-    """Append each step's metrics to `metrics.jsonl`."""
+    """Appends each step's metrics to `metrics.jsonl`."""
 
     def __init__(self, config: JsonlTrackerConfig) -> None:
         self._config = config
         self._file: FileIO | None = None
 
     def start(self, info: RunInfo) -> None:
-        """Create the file, or cut an earlier one back to the lines before `info.first_step`.
+        """Open the file. If it exists, keep only the lines of steps before `info.first_step`.
 
-        Raises RunDirectoryError if one of these lines is not a recorded step. A torn last line is no error.
+        Raises RunDirectoryError if one of these lines is not a recorded step. An incomplete last line is no error.
         """
         assert self._file is None, f"{info.run_dir / METRICS_FILE} is already open"
         path = info.run_dir / METRICS_FILE
@@ -57,7 +57,7 @@ class JsonlTracker:
         assert self._file is not None, "JsonlTracker.log before start or after close"
         line = encode_line(step, metrics)
         try:
-            # There is one write call, so that a kill tears this line at most.
+            # There is one write call, so that a kill leaves at most this line incomplete.
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -102,9 +102,9 @@ def _plain_number(step: int, key: str, value: Any) -> int | float:
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return all objects of a JSON-lines file, without a torn last line. A missing file has no objects.
+    """Return all objects of a JSON-lines file, without an incomplete last line. A missing file has no objects.
 
-    Raises RunDirectoryError naming file and line if another line is unreadable.
+    Raises RunDirectoryError if any other line is unreadable. The error names the file and the line.
     """
     found: list[dict[str, Any]] = []
     for number, _, line in _lines(path):
@@ -115,14 +115,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path, *, skip_foreign: bool = False) -> list[dict[str, Any]]:
-    """Return the recorded steps of a metrics file: each has a whole number under `step`, and only numbers.
+    """Return the recorded steps of a metrics file. In each, all values are numbers, and `step` is an integer.
 
     Args:
         path: The file. If it is missing, there are no steps.
-        skip_foreign: Whether to leave out other lines, with one warning on standard error.
+        skip_foreign: Whether to leave out lines that are not recorded steps, with one warning on standard error.
 
     Raises:
-        RunDirectoryError: If there is another line and `skip_foreign` is false. The error names the line.
+        RunDirectoryError: If a line is not a recorded step and `skip_foreign` is false. The error names the line.
     """
     steps: list[dict[str, Any]] = []
     first = ""
@@ -152,10 +152,10 @@ def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
 
 
 def cut_back(path: Path, last_step: int) -> None:
-    """Keep the lines of steps up to `last_step`, byte for byte, and drop the rest; create a missing file.
+    """Keep the lines of steps up to `last_step`, byte for byte, and drop the rest. If the file is missing, create it.
 
-    A kill leaves either the old or the new file. After a power cut, lines beyond `last_step` may be garbage, since they
-    were not forced to disk; they are dropped. Raises RunDirectoryError for an unreadable line of an earlier step.
+    After a kill, the file is either unchanged or complete. After a power cut, lines beyond `last_step` may be garbage,
+    since they were not forced to disk. Raises RunDirectoryError if the line of an earlier step is unreadable.
     """
     kept: list[bytes] = []
     reached = 0
@@ -178,7 +178,7 @@ def _foreign(path: Path, number: int, wrong: str) -> RunDirectoryError:
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Yield number, raw bytes (without newline) and content of each line: a ValueError if the line is unreadable."""
+    """Yield each line's number, raw bytes (without newline) and content. Unreadable content is a ValueError."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             content = file.read()
@@ -205,7 +205,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError
 def metrics_frame(run_dir: Path | str) -> pandas.DataFrame:
     """Return a row for each step that the run has recorded, indexed by `step`, and a column for each metric.
 
-    Missing metrics are NaN. Raises UserError without pandas, or if there is no such folder.
+    Missing metrics are NaN. Raises UserError if pandas is not installed or the folder does not exist.
     """
     try:
         import pandas

@@ -22,23 +22,23 @@ class Smoothed:
 
     @property
     def value(self) -> float | None:
-        """Return the average so far; None before the first value."""
+        """Return the average so far, or None before the first value."""
         return self._total / self._weight if self._weight else None
 
 
 def training_seconds(metrics: Mapping[str, float]) -> float | None:
-    """Return the seconds of a step without evaluation and generation; None if they are unknown."""
+    """Return the seconds of a step without evaluation and generation, or None if they are unknown."""
     whole = metrics.get("time/step")
     if whole is None or whole <= 0:
         return None
-    # Generation may go on while training runs. Only the part within `time/batch` has taken time from the step.
+    # Generation may go on while training runs. Only the part within `time/batch` makes the step longer.
     generating = min(metrics.get("time/generate", 0.0), metrics.get("time/batch", 0.0))
     rest = whole - metrics.get("time/evaluate", 0.0) - generating
     return rest if rest > 0 else whole
 
 
 def seconds_of_generation(metrics: Mapping[str, float]) -> float:
-    """Return the seconds in which rollouts were generated, also while training went on; 0 if unknown."""
+    """Return the seconds in which rollouts were generated, including the time that overlaps training. 0 if unknown."""
     return metrics.get("time/generating", metrics.get("time/generate", 0.0))
 
 
@@ -48,7 +48,7 @@ def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def quantity(value: float) -> str:
-    """Write three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
+    """Format a number as three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
     if not math.isfinite(value):
         return str(value)
     for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -61,7 +61,7 @@ def quantity(value: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Write seconds as H:MM:SS, with days in front if needed."""
+    """Format seconds as H:MM:SS, with days in front if needed."""
     if not math.isfinite(seconds):
         return "unknown"
     days, rest = divmod(round(max(0.0, seconds)), 86_400)

@@ -1,4 +1,4 @@
-"""Write the first lines of a run to stderr: a banner of its settings, and each slow piece of work as it begins.
+"""Write the first lines of a run to stderr: a banner with its settings, and a line when each slow piece of work begins.
 
 The banner appears before torch is imported, so this module imports nothing heavy.
 """
@@ -41,7 +41,7 @@ def _places(datasets: Iterable[DatasetConfig]) -> str:
 
 
 class StartLines:
-    """A `Progress` that writes lines to stderr, each with the seconds since the start. With `quiet`, it is silent."""
+    """A `Progress` that prints lines on stderr, with the seconds since the start. If `quiet`, nothing is written."""
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet

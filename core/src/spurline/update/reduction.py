@@ -1,4 +1,4 @@
-"""Compute the weights and the normaliser with which token losses become one number per optimizer step.
+"""Compute the loss weights and the normaliser that reduce token losses to one number per optimizer step.
 
 A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both are
 computed for all rows of an optimizer step together, before the rows are divided into micro-batches and among ranks.
@@ -22,19 +22,19 @@ Reduce = Callable[[TrainingBatch], tuple[TrainingBatch, float]]
 
 
 def token_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every loss token the same: w is as in the batch, and Z is the sum of w."""
+    """Weight every loss token equally: w is unchanged, and Z is the sum of w."""
     return batch, _normalizer(float(batch.tokens["loss_weights"].double().sum()))
 
 
 def sequence_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every segment with loss the same: w is divided by its sum in the segment, and Z counts these segments."""
+    """Weight every segment with loss equally: w is divided by its sum per segment, and Z counts segments with loss."""
     return _equal_shares(batch, segment_numbers(batch))
 
 
 def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
-    """Count every prompt with loss the same: w is divided by its sum over the prompt, and Z counts these prompts.
+    """Weight every prompt with loss equally: w is divided by its sum per prompt, and Z counts prompts with loss.
 
-    A prompt is one uid with all its samples and turns; within it every loss token counts the same (ScaleRL, Khatri et
+    A prompt is one uid with all its samples and turns. All its loss tokens count the same (ScaleRL, Khatri et
     al. 2025, arXiv:2510.13786).
     """
     uids = batch.segments["uid"]
@@ -51,7 +51,7 @@ def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
 def fixed_norm(length: int) -> Reduce:
     """Divide by `length` times the number of trajectories (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783).
 
-    The weights are as in the batch, so tokens of long answers count as much as others. Trajectories without loss count
+    The weights are unchanged, so tokens of long answers count as much as other tokens. Trajectories without loss count
     too. A trajectory counts once, even if its turns are in several rows.
     """
 
@@ -75,8 +75,8 @@ def make_reduction(config: ReductionConfig) -> Reduce:
 def reduce_corrected(batch: TrainingBatch, factors: Tensor, reduce: Reduce) -> tuple[TrainingBatch, float]:
     """Reduce a mini-batch with correction factors, float32 [R, L], which are 0 for rejected tokens.
 
-    Rejected tokens get weight 0 before the reduction, so it does not count them. The other factors are applied after
-    the reduction. If applied before it, they would also change Z or the sum of a sequence, and partly cancel out.
+    Rejected tokens get weight 0 before the reduction, so the reduction does not count them. The other factors are
+    applied after it. If applied before it, they would also change Z or a sequence's sum, and partly cancel out.
     """
     accepted = batch.with_tokens(loss_weights=torch.where(factors != 0, batch.tokens["loss_weights"], 0.0))
     reduced, normalizer = reduce(accepted)

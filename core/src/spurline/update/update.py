@@ -1,6 +1,6 @@
 """Train the policy, and the critic if there is one, on one batch: cut it into mini-batches, reduce, and update.
 
-This is core's implementation of the `train_step` hook. There is no other one, but plugins may wrap it. Sources that
+This is core's implementation of the `train_step` hook. It is the only one, but plugins may wrap it. Sources that
 use models have already added logprobs, values and correction factors to the batch. Other sources build batches ahead of
 time on other threads, where they cannot use the models. For these batches, the update computes the logprobs of the
 reference model.
@@ -31,13 +31,13 @@ _SUMMED = ("tokens", "loss_tokens", "time/forward_backward", "time/optimizer")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The way in which one model is trained on a batch.
+    """The components and settings that train one model on a batch.
 
     Attributes:
         minibatches: Cuts the batch into optimizer steps.
         loss: Loss of each optimizer step.
         reduce: Reduction of the token losses.
-        temperature: Temperature with which the batch was sampled; 1 if it was not sampled.
+        temperature: Temperature at which the batch was sampled, or 1 if it was not sampled.
     """
 
     minibatches: MiniBatches
@@ -65,10 +65,10 @@ class Update:
     Args:
         backend: Holds the models.
         policy: How the policy is trained.
-        critic: How the critic is trained; None without a critic.
+        critic: How the critic is trained, or None if there is no critic.
         stepped: Called after each optimizer step with its number and role.
-        done: Optimizer steps before the first batch, by role. They cannot be computed from the step, since a resume may
-            change the number of optimizer steps per step.
+        done: Numbers of optimizer steps before the first batch, by role. They cannot be computed from the step, since a
+            resume may change the number of optimizer steps per step.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ def _name_as_critics(metrics: Mapping[str, float]) -> dict[str, float]:
 def _join(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Join the metrics of optimizer steps.
 
-    Counts and times are summed. `lr` is the last one. `.../max` and `.../min` are extremes. All others are means.
+    Counts and times are summed. `lr` is the last value. `.../max` is a maximum, `.../min` a minimum. Others are means.
     """
     if len(parts) == 1:
         return dict(parts[0])

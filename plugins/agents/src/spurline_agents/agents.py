@@ -1,4 +1,4 @@
-"""Run the agent of an attempt: a Python function, or a program whose supervisor ends all processes of the program.
+"""Run the agent of an attempt: a Python function, or a program. A supervisor ends all processes of a program.
 
 When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function cannot be
 stopped: its thread goes on, but its further requests are refused.
@@ -49,7 +49,7 @@ CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_CACHE HF_HUB_OFFLINE TRANSFORMERS_OFFLINE
 
 @dataclass(frozen=True)
 class Session:
-    """One attempt at one prompt, as its agent sees it."""
+    """The data that an agent gets for one attempt at one prompt."""
 
     base_url: str
     """The attempt's own address, for any OpenAI client. All requests to it become part of the attempt's trajectory. It
@@ -59,7 +59,7 @@ class Session:
     row: Mapping[str, Any]
     """The dataset row."""
     messages: Sequence[Mapping[str, Any]]
-    """The row's conversation up to the answer; empty if the row is no chat."""
+    """The row's conversation up to the answer; empty if the row is not a chat."""
     prompt: str | None
     """The text to continue, if the row is plain text."""
     reference: str | None
@@ -73,7 +73,7 @@ class Session:
 
 
 Agent = Callable[[Session], Awaitable[Any]]
-"""Makes an attempt and returns the agent's result. It ends when it is cancelled."""
+"""A function that makes an attempt and returns the agent's result. It must end when it is cancelled."""
 
 
 def function_agent(path: str) -> Agent:
@@ -87,8 +87,8 @@ def command_agent(command: Sequence[str], pass_env: Collection[str] = (), memory
 
     Args:
         command: The program and its arguments.
-        pass_env: Environment variables that the program gets besides the harmless ones.
-        memory_gb: GiB of address space that each of its processes may take. If None, there is no limit.
+        pass_env: Environment variables that the program gets in addition to those that every program gets.
+        memory_gb: GiB of address space that each process of the program may take. If None, there is no limit.
 
     Raises:
         PluginError: If the program is not found.
@@ -109,7 +109,7 @@ async def _run_program(
     # The program gets address and key in its environment.
     task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
     environment = {**variables, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
-    # With pipes in place of files, a full pipe would block the program.
+    # Files are used instead of pipes, since a full pipe would block the program.
     with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
         given.write(json.dumps(task, default=str).encode() + b"\n")
         given.seek(0)
@@ -120,7 +120,7 @@ async def _run_program(
             stdout=printed,
             stderr=complaints,
             env=environment,
-            # Otherwise Ctrl-C would end the program before the run does.
+            # Otherwise Ctrl-C would end the program before the run can end it.
             start_new_session=True,
         )
         try:
@@ -141,7 +141,7 @@ async def _run_program(
 
 
 def agent_variables(pass_env: Collection[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the harmless variables of this environment and those in `pass_env`.
+    """Return the variables of this environment that are harmless or named in `pass_env`.
 
     Raises:
         ConfigError: If a variable of `pass_env` is not set.
@@ -156,7 +156,7 @@ def agent_variables(pass_env: Collection[str], environment: Mapping[str, str]) -
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    # The address of a proxy may hold a password, with or without `http://` before it.
+    # The address of a proxy may contain a password, with or without `http://` before it.
     has_login = re.search("://[^/]*@", value) or ("@" in value and name.lower().endswith("_proxy"))
     return (name in _HARMLESS.split() or name.startswith("LC_")) and not has_login
 
@@ -169,7 +169,7 @@ def _text_of(file: IO[bytes]) -> str:
 def _ending(code: int) -> str:
     """Describe the exit code of the supervisor.
 
-    It is 128 + the signal's number if the program was killed, and negative if the supervisor was killed.
+    If the program was killed, the code is 128 + the signal's number. It is negative if the supervisor was killed.
     """
     if code < 0:
         return f"its supervisor, which was killed by {signal.Signals(-code).name}"
@@ -211,7 +211,7 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
 
 
 def _processes_with(variable: bytes) -> list[int]:
-    """Return the processes with this variable in their environment; none on systems without /proc."""
+    """Return the ids of processes that have this variable in their environment, or [] on systems without /proc."""
     found: list[int] = []
     for file in Path("/proc").glob("[0-9]*/environ"):
         # A process may have ended, or belong to another user.

@@ -1,6 +1,6 @@
 """Read the bodies of requests as OpenAI's API defines them.
 
-Unknown fields are ignored, as in vLLM's server. Known fields that ask for something unsupported are refused.
+Unknown fields are ignored, as in vLLM's server. A known field with an unsupported value is an error.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status.
-        message: The error in words.
+        message: The error text for people.
         param: The field of the request that is wrong.
-        code: The name of the error for programs.
+        code: A fixed name of the error, for programs.
     """
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
@@ -81,7 +81,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _BYTES_PER_VALUE = 16
-"""A request may have at most `max_body_bytes` divided by this number of JSON values: 256 Ki by default. Python takes up
+"""A request may have at most `max_body_bytes / _BYTES_PER_VALUE` JSON values: 256 Ki by default. Python takes up
 to 50 ms to make 256 Ki values, and stops all other threads for this time."""
 
 _Name = Annotated[str, Field(max_length=1024)]
@@ -92,13 +92,13 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. With `include_usage`, its last chunk has the counts of tokens."""
+    """Options of a stream. If `include_usage`, its last chunk has the token counts."""
 
     include_usage: bool = False
 
 
 class Body(BaseModel):
-    """The fields that both kinds of requests have."""
+    """The fields that requests for chat and for text completions share."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -116,7 +116,7 @@ class Body(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """Return the longest response that the request allows."""
+        """Return the maximum number of response tokens that the request allows."""
         return self.max_tokens
 
     @property
@@ -148,7 +148,7 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return all prompts. Raises ApiError if there is none, or if one is neither text nor token ids."""
+        """Return all prompts. Raises ApiError if there is no prompt, or if one is neither text nor token ids."""
         prompts: list[Any] = (
             self.prompt if isinstance(self.prompt, list) and not _is_prompt(self.prompt) else [self.prompt]
         )
@@ -174,7 +174,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
         raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
         max_bytes: Size limit of requests. It also determines how many JSON values a request may have.
-        ignore_sampling: Whether to ignore fields that ask for another distribution.
+        ignore_sampling: Whether to ignore fields that would change the run's sampling distribution.
 
     Raises:
         ApiError: If the request is malformed, or a field is wrong or not supported. The error names the field.
@@ -211,7 +211,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
 
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
-    """Return the sampling of the run with the changes that this request asks for, within the run's limits."""
+    """Return the run's sampling with the changes that this request asks for, within the run's limits."""
     most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
     sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
     if ignore_sampling:
@@ -225,7 +225,7 @@ def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling
 
 
 def sampling_error(name: str, value: str, instead: str) -> ApiError:
-    """Return the error of a request that asks for another distribution than the run's."""
+    """Return the error for a request that would change the run's sampling distribution."""
     return ApiError(
         400,
         f"{name} is {value}, but this run {instead}, and cannot train on tokens that are sampled differently. "
@@ -236,7 +236,7 @@ def sampling_error(name: str, value: str, instead: str) -> ApiError:
 
 
 def _require_few_values(raw: bytes, max_bytes: int) -> None:
-    """Raise ApiError for a body that would take long to parse."""
+    """Raise ApiError if the body may contain so many JSON values that parsing would take long."""
     most = max(1024, max_bytes // _BYTES_PER_VALUE)
     count = sum(map(raw.count, (b"[", b"{", b":", b",")))
     if count > most:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HarnessConfig(EnvironmentConfig):
-    """An agent that takes the base URL of an OpenAI-compatible endpoint."""
+    """An agent that talks to the model through an OpenAI-compatible endpoint, given its base URL."""
 
     retired: ClassVar[tuple[str, ...]] = (
         "max_buffered_bytes",
@@ -35,7 +35,7 @@ class HarnessConfig(EnvironmentConfig):
     """The agent: `my_module:my_function` or `file.py:my_function`. It gets a session (base URL, key, row) and returns
     the attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A program with its arguments, in place of `agent`. It is started for each attempt, and reads the row as JSON from
+    """A program with its arguments, instead of `agent`. It is started for each attempt, and reads the row as JSON from
     its standard input. The last line that it prints is the rewards as JSON."""
     pass_env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], OnResume.FREE] = ()
     """Names of environment variables that the program gets, besides harmless ones such as PATH, HOME and LANG. It gets
@@ -48,18 +48,18 @@ class HarnessConfig(EnvironmentConfig):
     """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
     rewrites them is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
     ignore_sampling: bool = False
-    """Ignore the temperature, top_p, top_k, penalties and seed of a request. Without it, a request that asks for other
-    sampling than the run's is refused."""
+    """Ignore the temperature, top_p, top_k, penalties and seed of a request. If false, a request that asks for
+    sampling different from the run's is refused."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=128, gt=0)
-    """Turns of the model that one attempt may ask for. Further requests are refused."""
+    """Maximum number of turns of the model in one attempt. Further requests are refused."""
     host: Annotated[str, OnResume.FREE] = "127.0.0.1"
     """Address to listen on. Other machines can connect to an address that is not loopback; they need the key too."""
     port: Annotated[int, OnResume.FREE] = Field(default=0, ge=0, le=65535)
     """Port to listen on. With 0, the system chooses a free one."""
     public_url: Annotated[str | None, OnResume.FREE] = Field(default=None, pattern=r"^https?://[^/]+")
-    """The address that agents get in place of host and port, such as `http://10.0.0.3:8000`."""
+    """The address that agents get instead of host and port, such as `http://10.0.0.3:8000`."""
     max_body_bytes: Annotated[int, OnResume.FREE] = Field(default=4 * 2**20, gt=0)
-    """Size limit of a request. Brackets, braces, colons and commas together may be at most 1/16 of this number."""
+    """Limit of a request's bytes. Brackets, braces, colons and commas together may be at most 1/16 of this number."""
     request_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that one request may take. This includes waiting for the engine and for an update of the weights."""
 

@@ -75,7 +75,7 @@ class HarnessEnvironment:
         return await self._trajectory(live, session, value)
 
     def close(self) -> asyncio.Task[None] | None:
-        """Close the rewards and the server, if it was started. Return a task to await until the server has ended."""
+        """Close the rewards and the server, if it was started. Return a task that ends once the server has stopped."""
         close_all(self._rewards)
         server, self._server = self._server, None
         return None if server is None else asyncio.get_running_loop().create_task(server.stop())

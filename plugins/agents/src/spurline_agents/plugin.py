@@ -1,4 +1,4 @@
-"""Register the environment `harness`; imports neither torch nor aiohttp."""
+"""Register the environment `harness`. This module imports neither torch nor aiohttp."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
 A stream begins only when the turn is finished, so that an error before that can still set the HTTP status. `token_ids`
-and `prompt_token_ids` are at the same places as in answers of vLLM's server.
+and `prompt_token_ids` have the same positions in the JSON as in answers of vLLM's server.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from spurline_text.rows.rows import BadRowError
 T = TypeVar("T")
 
 MODEL_NAME = "policy"
-"""The name of the only model in `/v1/models`. Requests may give any name."""
+"""The name of the only model in `/v1/models`. Requests may give any model name."""
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot express. vLLM's server does the same."""
+"""Replaces minus infinity, which JSON cannot express. vLLM's server does the same."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Choice:
     Attributes:
         text: The answer without end token, special tokens and stop text.
         finish_reason: `stop`, `length` or `tool_calls`.
-        result: The tokens and logprobs of the answer, which are trained on.
+        result: The tokens and logprobs of the answer, for training.
         prompt_ids: The tokens of the prompt.
         tool_calls: The tool calls in OpenAI's format.
     """
@@ -136,7 +136,7 @@ class Answering:
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
-            # The policy refuses sampling that it cannot train on. If the request asked for that, tell its client.
+            # The policy refuses sampling that it cannot train on. If the request set it, the client gets the error.
             for name in ("temperature", "top_p", "top_k"):
                 if getattr(sampling, name) != getattr(run, name):
                     own = f"samples with {getattr(run, name):g}"
@@ -151,7 +151,7 @@ class Answering:
         result = reply.result
         prompt = session.policy.prompt_of(result)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # If one call is malformed, the agent gets the whole answer as text. A name may hold half of a surrogate pair,
+        # If one call is malformed, the agent gets the whole answer as text. A name may contain half a surrogate pair,
         # which no client can send back.
         if not calls or any(call.problem or not call.name.isprintable() for call in calls):
             return Choice(self._text(result, body), result.finish_reason, result, prompt)
@@ -175,7 +175,7 @@ class Answering:
             return prompt
         [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
         ids = list(encoding.ids)
-        # Some tokenizers add an end token to every text. The model could not continue after it.
+        # Some tokenizers add an end token to every text. The model could not continue the text after it.
         if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
             ids.pop()
         return ids
@@ -262,7 +262,7 @@ def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Seque
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, choice: Choice) -> list[tuple[str, float]]:
-    """Return text and logprob of each token. A logprob is from the distribution that the token was sampled from."""
+    """Return the text of each token, and its logprob under the distribution that it was sampled from."""
     texts = [str(tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
     logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
     return list(zip(texts, logprobs, strict=True))

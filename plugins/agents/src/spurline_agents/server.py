@@ -1,6 +1,6 @@
 """Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
 
-One server serves all attempts, on the event loop of the environment. Each attempt has an address of its own:
+One server serves all attempts, on the event loop of the environment. Each attempt has its own address:
 `/sessions/ID/v1`.
 """
 
@@ -48,12 +48,12 @@ _STOP_TIMEOUT_S = 10.0
 _MOST_CONNECTIONS = 4096
 _BACKLOG = 1024
 _MOST_CALLS = 64
-"""Requests of one session that may be under way. Each keeps a connection open."""
+"""Maximum number of running requests of one session. Each keeps a connection open."""
 _BYTES_PER_TOKEN = 32
 """Writing one token of an answer takes about as long as reading this many bytes of a request."""
 
 _quiet = logging.getLogger("spurline_agents.http")
-# The client gets an answer to broken HTTP. A log line for each such request could fill the disk.
+# A client that sends invalid HTTP gets an error. A log line for each of these requests could fill the disk.
 _quiet.setLevel(logging.CRITICAL)
 
 
@@ -68,8 +68,8 @@ class HarnessServer:
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # The key of a session is computed from its name, so a wrong key is refused alike whether the session is open,
-        # has ended, or never existed.
+        # The key of a session is computed from its name. So a wrong key gets the same answer, whether the session is
+        # open, has ended, or never existed.
         self._secret = secrets.token_bytes(32)
         self._answering = Answering(tokenizer, config)
         self._sessions: dict[str, LiveSession] = {}
@@ -94,7 +94,7 @@ class HarnessServer:
             app,
             logger=_quiet,
             access_log=None,
-            # When a client hangs up, its request is cancelled.
+            # When a client closes its connection, its request is cancelled.
             handler_cancellation=True,
             keepalive_timeout=_IDLE_TIMEOUT_S,
             shutdown_timeout=_STOP_TIMEOUT_S,
@@ -119,8 +119,8 @@ class HarnessServer:
     def _accept(self) -> asyncio.Protocol:
         """Return the protocol of a new connection.
 
-        At most half of the files that the process may open are connections. At this limit, a new connection replaces
-        the one that has been idle longest. So no agent can block the others with idle connections.
+        Connections use at most half of the files that the process may open. At this limit, the connection that has been
+        idle longest is closed for the new one. So no agent can block other agents with idle connections.
         """
         server = self._runner and self._runner.server
         assert server is not None
@@ -141,7 +141,7 @@ class HarnessServer:
             since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
             if transport is None or since == math.inf:
                 return _Refusal()
-            # An orderly end would wait for the client to read.
+            # `close` would wait until the client has read everything.
             transport.abort()
         protocol = server()
         self._idle_since[protocol] = now
@@ -159,7 +159,7 @@ class HarnessServer:
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
     async def end(self, name: str) -> None:
-        """Stop serving this session. Cancel its requests that are under way; they are not recorded."""
+        """Stop serving this session. Cancel its running requests, which are not recorded."""
         session = self._sessions.pop(name, None)
         if session is not None:
             await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
@@ -201,7 +201,7 @@ class HarnessServer:
             self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
     def _authorize(self, request: web.Request) -> None:
-        """Raise ApiError for a wrong key, whether the session exists or not."""
+        """Raise ApiError if the key is wrong, whether or not the session exists."""
         base, _, path = request.path.lstrip("/").partition("/")
         if base != "sessions":
             # No handler serves this path, so the answer is 404.
@@ -274,7 +274,7 @@ class HarnessServer:
         return response
 
     async def _in_session(self, session: LiveSession, call: asyncio.Future[T]) -> T:
-        """Return the result of `call`. Cancel it when its client hangs up, its session ends or its time is up."""
+        """Return the result of `call`. Cancel it if its client disconnects, its session ends or its time is up."""
         session.calls.add(call)
         try:
             await asyncio.wait([call], timeout=self._config.request_timeout_s)
@@ -294,7 +294,7 @@ class HarnessServer:
 
 
 class _Refusal(asyncio.Protocol):
-    """Answers a connection beyond the limit with status 503, and closes it."""
+    """A protocol that answers a connection beyond the limit with status 503, and closes it."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

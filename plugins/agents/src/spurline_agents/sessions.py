@@ -1,7 +1,7 @@
 """Keep the state of one attempt on the server: its turns, its conversations, its running requests, and its failure.
 
-The API has no state, so a client sends the whole conversation with each request. A session finds earlier turns of the
-model in it by their text, and uses the tokens that the model wrote. If it finds none, a new conversation begins.
+The API has no state, so a client sends the whole conversation with each request. A session finds the model's earlier
+turns in it by their text, and reuses the tokens that the model generated. If it finds none, a new conversation begins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ T = TypeVar("T")
 SMALL_BYTES = 16 * 1024
 """A request up to this size is read on the event loop, which takes a few milliseconds. A thread would not be faster."""
 _MOST_BODIES = 4
-"""Bodies of one session that are in memory at a time. Further requests wait."""
+"""Maximum number of request bodies of one session in memory. Further requests wait."""
 _REFUSALS = 16
-"""Requests beyond the limit of turns that are refused before the attempt is ended."""
+"""Number of requests beyond `max_turns` that are only refused. The next one ends the attempt with an error."""
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
-    """Return the parts that two messages must share to count as the same.
+    """Return the parts of a message that must be equal if two messages are to count as the same.
 
     Clients change other parts of an assistant message when they send it back, and some strip white space.
     """
@@ -53,12 +53,12 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 class DeliveredPolicy:
-    """A PolicyHandle without the turns that no client has received, for example because a client hung up."""
+    """A PolicyHandle that leaves out turns that no client has received, for example because the client disconnected."""
 
     def __init__(self, policy: PolicyHandle) -> None:
         self._policy = policy
         self.sampling = policy.sampling
-        # The results in the order of the requests, like `policy.turns`. None: the result has not come yet.
+        # The results in the order of the requests, like `policy.turns`. An entry is None until its result comes.
         self._results: list[GenerationResult | None] = []
         # Prompts by the `id` of their result.
         self._prompts: dict[int, Sequence[int]] = {}

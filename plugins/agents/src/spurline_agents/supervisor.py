@@ -2,9 +2,9 @@
 
 The run starts one supervisor for the program of each attempt: `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`
 with the arguments of `main`. On Linux the supervisor is the subreaper of all descendants of the program, including
-those that leave its session or lose their parent. It ends them all when the program ends, when the supervisor gets
-SIGTERM, and when the run dies. If the supervisor is killed, the kernel kills the program, and the module `agents` kills
-the other processes. On other systems the supervisor ends only the program's process group.
+processes that leave its session or lose their parent. It ends all of them when the program ends, when the supervisor
+gets SIGTERM, or when the run dies. If the supervisor is killed, the kernel kills the program, and the module `agents`
+kills the other processes. On other systems the supervisor ends only the program's process group.
 
 The supervisor keeps only the end of the program's output, so that a long output fills neither memory nor disk. It exits
 with the program's exit code, or with 128 + the number of the signal that killed the program. It imports only the
@@ -66,7 +66,7 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
     Args:
         run: Process id of the parent.
         grace_s: Seconds that the program may take to end by itself after SIGTERM.
-        memory_bytes: Address space of each of its processes; 0 for no limit.
+        memory_bytes: Address space of each process of the program, or 0 for no limit.
         command: The program and its arguments.
     """
     if _ON_LINUX:
@@ -75,13 +75,13 @@ def main(run: int, grace_s: float, memory_bytes: int, command: list[str]) -> int
         if os.getppid() != run:
             return 128 + signal.SIGTERM
     printed, complaints = Tail(STDOUT_KEPT), Tail(STDERR_KEPT)
-    # Without its handler, which is set after the fork, SIGTERM would end the supervisor but not the program.
+    # Block SIGTERM until its handler is set. Before that, SIGTERM would end the supervisor but not the program.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     supervisor, program = os.getpid(), os.fork()
     if program == 0:
         _become(command, supervisor, printed.writer, complaints.writer, memory_bytes)
     with suppress(OSError):
-        # The program does the same, so that the group exists whichever process is faster.
+        # The program makes the same call, so the group exists no matter which process is faster.
         os.setpgid(program, program)
     signal.signal(signal.SIGALRM, lambda *_: _kill(program))
     signal.signal(signal.SIGTERM, lambda *_: _ask_to_end(program, grace_s))
@@ -162,7 +162,7 @@ def _descendants() -> list[int]:
     for name in os.listdir("/proc") if _ON_LINUX else ():
         if name.isdecimal():
             with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                # The line is: pid (name) state parent ... The name may hold spaces and parentheses.
+                # The line is: pid (name) state parent ... The name may contain spaces and parentheses.
                 children.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
     found = [os.getpid()]
     for process in found:

@@ -1,4 +1,4 @@
-"""Register the asynchronous source, its engines, and the transports of weights."""
+"""Register the asynchronous rollout sources, their engines and weight transports, and two report panels."""
 
 from __future__ import annotations
 

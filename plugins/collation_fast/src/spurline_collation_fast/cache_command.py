@@ -1,7 +1,7 @@
 """Commands that list, check and clean the cache of tokenized data.
 
-An entry point adds them to `spurline`. Only the commands themselves import numpy and the cache, so `spurline --help`
-stays quick.
+An entry point adds the commands to `spurline`. numpy and the cache are imported only inside a command, so
+`spurline --help` stays quick.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _DAY_S = 86400
 
 @app.command("list")
 def list_entries(cache_dir: CacheDirOption = None) -> None:
-    """Show the entries and the folder."""
+    """Show the entries of the cache, and its folder."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -104,9 +104,9 @@ def prune(
 
 
 def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
-    """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print them.
+    """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print their names.
 
-    Returns the number of entries, of removed ones, of their bytes, and of entries that cannot be read or removed.
+    Returns four numbers: entries, removed entries, freed bytes, and entries that could not be read or removed.
     """
     from spurline_collation_fast.cache.entry import DamagedEntry
     from spurline_collation_fast.cache.folder import entry_paths, remove

@@ -1,8 +1,8 @@
-"""Collators `padded`, `packed` and `rollouts`, vectorized. Their batches equal the reference collators' bit for bit.
+"""Vectorized collators `padded`, `packed` and `rollouts`. They make the reference collators' batches, bit for bit.
 
 Data flow: TokenView or FlatTurns -> FlatSegments -> rows -> TrainingBatch. Both inputs are flat arrays already,
-so describing their segments copies only bounds. This module plans the rows; the loops over samples and tokens are
-compiled.
+so FlatSegments refers to their tokens and copies only the bounds of segments. This module plans the rows. The loops
+over samples and tokens are compiled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placeme
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
-"""Sample positions row by row, row offsets into them, and the first column of each sample, which is 0."""
+"""The positions of samples, row by row; the offset of each row in them; and the first column of each sample, 0."""
 
 
 def flat_samples(view: TokenView) -> FlatSegments:
@@ -35,7 +35,7 @@ def flat_samples(view: TokenView) -> FlatSegments:
     offsets = np.asarray(store.offsets)
     begins = offsets[indices]
     lengths = offsets[indices + 1] - begins
-    # Nothing predicts a first token, so its mask is skipped.
+    # No prediction exists for the first token of a sample, so its mask is skipped.
     skips = np.minimum(lengths, 1)
     nothing = np.zeros(len(indices), np.int32)
     return FlatSegments(
@@ -54,14 +54,14 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
     """Describe turns as segments."""
     prompts, lengths = turns.num_prompt, turns.lengths
     begins, response_begins = _starts(lengths), _starts(turns.num_response)
-    # Nothing predicts the first token of a segment, even without a prompt.
+    # No prediction exists for the first token of a segment, even if it is not a prompt token.
     skips = np.maximum(prompts, np.minimum(lengths, 1))
     values = {"loss_weights": FlatColumn(turns.columns["loss_mask"], response_begins + (skips - prompts), skips)}
     for name, field in RESPONSE_COLUMNS.items():
         if field in turns.columns:
             values[name] = FlatColumn(turns.columns[field], response_begins, prompts)
     if turns.routed_experts is not None:
-        # One entry per token, prompt included.
+        # Prompt tokens have routed experts too, so nothing is skipped.
         values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
     uids, samples, numbers = list(turns.uids), turns.samples, turns.numbers
     return FlatSegments(
@@ -77,7 +77,7 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
 
 
 def _read_only(values: NDArray[Any]) -> NDArray[Any]:
-    """Return a read-only view, so that numba sees one type for arrays in memory and for mapped ones."""
+    """Return a read-only view, so that numba sees the same type for arrays in memory and for mapped arrays."""
     view = np.asarray(values).view()
     view.flags.writeable = False
     return view
@@ -103,7 +103,7 @@ class FastPaddedCollator:
         self._writer = RowWriter(pad_token_id)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        """Return rows [R, L]: R is a multiple of the ranks, L the longest sample, rounded up as configured."""
+        """Return rows [R, L]. R is a multiple of the number of ranks. L is the longest sample, rounded up."""
         return self._lay_out(flat_samples(samples), _dealt_out)
 
     def _lay_out(self, segments: FlatSegments, rows_of: Callable[[int, int], Rows]) -> TrainingBatch:
@@ -112,13 +112,13 @@ class FastPaddedCollator:
         length = round_up(int(lengths.max(initial=1)), self._multiple)
         if self._config.pad_side == "left":
             starts = length - lengths[positions]
-        # The user of a batch may write to its offsets, so each batch gets a copy of the cached ones.
+        # The user of a batch may write to its offsets, so each batch gets a copy of the cached offsets.
         return self._writer.write(segments, Placement(positions, row_offsets.copy(), starts, length))
 
 
 @functools.lru_cache(maxsize=8)
 def _dealt_out(count: int, num_ranks: int) -> Rows:
-    """Give sample i to rank i mod ranks. The rows of a rank lie together, and rows beyond the samples stay empty."""
+    """Give sample i to rank i mod `num_ranks`. A rank's rows are adjacent, and rows beyond the samples stay empty."""
     sample_of_row = np.arange(round_up(max(count, 1), num_ranks)).reshape(-1, num_ranks).T.ravel()
     filled = sample_of_row < count
     row_offsets = np.zeros(len(filled) + 1, np.int64)
@@ -138,7 +138,7 @@ class FastPackedCollator:
         self._writer = RowWriter(pad_token_id)
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
-        """Return rows [R, L]: R is a multiple of the ranks, L is at most `max_tokens`.
+        """Return rows [R, L]. R is a multiple of the number of ranks, and L is at most `max_tokens`.
 
         Raises DataError if a sample, rounded up to the alignment, is longer than `max_tokens`.
         """
@@ -166,10 +166,10 @@ class FastPackedCollator:
 
 
 class FastRolloutsCollator(FastPaddedCollator):
-    """Lays out one turn per row, and tokenized samples as `padded` does."""
+    """Lays out one turn per row. Tokenized samples are laid out as by `padded`."""
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Return the turns in order [R, L]. Padding rows at the end make R a multiple of the ranks."""
+        """Return the turns in order, as rows [R, L]. Empty rows at the end make R a multiple of the rank count."""
         return self.collate_flat([FlatTurns.of(trajectories)])
 
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
@@ -186,18 +186,18 @@ def _in_order(count: int, num_ranks: int) -> Rows:
 def pack_rows(
     lengths: Table, align_to: int, capacity: int, num_ranks: int, algorithm: PackingAlgorithm
 ) -> tuple[Table, Table, Table, int, float]:
-    """Pack samples into rows exactly as core's `packing.pack` does with the aligned lengths.
+    """Pack samples into the rows that core's `packing.pack` would return for their aligned lengths.
 
     Args:
         lengths: Tokens of each sample; at most `capacity` when rounded up to `align_to`.
         align_to: Samples begin at multiples of this.
         capacity: Tokens that a row may hold.
-        num_ranks: The number of rows R is a multiple of this; rows lie rank by rank.
+        num_ranks: The number of rows R is a multiple of this. The rows of a rank are adjacent.
         algorithm: The packing algorithm.
 
     Returns:
-        Sample positions row by row [S], row offsets into them [R + 1], the column at which each segment begins [S],
-        the tokens of the fullest row, and the tokens of the fullest rank divided by the mean of all ranks.
+        Sample positions, row by row [S]; the offset of each row in them [R + 1]; the column at which each segment
+        begins [S]; the tokens of the fullest row; and the tokens of the fullest rank divided by the mean of all ranks.
     """
     aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
     order, row_of, scratch = (np.empty(len(lengths), np.int64) for _ in range(3))
@@ -228,7 +228,7 @@ def _most_rows(lengths: Table, capacity: int) -> int:
 
 
 def _empty_rows(num_rows: int, capacity: int) -> Table:
-    """Return the tree of `first_fit`, with a leaf for each row."""
+    """Return the tree that `first_fit` needs for this many empty rows."""
     leaves = 1 << max(0, num_rows - 1).bit_length()
     return np.full(2 * leaves, capacity, np.int64)
 

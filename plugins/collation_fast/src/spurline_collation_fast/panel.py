@@ -1,6 +1,6 @@
-"""Report panel `collation`: how long batches took to build, and how long training waited for them.
+"""Report panel `collation`: the time to build each batch, and the time that training waited for it.
 
-It reads the metrics of prefetch `async`. The report's time panel shows the totals.
+The panel reads the metrics of prefetch `async`. The report's time panel shows the totals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMES = ("time/collate", "time/collate_wait", "collation/hidden")
 
 
 class CollationPanel(Panel):
-    """Plots of the building and waiting time per step, and of the share of building that training did not wait for."""
+    """Plots of the time to build a batch, the time to wait for it, and the share of building hidden behind training."""
 
     title = "Collation"
 

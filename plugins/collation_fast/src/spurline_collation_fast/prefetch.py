@@ -1,7 +1,7 @@
 """Prefetch `async`: build the batches of the next steps on another thread while a step trains.
 
 Data flow: source (or evaluation) -> build(step) -> batches in order -> loop. The order of the data is a pure
-function of the step, so `core/serial` makes equal batches. A resumed run builds again what was built ahead.
+function of the step, so `core/serial` makes equal batches. A resumed run repeats the builds that were ahead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AsyncPrefetch:
         self._building: int | None = None
         self._has_overrun = False
         self._metrics: dict[str, float] = {}
-        # A caller may start a run while it handles an error. That error is not the one that ends the run.
+        # If a caller starts a run while it handles an error, that error is not the error that ends the run.
         self._handled_outside = sys.exc_info()[1]
 
     def start(self, step: int) -> None:
@@ -73,7 +73,7 @@ class AsyncPrefetch:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of building and waiting, and the share of the building that nobody waited for."""
+        """Return the last batch's seconds of building and waiting, and the share of building hidden behind training."""
         return dict(self._metrics)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class AsyncPrefetch:
         """
         dropped = [*self._in_flight]
         self._in_flight.clear()
-        # Newest first. Otherwise the thread could begin a build that is about to be cancelled.
+        # Cancel the newest build first. Otherwise the thread could begin a build that is about to be cancelled.
         for _, future in reversed(dropped):
             future.cancel()
         # Every batch is released, even if releasing another one fails.
@@ -159,7 +159,7 @@ class AsyncPrefetch:
         # This wait needs no limit: `close` wakes the thread, and a daemon thread ends with the process.
         while (work := self._work.get()) is not None:
             self._build_one(*work)
-            # `work` keeps the batch alive, which must not happen while this thread waits for more work.
+            # Without this, `work` would keep the batch alive while this thread waits for more work.
             del work
 
     def _build_one(self, step: int, future: Future[Timed]) -> None:

@@ -52,8 +52,8 @@ class FlatSegments(NamedTuple):
         begins: int64 [n].
         lengths: int64 [n].
         values: `loss_weights` and optional columns, by name.
-        uids: Returns the uids of the segments at some positions. A batch keeps this function, so it must not keep
-            the tokens alive.
+        uids: Returns the uids of the segments at some positions. A batch keeps this function, so the function must not
+            keep the tokens of rollouts alive.
         samples: int32 [n], number of the sample of each segment.
         turns: int32 [n], number of the turn of each segment.
         name: Returns the name of the segment at a position, for messages.
@@ -86,7 +86,7 @@ class Placement(NamedTuple):
 
 
 class Lease:
-    """Columns in memory that a pool lends until they are released. Any thread may release them, also twice."""
+    """Columns in memory that a pool lends until they are released. Any thread may release them, more than once too."""
 
     def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
         self._pool = pool
@@ -95,7 +95,7 @@ class Lease:
         self.tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def release(self) -> None:
-        """Return the memory to the pool. Nothing may read, write or copy the columns at this time or later."""
+        """Return the memory to the pool. The caller ensures that no code uses or copies the columns from now on."""
         pool = self._pool
         with pool.lock:
             buffer, self._buffer = self._buffer, None
@@ -131,7 +131,7 @@ class BufferPool:
             for place in reversed(range(len(self.free))):
                 if len(self.free[place]) >= size:
                     return self.free.pop(place)
-            # All are too small. Drop the oldest, so that small buffers do not fill the pool for good.
+            # All free buffers are too small. Drop the oldest, so that small buffers do not fill the pool forever.
             if self.free:
                 self.free.pop(0)
         return _allocate(size + size // 8)
@@ -142,7 +142,7 @@ def _allocate(size: int) -> Buffer:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         buffer = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, pin_memory=True).numpy()
     else:
-        # numpy asks the kernel for huge pages, torch does not.
+        # numpy asks the kernel for huge pages, but torch does not.
         buffer = np.empty(size + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     return buffer[start : start + size]
@@ -182,7 +182,7 @@ class RowWriter:
             self._pad_token_id,
             *(lease.arrays[name] for name in _ALWAYS),
         )
-        # The batch computes these columns when somebody reads them, and must not keep the tokens of the segments alive.
+        # The batch computes these columns when they are read. Its functions must not keep `segments.tokens` alive.
         uids, samples, turns, lengths = segments.uids, segments.samples, segments.turns, segments.lengths
         return TrainingBatch(
             tokens=lease.tensors,

@@ -12,7 +12,7 @@ from spurline_ranks.backend import RankBackend
 
 
 class FsdpBackend(RankBackend):
-    """A `Backend` with the protocols `Generates`, `MakesBuckets`, `TrainsAdapters` and `YieldsDevice`."""
+    """A `Backend` that implements `Generates`, `MakesBuckets`, `TrainsAdapters` and `YieldsDevice`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         self._check_device_here("asked for continuations")

@@ -34,17 +34,17 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of copies of the sharded model, usually one for each machine. With more copies, ranks need more memory,
-    and machines send less to each other."""
+    """Number of copies of the sharded model, usually one for each machine. More copies need more memory on each rank,
+    and less communication between machines."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of ranks that share each sequence. For sequences that are too long for one rank."""
+    """Number of ranks that share each sequence. Use it for sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the experts of a mixture-of-experts model."""
     cpu_offload: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Keep weights, gradients and optimizer in the memory of the host. This saves device memory, but is slower."""
+    """Keep weights, gradients and optimizer state in host memory. This saves device memory, but is slower."""
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Free the gathered weights of a layer after its forward pass. `false` keeps them until its backward pass, which
-    needs more memory and sends less."""
+    """Free the gathered weights of a layer after its forward pass. With `false`, they stay until the backward pass
+    of the layer. This needs more memory, but less communication."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
@@ -93,9 +93,9 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
             freezes=True,
             checkpoint_reader="spurline_fsdp_backend.trained_model:read_weights",
             adapter_reader="spurline_fsdp_backend.trained_model:read_adapter",
-            # Replay and balance add hooks to routers. Because of the hooks, compiled layers would be compiled again.
+            # Expert replay and load balancing add hooks to routers, and compiled layers would be recompiled for them.
             replays_experts=not self.compile,
-            # With `context` a rank sees only parts of sequences.
+            # If `context` is above 1, a rank sees only parts of sequences.
             balances_experts=not self.compile and self.context == 1,
         )
 

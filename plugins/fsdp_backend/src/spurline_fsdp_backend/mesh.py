@@ -1,6 +1,6 @@
-"""Open the groups of ranks that shard weights, share sequences and divide experts.
+"""Open the process groups of ranks that shard weights, share sequences and divide experts.
 
-Ranks are numbered machine by machine, so neighbouring ranks, which share a sequence, are on one machine if possible.
+Neighbouring ranks share a sequence. Ranks are numbered machine by machine, so neighbours share a machine if possible.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Meshes:
         sharding: The ranks that shard parameters. If `replicas` is above 1, the mesh has two dimensions: first
             the replicas, then the ranks that shard one replica.
         context: The ranks that share the sequences of this rank. None if each rank has its own sequences.
-        experts: The first dimension has the ranks that hold parts of the same experts, the second has the ranks that
-            divide all experts. None if experts are not divided.
-        alone: A mesh of only this rank. None if experts are not divided.
+        experts: A mesh of two dimensions: first the ranks that hold parts of the same experts, then the ranks among
+            which all experts are divided. None if experts are not divided.
+        alone: A mesh that has only this rank. None if experts are not divided.
     """
 
     sharding: DeviceMesh
@@ -41,7 +41,7 @@ class Meshes:
 
 
 def make_meshes(config: FsdpBackendConfig, place: Place) -> Meshes:
-    """Open the groups. A collective."""
+    """Open the groups. This is a collective."""
     device, context = config.on, config.context
     if config.replicas > 1:
         shape, names = (config.replicas, place.world // config.replicas), (REPLICA, SHARD)

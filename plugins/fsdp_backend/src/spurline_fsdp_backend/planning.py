@@ -1,6 +1,6 @@
-"""Plan the division among ranks: describe it, refuse models that do not fit it, and estimate memory.
+"""Plan how ranks divide the model: describe the division, refuse models that do not fit it, and estimate memory.
 
-This reads the config and the shapes of the model, but no weights. The estimate is for the rank that needs most memory.
+Plans need the config and the shapes of the model, but no weights. The estimate is for the rank that needs most memory.
 The bytes of weights, gradients and optimizer are exact sums over the parts of tensors on this rank. FSDP2 gathers
 weights and sums gradients group by group. Each decoder layer is a group. All other parameters are one more group, which
 stays gathered until the backward pass.
@@ -30,7 +30,7 @@ _WEIGHT_BYTES = 4
 
 
 def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
-    """Yield sentences on ranks, machines and groups."""
+    """Yield sentences about ranks, machines and groups."""
     ranks, local = config.num_ranks, ranks_of_machine(config)
     sharing = f" x {config.context} context" if config.context > 1 else ""
     yield from describe_ranks(config, f"{config.layout().data} data{sharing}")
@@ -45,7 +45,7 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
     if config.context > 1:
         yield f"{config.context} neighbouring ranks share each sequence"
         if local is not None and local % config.context:
-            yield f"groups of context span several machines, as a machine has {local} ranks: slow"
+            yield f"groups of context span several machines, which is slow: a machine has {local} ranks"
     if config.expert > 1:
         yield f"{config.expert} neighbouring ranks divide the experts of each layer"
     if config.cpu_offload:
@@ -75,7 +75,7 @@ def _heads(model: Any) -> int | None:
 
 
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that need less memory. Those that cost least time come first."""
+    """Yield changes of settings that save memory. Changes that cost least time come first."""
     if not config.activation_checkpointing:
         yield {"activation_checkpointing": True}
     if not (config.offload_activations or config.compile) and config.on == "cuda":
@@ -91,15 +91,15 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    # A plan adds these changes up. This one undoes `cpu_offload`: with more ranks the model fits without it.
+    # A plan accumulates these changes. The last changes undo `cpu_offload`: with more ranks the model fits without it.
     yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))
 
 
 def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of the fullest rank in a step of so many tokens. Raises ModelError, ConfigError.
+    """Estimate the memory of the fullest rank in a step of `tokens` tokens. Raises ModelError, ConfigError.
 
-    With `cpu_offload` the host holds weights, gradients and optimizer. If the number of ranks on a machine is not
-    known, the memory of the host is counted as 0.
+    With `cpu_offload` the host holds weights, gradients and optimizer state. If the number of ranks on a machine is not
+    known, the estimate of host memory is 0.
     """
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
@@ -117,7 +117,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
         # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32.
         "gradients being summed": (computed + 4) * max(map(num_values, groups)),
         "activations": microbatch * on_device,
-        # The backward pass has log-softmax and its gradient in fp32, and the gradient of the logits as computed.
+        # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed),
     }
     kept, gradients = _kept(config, run, shapes)
@@ -133,7 +133,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
 
 
 def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[dict[str, int], int]:
-    """Return the bytes that a rank keeps from step to step, by part, and the bytes of its gradients."""
+    """Return the bytes that a rank keeps between steps, for each part, and the bytes of its gradients."""
     trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
     frozen_bytes = _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
     weights = _WEIGHT_BYTES * num_values(trained) + frozen_bytes * num_values(frozen)
@@ -154,9 +154,9 @@ def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: in
 
 
 def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
-    """Count the gathered weights of a rank at its peak: the group outside of layers, and two layers.
+    """Count the weights that a rank has gathered at its peak: the parameters outside of layers, and two whole layers.
 
-    The second layer is gathered early. Without `reshard_after_forward` all layers count.
+    FSDP2 gathers the second layer in advance. Without `reshard_after_forward`, all layers stay gathered.
     """
     everything = _gathered(config, {**shapes.frozen, **shapes.trained})
     root, *layers = map(num_values, _groups(shapes, everything))
@@ -164,7 +164,7 @@ def _gathered_values(config: FsdpBackendConfig, shapes: Shapes) -> int:
 
 
 def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
-    """Return the groups of parameters that are gathered together: first those outside of layers, then each layer."""
+    """Return the groups of parameters that are gathered together: one outside of layers, then one for each layer."""
     layers: dict[str, dict[str, tuple[int, ...]]] = {f"{name}.": {} for name in shapes.blocks}
     root: dict[str, tuple[int, ...]] = {}
     for name, shape in parts.items():
@@ -174,7 +174,7 @@ def _groups(shapes: Shapes, parts: ShapeByName) -> list[ShapeByName]:
 
 
 def _local(config: FsdpBackendConfig, parts: ShapeByName) -> ShapeByName:
-    """Return the shape of the fullest rank's part of each tensor: a share of the first dimension, rounded up."""
+    """Return the shape of each tensor's largest part on a rank: a share of the first dimension, rounded up."""
     ranks = config.num_ranks // config.replicas
     return {
         name: _first_by(shape, ranks // config.expert if _holds_experts(shape) else ranks)

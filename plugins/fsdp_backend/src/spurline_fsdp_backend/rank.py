@@ -54,7 +54,7 @@ from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker, Wire
 
 _PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Engines get weights in the dtype of the forward pass."""
+"""The dtype of the weights that engines get, by the dtype of the forward pass."""
 
 
 class FsdpRank(RankWorker):
@@ -121,7 +121,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # This comes before adapters are switched on again, since switching them on marks parameters as trained.
+            # Free gathered weights before adapters are switched on. Switching them on marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -153,7 +153,7 @@ class FsdpRank(RankWorker):
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]
-        # Dropout depends only on the number of the step, so checkpoints need not hold the state of generators.
+        # Each step seeds dropout itself, so checkpoints need not hold the state of random generators.
         seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
@@ -165,7 +165,7 @@ class FsdpRank(RankWorker):
     def _streams(
         self, model: StreamModel, share: RankShare, needs: Collection[str]
     ) -> Iterator[tuple[Rows, TokenStream]]:
-        """Yield the streams of this rank. All ranks have the same number of streams, of which some are idle."""
+        """Yield the streams of this rank. All ranks have equally many streams. Some may be idle."""
         columns = [name for name in needs if name != ENTROPY]
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
@@ -198,7 +198,7 @@ class FsdpRank(RankWorker):
 
 
 class _ShardGathering:
-    """The `Gathers` of a sharded model. All ranks gather every tensor. Only ranks that want a tensor keep it.
+    """A `Gathers` for a sharded model. All ranks gather every tensor. Only ranks that want a tensor keep it.
 
     `read` returns the values of a tensor of the model. While engines have the device, the values are on the host.
     """
@@ -218,7 +218,7 @@ class _ShardGathering:
         return whole
 
     def owner_of(self, names: Sequence[str]) -> int:
-        # Any rank can be the owner, since all ranks gather the same bytes.
+        # Any rank can be the owner, since all ranks gather all tensors.
         return 0
 
 

@@ -47,17 +47,17 @@ from spurline_ranks.pieces import Box, held_box, held_values
 from spurline_ranks.sequence_sharing import SequenceSharing, check_sharing
 
 _DISPATCHES = "ep_dispatch_experts"
-"""The name that transformers' plans give to modules that send tokens to other ranks."""
+"""The style that the parallel plans of transformers give to modules that send tokens to other ranks."""
 
 _ENTRY = "spurline_score"
-"""The name of a forward method that is added to the whole model. It computes streams."""
+"""The name of a forward method that is added to the whole model. The method scores a stream."""
 
 
 class ShardedStreamModel(StreamModel):
     """A `StreamModel` whose parameters are sharded.
 
     `StreamModel` calls decoder and output layer one after the other. But FSDP2 gathers embedding, last norm and output
-    layer only for a forward pass of the whole model. So this class makes both calls within one such pass.
+    layer only for a forward pass of the whole model. So this class makes both calls within one forward pass.
     """
 
     sharing: SequenceSharing | None = None
@@ -83,7 +83,7 @@ class ShardedStreamModel(StreamModel):
         return self.sharing.joined(inputs.logprobs, mine, stream), entropy
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        """Return the same number of passes on all ranks, since they gather each layer together. A collective."""
+        """Return equally many passes on all ranks, since they gather each layer together. This is a collective."""
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))
         dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -98,10 +98,10 @@ class ShardedValueModel(ShardedStreamModel, ValueModel):
 def build_trained(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, *, critic: bool = False
 ) -> ShardedStreamModel:
-    """Build and load a model in training mode. A collective. Raises ModelError.
+    """Build and load a model in training mode. This is a collective. Raises ModelError.
 
-    Without adapters the weights are in fp32. With adapters they are frozen, in `base_dtype`. A critic has a value head
-    instead of the output layer.
+    Without adapters the weights are in fp32. With adapters they are frozen and in `base_dtype`. A critic has a value
+    head instead of the output layer.
     """
     if config.lora is None:
         causal = _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
@@ -126,7 +126,7 @@ def build_trained(
 def build_reference(
     model: ModelConfig, config: FsdpBackendConfig, meshes: Meshes, seed: int, initial_weights: str
 ) -> ShardedStreamModel:
-    """Build the initial model of the run. It is frozen and has the dtype of computations. A collective.
+    """Build the initial model of the run, with frozen weights in the dtype of computations. This is a collective.
 
     Raises:
         CheckpointError: If the digest of its weights is not `initial_weights`.
@@ -152,7 +152,7 @@ def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
         for path, module in adapted.named_modules()
         for leaf in (*module._parameters, *module._buffers)
     }
-    # A tied parameter comes under both names.
+    # A tied parameter is listed under both of its names.
     for name, value in plain.named_parameters(remove_duplicate=False):
         owner, leaf = places[name]
         value.requires_grad_(owner.get_parameter(leaf).requires_grad)
@@ -163,7 +163,7 @@ def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 
 def _draw_adapters(adapted: PreTrainedModel, seed: int, device: torch.device) -> None:
-    """Give each adapter the initial values that all backends use. Each rank takes its part."""
+    """Give each adapter the initial values that all backends use. Each rank copies only its shard."""
     from spurline_models.adapters.lora import initial_adapters
 
     for name, whole in initial_adapters(adapted, seed):
@@ -211,7 +211,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Divide every parameter over the ranks. Each decoder layer is a group. All other parameters are one more group.
+    """Shard every parameter over the ranks. Each decoder layer is an FSDP2 group, and all other parameters are another.
 
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
@@ -255,7 +255,7 @@ def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     if not holders:
         raise ModelError(
             f"backend.expert is {group.size()}, and transformers cannot divide experts of {path}, a "
-            f"{type(causal).__name__}. Set it to 1, which shards experts like other weights."
+            f"{type(causal).__name__}. Set it to 1: then experts are sharded like other weights."
         )
     # `all_to_all` sends tokens to their experts, and results back. In evaluation `auto` would sum over the group, which
     # is wrong here because each rank has its own tokens.
@@ -264,7 +264,7 @@ def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
 
 
 def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
-    """Return the digest of all parameters, or of the frozen ones. A single process would get the same. A collective."""
+    """Return the digest of all (or all frozen) parameters, the same for any number of ranks. This is a collective."""
     parameters = {name: value for name, value in module.named_parameters() if not (frozen and value.requires_grad)}
     device = next((held_values(value).device for value in parameters.values()), torch.device("cpu"))
     held = ((name, held_box(value), held_values(value)) for name, value in parameters.items())
@@ -272,7 +272,7 @@ def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
 
 
 def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
-    """Return all groups of parameters, the outermost first."""
+    """Return the modules whose parameters are gathered as a group, the outermost first."""
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
 
 
@@ -285,9 +285,9 @@ def check_sharded(
     replays: bool = False,
     balances: bool = False,
 ) -> None:
-    """Check a model at start-up. A collective.
+    """Check a model at start-up. This is a collective.
 
-    With `probe: false` this only chooses how the model reads streams, and checks its routers.
+    With `probe: false`, the check only chooses how the model reads streams, and checks the routers.
     """
     half = config.computes_in == "bf16"
     # The probe does not call the whole model, so FSDP2 would not gather all weights.
@@ -316,7 +316,7 @@ def check_sharded(
 
 
 def cast_parameters(causal: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters, but not buffers: rotary frequencies in bf16 would give other angles."""
+    """Cast parameters. Buffers keep their dtype, since rotary frequencies in bf16 would give other angles."""
     buffers = [(module, dict(module._buffers)) for module in causal.modules()]
     nn.Module.to(causal, dtype=dtype)
     for module, own in buffers:
@@ -343,10 +343,10 @@ def model_tensors(causal: nn.Module) -> list[Tensor]:
 
 @contextmanager
 def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
-    """Give every rank a whole copy of all parameters while the context is open. A collective.
+    """Give every rank a whole copy of all parameters while the context is open. This is a collective.
 
-    The copy has the dtype of computations. Forward passes in the context exchange nothing, so ranks may run different
-    ones.
+    The copy has the dtype of computations. Forward passes in the context need no communication, so each rank may run
+    its own.
     """
     modules = sharded_modules(causal)
     for module in modules:
@@ -361,5 +361,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass. The last ones stay for the backward pass."""
+    """Return whether gathered weights are freed after the forward pass. The last modules keep theirs."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

@@ -2,7 +2,7 @@
 
 Data flow: gradients of this rank's shards -> norm and loss of all ranks -> clipping -> optimizer -> shards. A
 checkpoint holds the trained weights, the persistent buffers and the optimizer's state, in the format of
-`spurline_ranks.checkpoint`. Any number of ranks can read it, however they divide the model.
+`spurline_ranks.checkpoint`. Any number of ranks can read it, with any division of the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from spurline_ranks.worker import StepTotals, clip_factor
 
 
 class ShardedTrainedModel:
-    """A model with the optimizer of its parameters that require gradients. Making one is a collective."""
+    """A model with the optimizer of its trainable parameters. The constructor is a collective."""
 
     def __init__(self, model: StreamModel, recipe: OptimizationRecipe) -> None:
         self.model = model
@@ -52,7 +52,7 @@ class ShardedTrainedModel:
         self.optimization = recipe(self.parameters)
 
     def totals(self, loss: float) -> StepTotals:
-        """Join gradient norm and loss of all ranks. See `StepTotals.of`. A collective."""
+        """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
         for value in self.parameters.values():
             if value.grad is not None:
@@ -73,7 +73,7 @@ class ShardedTrainedModel:
         return rates
 
     def tensors(self) -> DeviceTensors:
-        """Return what lies on the device between two updates."""
+        """Return the tensors that are on the device between two updates."""
         return DeviceTensors(model_tensors(self.model.causal), list(tensors_in(self.optimization.optimizer.state)))
 
 
@@ -83,7 +83,7 @@ def _copies(value: Tensor) -> int:
     if not isinstance(value, DTensor):
         return world
     mesh = value.device_mesh
-    # `is_shard` is of no use here: it is False for experts, which are sharded twice in one dimension.
+    # `is_shard` does not work here: it is False for experts, which are sharded twice in one dimension.
     parts = math.prod(mesh.size(place) for place, kind in enumerate(value.placements) if not kind.is_replicate())
     return world // parts
 
@@ -94,11 +94,11 @@ def save(
     """Write this rank's part into the folder, and return the digests of the written files. Ranks exchange nothing.
 
     Args:
-        path: The folder.
+        path: The folder. Each model gets a subfolder.
         models: The trained models.
-        layout: The sizes of the groups of ranks.
-        read: Returns the values of a tensor of the model or optimizer. While engines have the device, these
-            are copies on the host.
+        layout: The sizes of the groups of ranks, by name.
+        read: A function that returns the values of a tensor of the model or optimizer. While engines have the
+            device, the values are copies on the host.
 
     Raises:
         CheckpointWriteError: If the part cannot be written.
@@ -145,7 +145,7 @@ class SavedModel(StoredModel):
 
 
 def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:
-    """Return trained weights and persistent buffers by name. They share the model's memory. Tied weights come once."""
+    """Return trained weights and persistent buffers by name, as views of the model. Tied weights appear once."""
     buffers: dict[str, Tensor] = {}
     for prefix, module in trained.model.causal.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

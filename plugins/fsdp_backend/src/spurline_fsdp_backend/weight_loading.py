@@ -25,7 +25,7 @@ from spurline_models.weight_files import safetensors_files
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
-    """Give values to all parameters and buffers of a sharded model on the meta device. A collective.
+    """Give values to all parameters and buffers of a sharded model on the meta device. This is a collective.
 
     A value head begins with zeros. Raises ModelError if the files do not fit.
     """

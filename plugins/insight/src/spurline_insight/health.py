@@ -1,8 +1,8 @@
-"""Find problems of a run in its metrics, and say what to do: the same rules for terminal, summary and report.
+"""Find problems of a run in its metrics, and advise what to do. Terminal, summary and report share these rules.
 
 `health_words` judges the rollouts of one step. `HealthWatch` also judges loss, gradient, learning rate and the load of
-the controller, and compares a step with earlier ones. It does not judge the loss of a policy, which does not show
-whether training works. A `Watcher` warns after each step, and at the end of the run.
+the controller, and compares a step with earlier steps. It does not judge the loss of a policy, since that loss does not
+show whether training works. A `Watcher` warns after each step, and at the end of the run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVEL_STEPS = 5
 """The level of the loss is its median over this many steps. A single hard batch does not change this median."""
 DIVERGED_BY = 1.0
 """A loss has diverged if its level is at least twice the best level, and this many nats above it. One nat is a factor
-of 2.7 in the probability of a token, more than batches differ."""
+of 2.7 in the probability of a token. Batches differ by less."""
 DIVERGED_FROM_START = 3.0
 """A loss has also diverged if it is at least three times the first loss, and this many nats above it. The limit is
 higher, since the first batch may differ much from the others."""
@@ -30,14 +30,14 @@ SPIKE_DEVIATIONS = 10.0
 GRADIENT_SPIKE = 20.0
 """A spike is this many times the median gradient norm of the steps before. Batches rarely differ by a factor of 10."""
 LARGEST_GRADIENT = 1000.0
-"""Limit of the median gradient norm over LEVEL_STEPS x 2 steps. Fine-tuning shows 0.1 to 10, an untrained model up to
+"""Limit of the median gradient norm over 2 x LEVEL_STEPS steps. Fine-tuning shows 0.1 to 10, an untrained model up to
 100. A larger norm means that the loss is a sum instead of a mean, or that weights are broken."""
 IDLE_STEPS = 3
 """A gradient or learning rate of 0 is a problem if it lasts this many steps. A schedule may have 1 or 2 such steps."""
 BUSY_LOOP = 0.9
 """If the event loop of asynchronous rollouts is busy for more than this share of time, engines wait for it."""
 LASTING_SHARE = 0.1
-"""A problem lasts if this share of all steps has it, or if the last step has it."""
+"""A problem counts as lasting if at least this share of all steps has it, or if the last step has it."""
 
 _HISTORY = 20
 
@@ -75,7 +75,7 @@ class HealthWatch:
         self._best: tuple[float, int] | None = None
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, str]:
-        """Return the problems of this step: one or two sentences about each, by its short name."""
+        """Return the problems of this step. Keys are short names, and values are one or two sentences."""
         found = health_words(metrics)
         if "lr" in metrics:
             found |= dict(self._judge_rate(metrics["lr"]))
@@ -255,7 +255,7 @@ class Watcher:
 
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Return the problems of the rollouts of one step: one or two sentences about each, by its short name."""
+    """Return the problems of the rollouts of one step. Keys are short names, and values are one or two sentences."""
     return dict(_judged(metrics))
 
 

@@ -20,7 +20,7 @@ from spurline_insight.report.markup import text
 __all__ = ["LivePlot", "metrics_frame"]
 
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""Steps and values by name."""
+"""Maps the name of each series to its steps and its values."""
 
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
@@ -32,14 +32,14 @@ _LARGEST = 1e300
 
 
 class LivePlot:
-    """Plots of a run while it trains, below the cell: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
+    """Live plots of a run, below the notebook cell: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
 
     Outside of a notebook, nothing is drawn. If one object follows several runs in turn, each run gets its own plots.
 
     Args:
         metrics: Names of metrics, or patterns such as `reward/*`. Each name or pattern gets a plot of all metrics
             that match.
-        every_s: Minimum time between two updates, in seconds. The last update has all steps.
+        every_s: Minimum time between two updates, in seconds. The last update, at the end of the run, shows all steps.
     """
 
     def __init__(self, metrics: str | Sequence[str] = ("loss",), *, every_s: float = 1.0) -> None:

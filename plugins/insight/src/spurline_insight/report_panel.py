@@ -1,4 +1,4 @@
-"""Define the kind `report_panel`, one section of the HTML report, and the settings of the report."""
+"""Define the component kind `report_panel`, a section of the HTML report, and the settings of the report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ReportConfig(Section):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The record of a finished or running run, for panels."""
+    """The recorded data of a finished or running run, which panels show."""
 
     run_dir: Path
     metrics: Sequence[Mapping[str, float]]
@@ -49,9 +49,9 @@ DEFAULT_ORDER = 500
 class ReportPanel(Protocol):
     """A section of the report. Factory: `Class(config)`.
 
-    `title` is the heading of the panel. A panel may also have a number `order`. Without it, its number is
-    `DEFAULT_ORDER`. If the config chooses no panels, all panels are sorted by their numbers. In this package these are
-    0 (the summary) to 430, and 900 or more for very long panels.
+    `title` is the heading of the panel. A panel may also have a number `order`, which otherwise is
+    `DEFAULT_ORDER`. If the config chooses no panels, the report has all panels, sorted by `order`. Panels of this
+    package have an `order` from 0 (the summary) to 430, and very long panels have 900 or more.
     """
 
     title: str

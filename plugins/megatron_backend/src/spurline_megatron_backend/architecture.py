@@ -1,6 +1,6 @@
 """Read from the config of a Hugging Face model the sizes and switches that Megatron-core needs.
 
-A config with a field that is not in these tables is refused, because the field would have no effect here.
+A config is refused if it sets a field that is not in these tables, because the field would have no effect here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Architecture:
 
     Attributes:
         key_value_heads: The number of key and value heads. Each is shared by heads / key_value_heads query heads.
-        tied: Whether the output layer is the embedding.
+        tied: Whether the output layer shares the weights of the embedding.
         qk_norm: Whether queries and keys are normalised per head.
         num_experts: The number of experts in each layer. It is 0 for a dense model.
         experts_per_token: The number of experts that compute a token.
         renormalizes: Whether the weights of the chosen experts are scaled to sum to 1.
-        padding_token: The token whose embedding is not trained. In a tied model the output layer still trains the row.
+        padding_token: The token whose embedding is not trained. A tied output layer still trains its row.
     """
 
     model_type: str
@@ -78,7 +78,7 @@ _COPIED_OF_EXPERTS = {
 
 _CHECKED = {"head_dim", "pad_token_id", "rope_parameters", "layer_types"}
 _CHECKED_OF_EXPERTS = {"num_local_experts", "sliding_window"}
-"""Fields that are read, but not just copied."""
+"""Fields that are checked or converted instead of copied."""
 
 _UNUSED = frozenset(
     {
@@ -132,7 +132,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     """Read the architecture that this config describes.
 
     Raises:
-        ModelError: If the model is of another type, or if a field asks for something that is not computed here.
+        ModelError: If backend megatron cannot train this type of model, or cannot compute what a field asks for.
     """
     family = _FAMILIES.get(type(config))
     if family is None:
@@ -161,7 +161,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
 def _unknown(
     config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) of each field that backend megatron cannot compute. The reason ends a sentence."""
+    """Yield (field, value, reason) for each field that backend megatron cannot compute. A reason begins with a verb."""
     read = {*_COPIED, *_CHECKED}
     if has_experts:
         read |= {*_COPIED_OF_EXPERTS, *_CHECKED_OF_EXPERTS}

@@ -1,7 +1,7 @@
-"""Write the values of this rank's optimizer, and read them on any number of ranks, however they divide the model.
+"""Write the values of this rank's optimizer, and read them on any number of ranks, with any division of the model.
 
 `spurline_ranks.checkpoint` defines the format. Tensors have the names and shapes of the Hugging Face model. A rank's
-optimizer holds ranges of flattened parameters, and the module `parts` tells which boxes of tensors they are.
+optimizer holds ranges of flattened parameters. The module `parts` maps these ranges to boxes (slices) of tensors.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Models = Mapping[Role, "TrainedModel"]
 
 
 def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
-    """Write this rank's part into the folder, and return the digests of the written files. A collective."""
+    """Write this rank's part into the folder, and return the digests of the written files. This is a collective."""
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
     own: dict[Role, Sequence[Owned]] = {
         role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()
     }
-    # This is the only exchange. If a rank fails later, no other rank waits for it.
+    # Ranks communicate only here. If a rank fails later, no other rank waits for it.
     states = _joined_states(own, models)
     for role, trained in models.items():
         facts = None
@@ -81,7 +81,7 @@ class SavedModel(StoredModel):
         self.check_fits(weights, _NOTHING_FROZEN, check_optimizer)
 
     def put_into(self, trained: TrainedModel) -> None:
-        """Read this rank's ranges straight into the optimizer, and fill the model. A collective."""
+        """Read this rank's ranges into the optimizer, and copy them into the model. This is a collective."""
         state = OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"])
         with torch.no_grad():
             read_owned(self.index, state, trained.owned())
@@ -96,7 +96,7 @@ class SavedModel(StoredModel):
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
     """Yield the parts of Hugging Face tensors in these ranges, as views of the optimizer's own memory.
 
-    If the state of a tensor has a single number, the range with the tensor's first value yields it.
+    If a state of a tensor is a single number, it is yielded for the range that has the tensor's first value.
     """
     for owned in own:
         vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
@@ -113,7 +113,7 @@ def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
 
 
 def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
-    """Collect facts about the optimizer's state. A tensor counts if its first value is in these ranges.
+    """Collect facts about the optimizer's state, for each tensor whose first value is in these ranges.
 
     Raises:
         CheckpointWriteError: If a checkpoint cannot hold the state of the optimizer with this `name`.
@@ -150,7 +150,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
         parts = [part for part, _, _ in _common(owned)] or owned.held.parts
         if not parts:  # only padding
             continue
-        # All tensors have the same keys, so those of the first tensor are enough.
+        # All tensors in a range have the same keys, so only the keys of the first tensor are looked up.
         name = parts[0].name
         for key in keys.get(name, ()):
             place = f"{name}/{key}"
@@ -165,7 +165,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
 
 
 def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
-    """Read the values of a range onto the CPU. Names of tensors in the files end with `suffix`. Padding becomes 0."""
+    """Read the values of a range onto the CPU. `suffix` is added to the tensor names. Padding becomes 0."""
     begin, end = owned.span
     found: Tensor | None = None
     for part, low, high in _common(owned):
@@ -177,7 +177,7 @@ def _read_vector(index: PieceIndex, owned: Owned, suffix: str) -> Tensor:
 
 
 def _common(owned: Owned) -> Iterator[tuple[Part, int, int]]:
-    """Yield (part, begin, end) of each part in the range. `begin` and `end` count values of the flattened parameter."""
+    """Yield (part, begin, end) of each part in the range. `begin` and `end` index the flattened parameter."""
     begin, end = owned.span
     for part in owned.held.parts:
         low, high = max(begin, part.begin), min(end, part.end)
@@ -198,20 +198,20 @@ def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
     """Return whether this rank writes its values of a parameter. Exactly one rank writes each value."""
     if held.is_copy:
         return False
-    # The ranks of a tensor group hold the same undivided parameters.
+    # All ranks of a tensor group have the same values of parameters that are not divided.
     return held.is_divided or grid.place(rank).tensor == 0
 
 
 def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
     what = owned.held.parts[0].name if owned.held.parts else "padding"
     if not isinstance(key, str) or "/" in key:
-        raise unsaveable(name, f"state of {what} under the key {key!r}, which is not a name without '/',", value)
+        raise unsaveable(name, f"state of {what} under the key {key!r}, which must be a string without '/',", value)
     if not (is_plain(value) or _is_vector(value, owned) or (isinstance(value, Tensor) and value.numel() == 1)):
         raise unsaveable(name, f"`{key}` of {what}", value)
 
 
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
-    """Join the facts of each optimizer on the first rank, which raises errors of any rank. A collective."""
+    """Join each optimizer's facts on the first rank, which also raises other ranks' errors. This is a collective."""
     mine: Mapping[Role, OptimizerState] | CheckpointWriteError
     try:
         mine = {
@@ -256,7 +256,7 @@ def weights_digest(
     *,
     critic: bool = False,
 ) -> str:
-    """Return the digest of the model that all ranks hold together. A single process would get the same. A collective.
+    """Return the digest of the whole model, which is the same for any number of ranks. This is a collective.
 
     Args:
         architecture: The model.

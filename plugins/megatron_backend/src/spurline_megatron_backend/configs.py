@@ -53,23 +53,23 @@ class MegatronBackendConfig(RankBackendConfig):
     """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 weights, which are divided among the
     ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of ranks that divide the matrices of every layer. They exchange much, so keep them on one machine."""
+    """Number of ranks that divide the matrices of every layer. They exchange much data, so keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of stages of a pipeline. Each stage has some of the layers. Micro-batches go from stage to stage."""
     virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of parts of the model that each stage computes in turn. With more parts, ranks wait less and send more."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of ranks that share each sequence. For sequences that are too long for one rank."""
+    """Number of ranks that share each sequence. Use it for sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the experts of a mixture-of-experts model."""
     expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of ranks that divide each expert. For very large experts."""
+    """Number of ranks that divide each expert. Use it for very large experts."""
     sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Let the ranks of `tensor` also divide the tokens, outside of matrices. This needs less memory. `null` turns it on
-    if `tensor` is more than 1."""
+    """Let the ranks of `tensor` also divide the tokens in layers without divided matrices, such as norms. This saves
+    memory. `null` turns it on if `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
-    """Compute nothing again in the backward pass (`none`), or attention (`selective`), or whole layers (`full`). `full`
-    needs least memory and about a third more time."""
+    """The parts that the backward pass computes again: nothing (`none`), attention (`selective`), or whole layers
+    (`full`). `full` needs least memory and about a third more time."""
     reference: Annotated[Literal["device", "host"], OnResume.FREE] = "device"
     """The memory that holds the reference model while it is not used. `host` copies it to the device for each use."""
 
@@ -81,7 +81,7 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def grid(self) -> Grid:
-        """How the ranks are divided."""
+        """The division of the ranks into groups."""
         return Grid(
             self.num_ranks,
             tensor=self.tensor,
@@ -108,7 +108,7 @@ class MegatronBackendConfig(RankBackendConfig):
         return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
-        # Machines of a Ray cluster have their own packages, so nothing is checked for a config that trains there.
+        # Machines of a Ray cluster have their own packages, so this check is left out if ranks run there.
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
@@ -124,7 +124,7 @@ class MegatronBackendConfig(RankBackendConfig):
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        # With this variable, an exchange starts before kernels that are launched after it. Megatron-core needs that.
+        # With this variable, an exchange starts before kernels that are launched later, as Megatron-core requires.
         return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
@@ -151,7 +151,7 @@ class MegatronBackendConfig(RankBackendConfig):
         return "is not `is_elementwise`: it needs whole parameters, but a rank has only a flat part of each"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
-        """Return a problem if the product of these sizes does not divide the ranks."""
+        """Return a problem if the product of these sizes does not divide the number of ranks."""
         sizes = {key: getattr(self, key) for key in keys if getattr(self, key) > 1}
         needed = math.prod(sizes.values())
         if ranks % needed == 0:

@@ -3,7 +3,7 @@
 Data flow: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
 share the stream, if there are any -> `attend_segments` -> exchanged back. This replaces Megatron's
 `DotProductAttention`, which cannot compute packed sequences. Megatron passes an object `packed_seq_params` to every
-layer; here it has the segments and the rotation of a stream.
+layer. Here this object has the segments and the rotation of a stream.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StreamParams(PackedSeqParams):
 
 
 class Rotary:
-    """Rotary positions. The code of transformers computes them, so that logprobs are equal.
+    """Rotary positions, computed by the code of transformers, so that logprobs are the same as in transformers.
 
     Megatron's own embedding counts positions from the beginning of a sequence, and rounds differently in bf16. Here
     each token of a stream has its own position, so that a rank can compute a part of the stream. Angles are in fp32.
@@ -91,7 +91,7 @@ class SegmentCoreAttention(MegatronModule):
     ) -> Tensor:
         """Attend from queries [T, H, D] to keys and values [T, K, D] of this rank; return [T, H * D].
 
-        A collective of the ranks that share the stream.
+        This is a collective of the ranks that share the stream.
         """
         assert isinstance(packed_seq_params, StreamParams), type(packed_seq_params)
         assert attention_mask is None

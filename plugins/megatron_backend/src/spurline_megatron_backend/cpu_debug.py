@@ -39,7 +39,7 @@ class _Stream:
 
 
 class _OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU when Megatron asks for CUDA."""
+    """Creates tensors on the CPU when Megatron asks for CUDA."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -94,7 +94,7 @@ def _gathered(
     output_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Gather rows as Megatron does. With gloo, ranks with fewer rows send padding. A collective."""
+    """Gather rows as Megatron does. Ranks with fewer rows send padding, as gloo requires. This is a collective."""
     if output_split_sizes is None or group.size() == 1:
         return gather(values, group, None, use_global_buffer)
     longest = max(output_split_sizes)
@@ -111,7 +111,7 @@ def _scattered(
     input_split_sizes: list[int] | None = None,
     use_global_buffer: bool = False,
 ) -> Tensor:
-    """Sum over ranks as Megatron does, and give each rank some rows of the sum. A collective."""
+    """Sum over ranks as Megatron does, and give each rank some rows of the sum. This is a collective."""
     if input_split_sizes is None or group.size() == 1:
         return scatter(values, group, None, use_global_buffer)
     total = values.clone()

@@ -22,7 +22,7 @@ from spurline_ranks.group import Place
 
 
 def look_for_core() -> Finding:
-    """Find Megatron-core on this machine."""
+    """Report whether Megatron-core is installed on this machine."""
     if not has_megatron_core():
         return Finding("layers", "megatron-core is not installed here", INSTALL_CORE)
     engine = "is installed, but not used" if find_spec("transformer_engine") else "is not installed, and not needed"
@@ -35,7 +35,7 @@ class MegatronDoctorRank(DoctorRank):
     libraries: ClassVar[tuple[str, ...]] = (*DoctorRank.libraries, "megatron-core")
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only one.
+        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only its own GPU.
         groups = groups_of(replace(config.grid, ranks=place.world))
         return {
             name: cast(ProcessGroup, dist.new_subgroups_by_enumeration(members)[0]) for name, members in groups.items()
@@ -43,7 +43,7 @@ class MegatronDoctorRank(DoctorRank):
 
 
 def groups_of(grid: Grid) -> dict[str, list[list[int]]]:
-    """Return all groups of more than one rank, by their purpose."""
+    """Map each purpose to the groups of ranks that serve it. Groups of a single rank are left out."""
     numbers = np.arange(grid.ranks)
     # The order of the axes is the order in which `Grid.place` numbers ranks.
     ranks = numbers.reshape(grid.pipeline, grid.data, grid.context, grid.tensor)

@@ -39,7 +39,7 @@ class HiddenGPT(GPTModel):
 
     Args:
         chunk_tokens: The number of positions whose logits are in memory at the same time.
-        virtual_stage: The number of this part, if the stage has several parts.
+        virtual_stage: The index of this part, or None if the stage has only one part.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class HiddenGPT(GPTModel):
         self._tensor = groups.tensor
         self._padding_token = architecture.padding_token
         self.score: VocabularyLogprobs | None = None
-        """Applies the output layer. None if this part has no output layer."""
+        """Computes logprobs with the output layer. None if this part has no output layer."""
         if not is_last:
             return
         if critic:
@@ -94,16 +94,16 @@ class HiddenGPT(GPTModel):
         embedded = self.embedding(input_ids=input_ids, position_ids=None)
         if self._padding_token is None:
             return embedded
-        # The padding token is not trained, as in torch's embedding with the `padding_idx` of transformers.
+        # The padding token is not trained, as in transformers, which sets `padding_idx` of the embedding.
         is_padding = (input_ids[0] == self._padding_token)[:, None, None]
         if self.config.sequence_parallel:
             is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return hidden states [tokens, 1, H] instead of logits. The last stage has all tokens of the tensor group."""
+        """Return hidden states [tokens, 1, H] instead of logits. The last stage gathers the tensor group's tokens."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss, so gradients are not summed: each rank uses those of its tokens.
+            # Every rank computes the same loss, so gradients are not summed: a rank uses its tokens' gradients.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 

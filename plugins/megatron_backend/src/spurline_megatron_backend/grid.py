@@ -1,7 +1,7 @@
-"""The places of ranks in tensor, context, expert, data and pipeline groups, and the layers that they hold.
+"""Find the place of each rank in tensor, context, expert, data and pipeline groups, and the layers that it holds.
 
 Ranks are numbered as in Megatron-core: along the tensor group first, then along context, data and pipeline. So the
-groups that exchange most are on one machine. Imports no torch.
+groups that exchange most data are on one machine. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Place:
-    """The number of a rank in each of its groups. Experts have three kinds of groups of their own."""
+    """The index of a rank in each of its groups. The last three are indices in separate groups for experts."""
 
     tensor: int
     context: int
@@ -78,7 +78,7 @@ class Grid:
     def speaks(self, rank: int) -> bool:
         """Return whether this rank answers for all ranks that compute the same rows.
 
-        It is on the last stage, which has the logprobs.
+        The rank that answers is on the last stage, which has the logprobs.
         """
         place = self.place(rank)
         return place.pipeline == self.pipeline - 1 and place.tensor == 0 and place.context == 0
@@ -94,7 +94,7 @@ class Grid:
         """Return the numbers of the layers of each model part of this stage.
 
         Parts are as equal as possible. The first part also has the embedding, and the last part the output layer, so
-        these two are never larger than others.
+        these two parts never have more layers than other parts.
         """
         sizes = part_sizes(num_layers, self.pipeline * self.virtual_stages)
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -105,7 +105,7 @@ class Grid:
 def part_sizes(num_layers: int, num_parts: int) -> list[int]:
     """Return the number of layers of each part of the model, in order."""
     size, extra = divmod(num_layers, num_parts)
-    # Remaining layers go to parts in the middle, and to late parts first, since these keep fewer activations.
+    # Remaining layers go to parts in the middle, and to late parts first, since late parts keep fewer activations.
     order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]
     larger = set(order[:extra])
     return [size + (number in larger) for number in range(num_parts)]

@@ -1,7 +1,7 @@
-"""Find layouts of the same ranks in which a model fits, and order them by the bytes that a rank sends in a step.
+"""Find layouts in which a model fits on the same ranks, and order them by the bytes that a rank sends in a step.
 
-All layouts are tried that divide the model and the ranks, and that keep tensor groups inside machines. The bytes that
-are sent and the share of time spent waiting follow from the layout. Speeds of devices and networks are not guessed.
+The search tries all layouts that divide the model and the ranks, and keep tensor groups inside machines. The bytes sent
+and the share of time spent waiting follow from the layout. The search does not guess speeds of devices or networks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def suggested_layouts(
 def find_layouts(
     config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int, usable_bytes: float
 ) -> tuple[list[Candidate], Candidate]:
-    """Try all layouts. Return those that fit, the best first, and the one that needs least memory."""
+    """Try all layouts. Return the fitting layouts, the best first, and the layout that needs least memory."""
     tried: list[Candidate] = []
     for divided in _divisions(config, a, row_length):
         for layout in _variants(divided, a, row_length, tokens):
@@ -100,7 +100,7 @@ def evaluate(config: MegatronBackendConfig, run: RunConfig, a: Architecture, row
 
 
 def idle_share(grid: Grid, a: Architecture, number: int) -> float:
-    """Return the share of a step of so many micro-batches in which ranks wait for other stages.
+    """Return the share of a step with `number` micro-batches that ranks spend waiting for other stages.
 
     With p stages of v parts and m micro-batches, a step takes v m turns, and p - 1 more to fill and empty the pipeline
     (Narayanan et al. 2021, arXiv:2104.04473). A turn takes as long as the part with most layers.
@@ -114,8 +114,8 @@ def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, 
     """Return the bytes that a rank sends in a step: in each layer, between stages, and once for the gradients."""
     grid, share, computed = config.grid, sequence_share(config), COMPUTED_BYTES[config.computes_in]
     number, own = microbatches(config, row_length, tokens)
-    # The following counts are values that are sent for each token, in a layer and in one pass. Attention and the
-    # feed-forward layer both gather values before and sum them afterwards. Experts exchange tokens instead.
+    # The next three counts are the values that a rank sends for each token, in one layer and one pass. Attention and
+    # feed-forward layers both gather their inputs and sum their results. Experts exchange tokens instead.
     by_tensor = (2 if a.num_experts else 4) * _others(grid.tensor) * a.hidden
     # Queries, keys, values and results are exchanged before and after attention. Keys and values are repeated until the
     # ranks can divide them evenly.
@@ -123,7 +123,7 @@ def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, 
     by_context = _others(grid.context) * 2 * heads * a.head_dim
     # Copies of a token are sent to all ranks with parts of its experts, and results come back.
     by_expert = 2 * a.experts_per_token * a.hidden / share * (_others(grid.expert) + grid.expert_tensor - 1)
-    # With full recomputation there are two forward passes and a backward pass.
+    # With full recomputation, a step has two forward passes and a backward pass.
     passes = 3 if config.recompute == "full" else 2
     of_token = passes * math.ceil(a.num_layers / grid.pipeline) * (by_tensor + by_context + by_expert)
     if grid.pipeline > 1:
@@ -135,12 +135,12 @@ def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, 
 
 
 def _others(ranks: int) -> float:
-    """Return the share of the other ranks in a group."""
+    """Return the share of a group's data that a rank exchanges with the other ranks."""
     return (ranks - 1) / ranks
 
 
 def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) -> Iterator[MegatronBackendConfig]:
-    """Yield all ways to divide this model among the ranks."""
+    """Yield a config for each way to divide this model among the ranks."""
     ranks, local = config.num_ranks, ranks_of_machine(config) or RANKS_OF_MACHINE
     sizes = divisors(ranks)
     contexts = [size for size in sizes if size <= max(1, row_length // _SMALL_SHARE)]
@@ -156,7 +156,7 @@ def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) 
 def _variants(
     config: MegatronBackendConfig, a: Architecture, row_length: int, tokens: int
 ) -> Iterator[MegatronBackendConfig]:
-    """Yield layouts with these groups and micro-batches of a few rows, the fastest first."""
+    """Yield layouts with the groups of `config` and micro-batches of a few rows, the fastest first."""
     share = max(row_length, math.ceil(tokens / config.grid.data))
     bound = min(share, max(1, _MICROBATCH // row_length) * row_length)
     # If stages have several parts, ranks wait less and send more.

@@ -1,7 +1,7 @@
 """Fill a rank's parameters with the weights of a Hugging Face folder. Each rank reads its own values from the files.
 
 If there are no safetensors files, or with `init: random`, the first rank loads the whole model and broadcasts it tensor
-by tensor. Files may hold experts one by one, and may hold the embedding of a tied model under two names.
+by tensor. Files may hold a separate tensor for each expert, and the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def load_weights(
     *,
     critic: bool = False,
 ) -> None:
-    """Fill the parameters with the values of the model. A collective.
+    """Fill the parameters with the values of the model. This is a collective.
 
     Padding of the vocabulary and the value head of a critic become 0.
 
@@ -67,7 +67,7 @@ def load_weights(
         _hand_out(held, model, architecture, seed, device, critic=critic)
         return
     with WeightFiles(files, architecture, critic=critic) as opened:
-        # One rank warns for all.
+        # Only the first rank warns.
         unexpected = opened.unexpected if dist.get_rank() == 0 else ()
         check_loaded(model, opened.missing, opened.mismatched, unexpected)
         opened.fill(held)
@@ -83,20 +83,20 @@ def _untied(model: ModelConfig) -> ModelError:
 
 
 def _cleared(tensor: Tensor) -> Tensor:
-    """Return the memory of a parameter as a vector of zeros."""
+    """Set a parameter to zeros, and return its memory as a vector."""
     return tensor.detach().view(-1).zero_()
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in the files: which box of a model's tensor it has, and its own shape, which may lack leading ones."""
+    """A tensor in the files. It has the values in `box` of a model's tensor. `shape` may lack leading sizes of 1."""
 
     box: Box
     shape: Shape
 
 
 _Form = Mapping[str, _Stored]
-"""The tensors in the files that together are one tensor of the model, by key."""
+"""The tensors in the files that together make up one tensor of the model, by key."""
 
 
 def _forms(name: str, shape: Shape) -> Iterator[_Form]:
@@ -137,7 +137,7 @@ class WeightFiles:
         if critic:
             shapes.pop(HEAD, None)
         for name, shape in shapes.items():
-            # A tied embedding may be under either name.
+            # Files may hold a tied embedding under either name.
             forms = [*_forms(name, shape), *(heads if architecture.tied and name == EMBEDDING else ())]
             found = next((form for form in forms if not form.keys().isdisjoint(self._stored)), None)
             if found is None:

@@ -1,7 +1,7 @@
-"""Prepare a process for Megatron-core, and make the rank in it.
+"""Prepare a process for Megatron-core, and make a rank in this process.
 
 Ranks are forked from a process that has imported this module. Importing Megatron-core takes seconds, so this module
-does it at once if there are no GPUs. With GPUs each rank does it, since the import looks at the rank's device.
+imports it at once if there are no GPUs. With GPUs each rank imports it, since the import looks at the rank's device.
 """
 
 from __future__ import annotations

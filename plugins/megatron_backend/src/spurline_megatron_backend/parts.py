@@ -1,11 +1,11 @@
-"""Describe each Megatron parameter of a rank by boxes of Hugging Face tensors.
+"""Map each Megatron parameter of a rank to boxes (slices) of Hugging Face tensors.
 
-Loading, gathering, checkpoints and plans use this table. No other module knows how Megatron arranges weights. Tensors
+Loading, gathering, checkpoints and plans use this map. No other module knows how Megatron arranges weights. Tensors
 have the names and shapes of a transformers model in memory, where the experts of a layer are one tensor.
 
 A flattened parameter consists of parts, and each part is a box that is flattened row by row. This covers all rules of
-Megatron: whole parameters, division by rows or columns, queries, keys and values interleaved by group, gate and up
-projection in one parameter, and a padded vocabulary. Imports neither torch.distributed nor megatron.
+Megatron: parameters may be whole, or divided by rows or columns. One parameter may hold queries, keys and values by
+group, or gate and up projection. The vocabulary is padded. Imports neither torch.distributed nor megatron.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HeldParameter:
 
     Attributes:
         shape: Its shape on this rank.
-        parts: Its parts in order. Padding of the vocabulary, with zeros, comes after them.
+        parts: Its parts in order. After the parts come zeros for the padding of the vocabulary.
         is_divided: Whether the ranks of a tensor group hold different parts.
         is_expert: Whether it belongs to an expert. Experts are divided among other groups.
         is_copy: Whether it is a copy of the embedding: the output layer of a tied model on the last stage.
@@ -56,7 +56,7 @@ class HeldParameter:
 
 
 HeldParameters = Mapping[str, HeldParameter]
-"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layer 0 is the part's first."""
+"""Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layers count from 0 in a part."""
 
 
 def padded_vocabulary(architecture: Architecture, grid: Grid) -> int:
@@ -88,7 +88,7 @@ def held_parameters(
 
 
 def whole_shapes(architecture: Architecture, *, critic: bool = False) -> dict[str, Shape]:
-    """Return the shapes of all tensors of the model by name, in the order of the layers. Tied tensors come once."""
+    """Return the shapes of all tensors of the model by name, in the order of the layers. Tied tensors appear once."""
     grid = Grid(1)
     (parameters,) = held_parameters(architecture, grid, grid.place(0), critic=critic)
     return {part.name: part.shape for parameter in parameters.values() for part in parameter.parts}
@@ -186,7 +186,7 @@ class _Rules:
         return HeldParameter((2 * rows, a.hidden), parts, is_divided=True)
 
     def _experts(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield this rank's experts. One tensor has gates above up projections, another has down projections."""
+        """Yield this rank's experts. In one tensor, up projections follow gates."""
         a, place = self.architecture, self.place
         count = a.num_experts // self.grid.expert
         rows = a.expert_ffn // self.grid.expert_tensor

@@ -1,9 +1,9 @@
-"""Plan the division among ranks: describe it, refuse models that do not fit it, and estimate memory.
+"""Plan how ranks divide the model: describe the division, refuse models that do not fit it, and estimate memory.
 
-This reads the model's config but no weights. The estimate is for the rank that needs most memory. The bytes of weights,
+Plans need the model's config but no weights. The estimate is for the rank that needs most memory. The bytes of weights,
 gradients and optimizer are exact sums over the rank's parts of tensors. Activations are the tensors that a layer keeps
 for the backward pass, times the micro-batches that a stage has begun and not finished. They are counted as in
-Korthikanti et al. 2022 (arXiv:2205.05198), for gated SiLU, shared keys and attention that keeps no scores.
+Korthikanti et al. 2022 (arXiv:2205.05198), for gated SiLU, grouped keys and values, and attention that keeps no scores.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 MAIN_BYTES = 4
 """Bytes of the optimizer's copy of a weight, and of a summed gradient."""
 _UNEVEN_EXPERTS = 1.2
-"""The assumed load of the busiest rank that divides experts, relative to an even share. Routers never spread
-tokens evenly."""
+"""If ranks divide experts, the busiest rank is assumed to get this many times an even share of the tokens. Routers
+never spread tokens evenly."""
 
 RANKS_OF_MACHINE = 8
 """The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
-    """Yield sentences on ranks, machines and groups."""
+    """Yield sentences about ranks, machines and groups."""
     grid, local = config.grid, ranks_of_machine(config)
     yield from describe_ranks(config, _product(grid))
     if grid.tensor > 1:
@@ -58,7 +58,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
         turns = f", in {grid.virtual_stages} parts that take turns" if grid.virtual_stages > 1 else ""
         yield f"{grid.pipeline} stages of {each} layers each{turns}"
     if grid.expert > 1:
-        yield f"{grid.expert} ranks divide the experts of each layer; {grid.expert_data} have the same ones"
+        yield f"{grid.expert} ranks divide the experts of each layer; {grid.expert_data} ranks have each part"
     if grid.expert_tensor > 1:
         yield f"{grid.expert_tensor} neighbouring ranks divide each expert"
     shards = grid.data * grid.context
@@ -67,7 +67,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
     if local is not None:
         for name, stride, ranks in (("tensor", 1, grid.tensor), ("context", grid.tensor, grid.context)):
             if ranks > 1 and (stride * ranks > local or local % (stride * ranks)):
-                yield f"groups of {name} span several machines, as a machine has {local} ranks: slow"
+                yield f"groups of {name} span several machines, which is slow: a machine has {local} ranks"
 
 
 def _product(grid: Grid) -> str:
@@ -135,7 +135,7 @@ def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, cr
     (parameters,) = held_parameters(a, alone, alone.place(0), critic=critic)
     for held in parameters.values():
         names = list(dict.fromkeys(part.name for part in held.parts))
-        # Only the name and the number of dimensions count for the settings.
+        # The settings depend only on the name and the number of dimensions.
         like = Parameter(torch.empty((0,) * len(held.shape)))
         if len({settings_of(optimizer, name, like) for name in names}) > 1:
             yield Problem(
@@ -153,7 +153,7 @@ def _fitting(key: str, number: int, ranks: int) -> str:
 
 
 def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that need less memory. Those that cost least time come first."""
+    """Yield changes of settings that save memory. Changes that cost least time come first."""
     if config.recompute == "none":
         yield {"recompute": "selective"}
     yield from smaller_microbatches(config, row_length, tokens)
@@ -188,14 +188,14 @@ def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Map
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of the fullest rank in a step of so many tokens. Raises ModelError, ConfigError."""
+    """Estimate the memory of the fullest rank in a step of `tokens` tokens. Raises ModelError, ConfigError."""
     return estimate_fullest(config, run, read_architecture(load_model_config(run.model)), row_length, tokens)
 
 
 def estimate_fullest(
     config: MegatronBackendConfig, run: RunConfig, a: Architecture, row_length: int, tokens: int
 ) -> MemoryEstimate:
-    """Estimate the memory of the fullest rank in a step of so many tokens of this model."""
+    """Estimate the memory of the fullest rank in a step of `tokens` tokens of this model."""
     stages = [_of_stage(config, run, a, stage, row_length, tokens) for stage in range(config.pipeline)]
     found = max(stages, key=lambda estimate: estimate.peak)
     local = ranks_of_machine(config)
@@ -216,7 +216,7 @@ def _of_stage(
     values = sum(held_values(a, grid, stage))
     parts = {
         "weights": computed * values,
-        # One buffer holds all gradients. It stays from step to step.
+        # One buffer holds all gradients. It stays allocated between steps.
         "gradients": MAIN_BYTES * values,
         "optimizer": _optimizer_bytes(grid, held_values(a, grid, stage), run.optimizer, computed),
     }
@@ -229,14 +229,14 @@ def _of_stage(
     number, own = microbatches(config, row_length, tokens)
     update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
     if config.divides_tokens:
-        # Divided matrices are multiplied with the inputs of all tokens, and with their gradients.
+        # Divided matrices need the gathered inputs of all tokens, and in the backward pass also the inputs' gradients.
         update["gathered activations"] = 2 * own * a.hidden * computed
     if stage == grid.pipeline - 1:
         # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         columns = padded_vocabulary(a, grid) // grid.tensor
         update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
     if run.source.facts.replays_experts:
-        # These are int16 numbers for all tokens of a step, and a copy for the tokens of this rank.
+        # These are int16 numbers of experts for all tokens of a step, and a copy for the tokens of this rank.
         share = math.ceil(tokens / grid.data)
         of_token = 2 * a.num_layers * a.experts_per_token
         update["routed experts"] = share * of_token + math.ceil(share / grid.context) * of_token
@@ -247,7 +247,7 @@ def _of_stage(
 
 
 def microbatches(config: MegatronBackendConfig, row_length: int, tokens: int) -> tuple[int, int]:
-    """Return the number of micro-batches of a step, and the number of tokens of each that one rank computes."""
+    """Return the number of micro-batches of a step, and the tokens of a micro-batch that one rank computes."""
     share = math.ceil(tokens / config.grid.data)
     # A row is never divided between micro-batches.
     size = max(min(share, config.max_tokens_per_microbatch or share), min(row_length, tokens))
@@ -288,7 +288,7 @@ def _optimizer_bytes(grid: Grid, values: tuple[int, int], optimizer: OptimizerCo
 def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
     """Count the micro-batches, out of `number`, whose activations a stage keeps at its peak.
 
-    Without `virtual_stages` the number is that of the stages from this one to the last (PipeDream-Flush, Narayanan
+    Without `virtual_stages`, it is at most the number of stages from this one to the last (PipeDream-Flush, Narayanan
     et al. 2021, arXiv:2104.04473). For interleaved stages see Korthikanti et al. 2022, section 4.2.3, and Megatron's
     `get_pp_rank_microbatches`.
     """
@@ -308,7 +308,7 @@ def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, num
     if config.recompute == "full":
         values += whole_layer
     if stage == grid.pipeline - 1:
-        # Hidden states are kept before and after the last norm, then for all tokens, then for tokens with loss.
+        # Hidden states are kept before and after the last norm, gathered for all tokens, and for tokens with loss.
         values += a.hidden * (2 / share + 2)
     return values
 
@@ -324,8 +324,8 @@ def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: flo
     if not a.num_experts:
         # The layer keeps gate, up projection and their product.
         return norms + attention + 3 * a.ffn / grid.tensor
-    # Experts keep a copy of each token, in every rank that divides the expert, with gate, up projection and weighted
-    # product. Routers keep scores and weights in fp32.
+    # Every rank that divides an expert keeps a copy of each of the expert's tokens, with gate, up projection and
+    # weighted product. Routers keep scores and weights in fp32.
     copies = expert_load * a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
     return norms + attention + (copies + 4 * a.num_experts) / share
 
@@ -339,7 +339,7 @@ def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:
     queries, keys = a.heads // config.tensor, a.key_value_heads // config.tensor
     # The projection is one tensor, which stays in memory because keys and values are views of it. Queries are copied.
     projected = queries + 2 * keys
-    # A norm reads the copied queries and the keys, and makes new ones.
+    # A norm reads the copied queries and the keys, and makes normed copies.
     normed = queries + keys if a.qk_norm else 0
     if config.recompute != "none":
         return a.head_dim * (projected + queries + normed + queries)
@@ -347,7 +347,7 @@ def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:
     if config.context == 1:
         # This adds rotated queries and keys, and results. The values are in the projection.
         return a.head_dim * (projected + read + queries + keys + queries)
-    # Keys and values are repeated until the ranks can divide them evenly. Results are kept before and after their
+    # Keys and values are repeated until the ranks can divide them evenly. Results are kept before and after the
     # exchange.
     exchanged = queries + 2 * math.lcm(keys, config.context)
     return a.head_dim * ((projected + read if a.qk_norm else 0) + exchanged + 2 * queries)

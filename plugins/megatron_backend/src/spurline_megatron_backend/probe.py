@@ -1,8 +1,8 @@
 """Check at start-up that packing and sharing do not change the log-probabilities of a sequence.
 
 Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. On a few random tokens, the
-probe compares the logprobs with those of each sequence alone. It runs forward passes through all stages, and changes
-nothing.
+probe compares these logprobs with the logprobs of each sequence alone. It runs forward passes through all stages, and
+changes nothing in the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_exactness(
     half_precision: bool,
     doing: Callable[[str], None],
 ) -> None:
-    """Raise ModelError on all ranks if log-probabilities change. A collective.
+    """Raise ModelError on all ranks if log-probabilities change. This is a collective.
 
     In half precision small differences are allowed.
     """
@@ -78,10 +78,10 @@ def _logprobs(
 
 
 def _distance(values: Tensor, reference: Tensor, half_precision: bool) -> Tensor:
-    """Return the largest difference of a token, in standard deviations of the reference.
+    """Return the largest difference of any token's values, in standard deviations of the reference.
 
-    In half precision this is the mean difference, since a router may choose another expert for a single token. The
-    distance is 0 if there are no values, and infinite if one is NaN.
+    In half precision, return the mean difference instead, since a router may choose another expert for a single token.
+    The distance is 0 if there are no values, and infinite if a value is NaN.
     """
     if not len(reference):
         return torch.zeros(())

@@ -56,7 +56,7 @@ class MegatronRank(RankWorker):
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         super().__init__(place, run, registry, total_updates)
-        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only one.
+        # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only its own GPU.
         grid = replace(self._config.grid, ranks=place.world)
         self._groups = _open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
         self._counts = grid.speaks(place.rank)
@@ -188,7 +188,7 @@ class MegatronRank(RankWorker):
         model.run(self._streams(share, needs), visit, needs, temperature, doing=self._place.doing, backward=False)
 
     def _streams(self, share: RankShare, needs: Collection[str]) -> list[tuple[Rows, TokenStream]]:
-        """Return the streams of this rank. All ranks have the same number of streams, of which some are idle."""
+        """Return the streams of this rank. All ranks have equally many streams. Some may be idle."""
         columns = [name for name in needs if name != ENTROPY]
         streams = list(share_streams(share, columns, self._profile))
         missing = self._groups.grid.rounded_up(len(streams)) - len(streams)
@@ -221,7 +221,7 @@ class MegatronRank(RankWorker):
 
     @contextmanager
     def _playing(self, role: Role) -> Iterator[StagedModel]:
-        """Yield the model of this role, for forward passes. It is on the device."""
+        """Yield the model of this role, which is on the device, for forward passes."""
         if role != "reference":
             yield self._trained[role].model
             return
@@ -241,7 +241,7 @@ class MegatronRank(RankWorker):
 
 
 def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
-    """Open the groups, and seed the generators of Megatron. A collective. `timeout_s` limits each exchange."""
+    """Open the groups, and seed Megatron. This is a collective. `timeout_s` limits each exchange between ranks."""
     parallel_state.initialize_model_parallel(
         **grid.parallel_sizes,
         # Megatron passes this to timedelta, which takes fractions.

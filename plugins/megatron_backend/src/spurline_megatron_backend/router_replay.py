@@ -2,8 +2,8 @@
 
 Data flow: `TokenStream.routed_experts` of this rank's tokens -> `StreamParams`, an argument of every layer ->
 the router of the layer. The weights of experts still come from the router, so the router gets gradients. Megatron's own
-replay has one list of routers for the process, which would mix those of policy and reference. Here each router has its
-own object.
+replay has one list of routers for the whole process, which would mix the routers of policy and reference. Here each
+router has its own object.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_models.experts.router_replay import ExpertLoads
 
 
 class RouterChoice:
-    """Chooses experts for one router: the given experts of a token, or those with the highest scores if none are given.
+    """Chooses experts for one router. A token gets the given experts, or else the experts with the highest scores.
 
     Args:
         layer: The number of the layer in the whole model, counted from 0.
@@ -37,12 +37,12 @@ class RouterChoice:
         self._given: Tensor | None = None
         self._num_fill = 0
         self.loads: ExpertLoads | None = None
-        """Adds up the number of tokens of each expert. If None, they are not counted."""
+        """Adds up the number of tokens of each expert. If None, tokens are not counted."""
 
     def take(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the given experts from the arguments of the layer's attention. This is a hook before attention.
+        """Take the given experts from the arguments of the layer's attention, in a hook that runs before attention.
 
-        If layers are recomputed, attention is called again with the same arguments.
+        If layers are recomputed, the hook runs again with the same arguments.
         """
         params = kwargs.get("packed_seq_params")
         assert isinstance(params, StreamParams), type(params)

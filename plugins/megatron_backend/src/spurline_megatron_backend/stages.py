@@ -37,7 +37,7 @@ Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A stream, this rank's part of it, and the slice of the positions with loss that the part predicts."""
+    """A stream, this rank's part of the stream, and the slice of positions with loss that the part predicts."""
 
     rows: Rows
     stream: TokenStream
@@ -96,8 +96,8 @@ class StagedModel:
     ) -> None:
         """Run all micro-batches forward and backward, or in evaluation mode only forward.
 
-        After a backward pass each rank has the summed gradients of the values that it optimizes, or with
-        `whole_gradients` of all its parameters.
+        After a backward pass, a rank has summed gradients of the values that it optimizes. With `whole_gradients`, it
+        has summed gradients of all its parameters.
         """
         unit = self._grid.tensor if self.config.sequence_parallel else 1
         longest = 0
@@ -119,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # This is for sums that begin in the last backward pass. For later sums the schedule has an argument.
+                # This sets the option for sums that begin in the last backward pass. Later sums get it as an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):
@@ -138,7 +138,7 @@ class StagedModel:
     def _visited(
         self, visit: Visit, microbatch: _MicroBatch, needs: Collection[str], temperature: float, hidden: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the scalar, and an unused number of tokens and no metrics, which the schedules expect."""
+        """Return the scalar, a number of tokens and metrics, as schedules expect. The last two are not used."""
         stream, part = microbatch.stream, microbatch.part
         chosen = hidden.squeeze(1).index_select(0, part.source)
         values, entropy = self.parts[-1].scores(chosen, part.targets, ENTROPY in needs, temperature)
@@ -167,7 +167,7 @@ class StagedModel:
 
     @contextmanager
     def computing_otherwise(self, *, sharing: SequenceSharing | None, chunk_tokens: int) -> Iterator[None]:
-        """Use other chunks of logits while the context is open, and another sharing of sequences if one is given."""
+        """Use this chunk size of logits while the context is open. If `sharing` is given, replace the sharing too."""
         own_sharing, score = self._sharing, self.parts[-1].score
         own_chunks = chunk_tokens if score is None else score.chunk_tokens
         self._sharing = sharing or own_sharing

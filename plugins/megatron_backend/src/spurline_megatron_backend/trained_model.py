@@ -50,7 +50,7 @@ class Owned:
 
     Attributes:
         values: The fp32 values, in the optimizer's own memory.
-        state: The optimizer's own mapping of its state by key. It is empty before the first step.
+        state: The optimizer state of the range, by key, in the optimizer's own mapping. It is empty before step 1.
     """
 
     held: HeldParameter
@@ -60,7 +60,7 @@ class Owned:
 
 
 class TrainedModel:
-    """A model on its ranks with the optimizer of all its parameters. Making one is a collective.
+    """A model on its ranks with the optimizer of all its parameters. The constructor is a collective.
 
     Args:
         shapes: The shapes of all tensors of the whole model, by name.
@@ -92,7 +92,7 @@ class TrainedModel:
             # to False only if `expert` is above 1. But ranks of a tensor group may have the same experts and different
             # tokens.
             cast(Any, parameter).allreduce = not held.is_expert
-        # The overlap sums each bucket of gradients as soon as the last backward pass has filled it.
+        # With overlap, each bucket of gradients is summed as soon as the last backward pass has filled it.
         settings = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
         )
@@ -111,7 +111,7 @@ class TrainedModel:
         """The settings of the optimizer's groups when the optimizer was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether engines had the device when `show_exact` wrote the fp32 values. None if none are written."""
+        """Whether engines had the device when `show_exact` wrote the fp32 values. None if it has written none."""
 
     @property
     def optimizer_name(self) -> str:
@@ -131,7 +131,7 @@ class TrainedModel:
         return owned
 
     def tensors(self) -> DeviceTensors:
-        """Return what lies on the device between two updates."""
+        """Return the tensors that are on the device between two updates."""
         self._shown_while_given = None
         buffers = [buffer for wrapped in self._wrapped for buffer in _buffers(wrapped)]
         weights = [*self.model.tensors(), *(buffer.param_data for buffer in buffers)]
@@ -145,20 +145,20 @@ class TrainedModel:
             wrapped.zero_grad_buffer()
 
     def totals(self, loss: float) -> StepTotals:
-        """Join gradient norm and loss of all ranks. See `StepTotals.of`. A collective."""
+        """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
         squares = [shard.gradient.double().square().sum() for shard in self.shards if self._counts(shard)]
         device = self.model.parameters()[0][1].device
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         return StepTotals.of(own, loss)
 
     def _counts(self, shard: Shard) -> bool:
-        """Return whether this rank adds a shard to the norm. If several ranks have the same values, the first does."""
+        """Return whether this rank adds a shard to the norm. Equal values on several ranks count once."""
         if shard.held.is_copy:
             return False
         return shard.held.is_divided or self._tensor_rank == 0
 
     def step(self, grad_norm: float) -> dict[str, float]:
-        """Clip gradients and update the weights; return the learning rates as metrics. A collective."""
+        """Clip gradients and update the weights; return the learning rates as metrics. This is a collective."""
         factor = clip_factor(grad_norm, self.recipe.config.max_grad_norm)
         for shard in self.shards:
             if factor is not None:
@@ -173,7 +173,7 @@ class TrainedModel:
         return rates
 
     def fill_from_owned(self) -> None:
-        """Copy the optimized values into the weights, and gather them on all data-parallel ranks. A collective."""
+        """Copy the optimized values into the weights, and gather these on data-parallel ranks. This is a collective."""
         self._shown_while_given = None
         with torch.no_grad():
             for shard in self.shards:
@@ -190,11 +190,11 @@ class TrainedModel:
         ]
 
     def show_exact(self) -> None:
-        """Write the fp32 values of all parameters to the tensors that `exact` returns. A collective.
+        """Write the fp32 values of all parameters to the tensors that `exact` returns. This is a collective.
 
         If the model is not fp32, these tensors are the gradients, whose memory is free between steps.
         """
-        # When the device is taken back, gradients on the host are freed, with the values in them.
+        # When engines give the device back, the gradients' copies on the host are freed, with the values in them.
         if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
             return
         read = self._memory.read
@@ -206,7 +206,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # Ranks can exchange only on the device. One bucket fits there even while engines have it.
+                        # Ranks can exchange only on the device. One bucket fits there even while engines use it.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -216,7 +216,7 @@ class TrainedModel:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sum gradients over all ranks. They are not divided by a number of tokens, since losses are divided already."""
+    """Sum gradients over all ranks. They are not divided by a number of tokens, since losses already are."""
     finalize_model_grads(model, None, **options)
 
 
@@ -262,7 +262,7 @@ def _optimizer(
 ) -> Any:
     """Make the run's optimizer for these shards. All ranks have the same groups, but some groups may be empty."""
     device = parameters[0][1].device
-    # Only names and numbers of dimensions count for the settings. Then shards replace these parameters.
+    # Settings depend only on names and numbers of dimensions. Below, shards replace these empty parameters.
     named = {name: Parameter(torch.empty((0,) * len(shape), device=device)) for name, shape in shapes.items()}
     optimizer = recipe.make_optimizer(named)
     names = {id(parameter): name for name, parameter in named.items()}

@@ -28,7 +28,7 @@ class VocabularyLogprobs:
     If there are several chunks, the backward pass computes their logits again.
 
     Args:
-        logits: Computes this rank's logits [N, V] from hidden states [N, H]. Rank r has the tokens from r * V on.
+        logits: A function from hidden states [N, H] to this rank's logits [N, V]. Column 0 on rank r is token r * V.
         group: The ranks that divide the vocabulary.
         vocabulary: The number of tokens. Further columns are padding.
         chunk_tokens: The number of positions in a chunk.
@@ -49,7 +49,7 @@ class VocabularyLogprobs:
         """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
 
         The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and
-        compute the same loss, which counts once.
+        compute the same loss. It counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute chunks in the same order, so that their exchanges match.
@@ -74,7 +74,7 @@ class VocabularyLogprobs:
 
 
 class _Scores(torch.autograd.Function):
-    """Turns the logits [N, V] of each rank into logprobs, and entropies if wanted: [1 or 2, N], the same on every rank.
+    """Turns each rank's logits [N, V] into logprobs, and entropies if wanted. All ranks get equal results [1 or 2, N].
 
     Targets are int64 [N], counted from this rank's first column. All ranks get the same gradient of the result.
     """
@@ -107,7 +107,7 @@ class _Scores(torch.autograd.Function):
         of_logprob, *of_entropy = grads[0]
         gradient = probabilities * -of_logprob.unsqueeze(1)
         for entropy, of_this in zip(entropies, of_entropy, strict=True):
-            # The derivative of the entropy by a logit is -p * (log p + entropy).
+            # The derivative of the entropy with respect to a logit is -p * (log p + entropy).
             change = torch.special.entr(probabilities).addcmul_(probabilities, entropy.unsqueeze(1), value=-1)
             gradient.addcmul_(change, of_this.unsqueeze(1))
         return gradient.scatter_add_(1, column, (of_logprob * is_own).unsqueeze(1)), None, None, None

@@ -1,8 +1,8 @@
-"""Join the boxes that ranks hold to whole tensors.
+"""Assemble whole tensors from the boxes (slices of tensors) that ranks hold.
 
 Data flow: parameters of each rank -> boxes of Hugging Face tensors, sent by their owners to the ranks that want
 them -> whole tensors there -> buckets for engines, files, or the controller. The owner of a box follows from the sizes
-of the model and the grid, so ranks know all messages without asking each other.
+of the model and the grid, so each rank knows all messages in advance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Held = Sequence[tuple[HeldParameter, Tensor]]
 
 @dataclass(frozen=True)
 class OwnedBox:
-    """A box of a tensor, and the rank that sends it to others."""
+    """A box of a tensor, and the rank that sends the box to other ranks."""
 
     name: str
     box: Box
@@ -40,18 +40,18 @@ class OwnedBox:
 
 @dataclass(frozen=True)
 class BoxOwners:
-    """The owner of each box of a tensor. It is the first rank that holds the box.
+    """The owner of each box of the tensors of a model. The owner is the first rank that holds the box.
 
     Attributes:
         shapes: Shapes of all tensors, by name.
-        boxes: The boxes of each tensor, in the order of their owners. Together they are the tensor.
+        boxes: The boxes of each tensor, in the order of their owners. Together they cover the tensor.
     """
 
     shapes: Mapping[str, Shape]
     boxes: Mapping[str, tuple[OwnedBox, ...]]
 
     def most_of(self, names: Collection[str]) -> int:
-        """Return the rank that owns most values of these tensors. If several do, return the first."""
+        """Return the rank that owns most values of these tensors. On a tie, return the lowest rank."""
         values: dict[int, int] = {}
         for name in names:
             for part in self.boxes[name]:
@@ -92,7 +92,7 @@ def box_owners(architecture: Architecture, grid: Grid, *, critic: bool = False) 
 
 
 def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> Iterator[tuple[int, Part]]:
-    """Yield (rank, part) in the order of ranks. Parameters that an earlier rank has too are skipped."""
+    """Yield (rank, part) in the order of ranks. Parameters that an earlier rank also holds are skipped."""
     seen: set[tuple[int, ...]] = set()
     for rank in range(grid.ranks):
         place = grid.place(rank)
@@ -108,7 +108,7 @@ def _parts_by_rank(architecture: Architecture, grid: Grid, *, critic: bool) -> I
 
 
 class WeightsOfRanks:
-    """Joins tensors on the ranks that want them; a `Gathers`.
+    """A `Gathers` that assembles whole tensors on the ranks that want them.
 
     Args:
         architecture: The model.
@@ -116,8 +116,8 @@ class WeightsOfRanks:
         held: Contiguous tensors of this rank, in one dtype on all ranks.
         critic: Whether the model has a value head.
         max_bytes: The bytes that a rank receives at a time. A larger box is received alone.
-        read: Returns the values of a held tensor. While engines have the device, these values are on the host.
-        prepare: Puts the values into the held tensors before they are gathered. A collective.
+        read: A function that returns the values of a held tensor, on the host while engines have the device.
+        prepare: A function that writes the values to the held tensors before each gathering. It is a collective.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class WeightsOfRanks:
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """See `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank that it sends to."""
+        """Implement `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank that it sends to."""
         if self._prepare is not None:
             self._prepare()
         kind = dtype or self._dtype
@@ -211,7 +211,7 @@ class WeightsOfRanks:
 
 
 def _spaces(message: Tensor, parts: Sequence[OwnedBox]) -> Sequence[Tensor]:
-    """Return the memory for each box in a message."""
+    """Return a view of the message for each box."""
     return message.split([part.box.num_values for part in parts])
 
 

@@ -23,8 +23,8 @@ from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
-"""Micro-batches: rows of the mini-batch, and their stream. The model also runs on idle streams, since other ranks wait
-for it. The loss is not computed on idle streams."""
+"""Micro-batches as pairs: rows of the mini-batch, and the stream of these rows. The model also runs on idle streams,
+since other ranks wait for it. The loss is not computed on idle streams."""
 
 
 def accumulate_gradients(
@@ -41,7 +41,7 @@ def accumulate_gradients(
         streams: The micro-batches.
         objective: The loss and its normalizer.
         profile: The device and dtype of the model.
-        balance: The balance loss of routers, which is added to the objective. The sums do not contain it.
+        balance: The balance loss of routers, which is added to the objective. The summed loss does not contain it.
 
     Returns:
         The sums over micro-batches, which are still on the device.
@@ -115,7 +115,7 @@ _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minim
 
 @dataclass(frozen=True)
 class SumsPart:
-    """The sums over micro-batches as plain data, of one rank or of several joined.
+    """Sums over the micro-batches of one rank, or joined sums of several ranks, as plain data.
 
     Attributes:
         loss: Sum of weight * loss.
@@ -124,8 +124,8 @@ class SumsPart:
         broken_rows: Rows of the micro-batches whose loss is not finite.
         sums: Sums of weight * value of the loss's metrics.
         extremes: Values of the metrics that end with `/max` or `/min`.
-        balance: Sum over sequences of the balance of routers, or None without a balance loss.
-        expert_loads: The loads of experts by this rank's tokens. `load_metrics` joins the loads of all ranks.
+        balance: Sum over sequences of the balance loss of routers, or None without a balance loss.
+        expert_loads: This rank's tokens at each expert, by layer. `load_metrics` joins the loads of all ranks.
     """
 
     loss: float = 0.0
@@ -139,7 +139,7 @@ class SumsPart:
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """Join the sums of all ranks. Rounding depends on their order."""
+        """Join the sums of all ranks. Rounding depends on the order of the ranks."""
         parts = list(parts)
         sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
@@ -166,7 +166,7 @@ class SumsPart:
         return {**means, **self.extremes}
 
     def balance_metrics(self, num_sequences: int) -> dict[str, float]:
-        """Return `moe/aux_loss`, the mean balance of sequences, or {} without a balance loss."""
+        """Return `moe/aux_loss`, the mean balance loss of sequences, or {} without a balance loss."""
         return {} if self.balance is None else {"moe/aux_loss": self.balance / num_sequences}
 
     def as_loss_sums(self) -> LossSums:
@@ -196,7 +196,7 @@ class StepSums:
         return total
 
     def add_balance(self, balance: Tensor) -> Tensor:
-        """Add the balance of a micro-batch's sequences, and return it."""
+        """Add the balance loss of a micro-batch's sequences, and return it."""
         _add(self._totals, "balance", balance.detach())
         return balance
 

@@ -1,4 +1,4 @@
-"""Read the config of a model, with the run's overrides, and build the model without memory."""
+"""Read a model's config, apply the run's overrides, and build the model on the meta device, without memory."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def has_experts(config: PretrainedConfig) -> bool:
 
 
 def num_experts(config: PretrainedConfig) -> int | None:
-    """Return the number of experts in a layer, or None if there are none or layers differ."""
+    """Return the number of experts in a layer. It is None if no layer has experts, or if layers differ."""
     return _count(config, _EXPERT_COUNTS)
 
 
 def experts_per_token(config: PretrainedConfig) -> int | None:
-    """Return the number of experts that a layer uses for a token, or None if there are none or layers differ."""
+    """Return the number of experts used per token. It is None if no layer has experts, or if layers differ."""
     return _count(config, _EXPERTS_PER_TOKEN)
 
 
@@ -56,7 +56,7 @@ def _count(config: PretrainedConfig, names: Sequence[str]) -> int | None:
 
 
 def load_model_config(model: ModelConfig) -> PretrainedConfig:
-    """Return the architecture of `model.path` with `model.config_overrides` applied. Raises ModelError."""
+    """Return the config of `model.path` with `model.config_overrides` applied. Raises ModelError."""
     refuse_adapter("model.path", model.path)
     try:
         with finding("model.path", model.path):
@@ -66,7 +66,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # If a config names a repository here, transformers would load code from the hub.
+        # If these fields name a repository, transformers would load code from the hub.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
@@ -111,10 +111,10 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
 
 
 def vocabulary_size(causal: PreTrainedModel) -> int:
-    """Return the number of tokens that the model knows. Its tokenizer may know fewer."""
+    """Return the size of the model's vocabulary. The tokenizer's vocabulary may be smaller."""
     weight = causal.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
-    # Some embeddings have more rows than there are tokens (CPM-Ant).
+    # Some embeddings have more rows than the vocabulary has tokens (CPM-Ant).
     named = getattr(causal.config.get_text_config(), "vocab_size", None)
     return min(weight.shape[0], named) if isinstance(named, int) else weight.shape[0]
 

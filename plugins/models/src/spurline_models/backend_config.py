@@ -26,7 +26,7 @@ class MemoryEstimate:
 
     Attributes:
         kept: Bytes of each part that stays in memory from step to step, on the device that needs the most.
-        moments: Bytes of the other parts, for each phase of a step. Only the parts of one phase exist at the same time.
+        moments: For each phase of a step, the bytes of the parts that exist in this phase only.
         host: Bytes of host memory, on the machine that needs the most.
     """
 
@@ -44,15 +44,15 @@ class MemoryEstimate:
 
     @property
     def lent(self) -> dict[str, int]:
-        """The parts that stay on the device while engines use it, if the trainer's weights stay there."""
+        """The parts that stay on the device while engines use it, if the trainer's weights are not offloaded."""
         stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
-        # The part `critic` includes its optimizer. Its weights alone are as large as the policy's.
+        # The part `critic` includes the critic's optimizer. The critic's weights are as large as the policy's.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
 
 
 @dataclass(frozen=True)
 class LargestUpdate:
-    """The largest optimizer step: the tokens of its longest row, and of all its rows."""
+    """The largest optimizer step of a run: the tokens of its longest row, and the tokens of all its rows."""
 
     row_length: int
     tokens: int
@@ -63,10 +63,10 @@ class ColocatedEngine:
     """An engine on the devices of the backend. Engine and backend take turns.
 
     Attributes:
-        memory: A function from the bytes of a device to the bytes of the engine's `weights` and `cache`, on the device
-            that needs the most. It returns {} if they are not known.
+        memory: A function that gets the memory of a device in bytes. It returns the bytes of the engine's `weights`
+            and `cache` on the device that needs the most, or {} if they are not known.
         offloads_trainer: Whether the trainer's weights leave the device while the engine generates.
-        takes_less: Sentences that name the settings with which the engine needs less memory.
+        takes_less: Sentences that name settings which reduce the engine's memory.
         bucket_bytes: Bytes of the weights that are sent to the engine at once.
     """
 
@@ -83,7 +83,7 @@ class ModelBackendConfig(BackendConfig):
     """
 
     beyond: ClassVar[str] = ""
-    """A sentence that says what to do if no setting makes a model fit."""
+    """A sentence that tells the user what to do if no setting makes a model fit into memory."""
 
     @property
     def facts(self) -> BackendFacts:
@@ -121,7 +121,7 @@ class ModelBackendConfig(BackendConfig):
         return export(backend, loaded, tokenizer, path, replace=replace, adapter=adapter)
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate the memory of a step of `tokens` tokens in rows of this length. Returns None if it is not known."""
+        """Estimate the memory of a step of `tokens` tokens in rows of `row_length`. Returns None if it is unknown."""
         return None
 
     def device_bytes(self) -> int | None:
@@ -129,9 +129,9 @@ class ModelBackendConfig(BackendConfig):
         return None
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of these settings that save memory.
+        """Return changes of these settings that save memory. Keys are names of settings, such as `lora.base_dtype`.
 
-        A plan adds them in this order until the run fits. The keys are names of settings, such as `lora.base_dtype`.
+        `spurline plan` applies the changes one by one, in this order, until the run fits.
         """
         return ()
 
@@ -140,14 +140,14 @@ class TransformersBackendConfig(ModelBackendConfig):
     """Settings of a backend whose model computes with the code of Hugging Face transformers."""
 
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. This needs less memory, and about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep the activations of the decoder's layers in host memory until the backward pass. For GPUs."""
+    """Keep the activations of the decoder's layers in host memory until the backward pass. This is meant for GPUs."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Kernels of norms and gated activations. `liger` uses the fused kernels of Liger-Kernel. `auto` uses them on a GPU
-    if Liger-Kernel is installed and knows the model. `none` uses PyTorch."""
+    if Liger-Kernel is installed and supports the model. `none` uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers approximately in fp8, on GPUs of Hopper's generation or newer. `emulated` rounds in the
     same way on every device, and is slow."""
@@ -176,7 +176,7 @@ class TransformersBackendConfig(ModelBackendConfig):
             yield Problem("fp8", f"needs precision: bf16, and precision is {precision}.")
 
     def check_computing(self, run: RunConfig, device: str, precision: str) -> None:
-        """Raise ConfigError if a library is missing, or Liger's kernels are asked for and cannot be used."""
+        """Raise ConfigError if a library is missing, or if `kernels` is `liger` and Liger's kernels cannot be used."""
         check_libraries(self.lora, self.fp8)
         if self.kernels == "liger":
             _part("kernels:chooses_liger", "kernels of a model")(self.kernels, run.model, device, precision)

@@ -35,7 +35,7 @@ class LoraConfig(Section):
 
     @property
     def is_quantized(self) -> bool:
-        """True if the weights under the adapters are quantized. No dtype of an engine can hold their values."""
+        """True if the weights under the adapters are quantized. No dtype of an engine can represent their values."""
         return self.base_dtype == "nf4"
 
     @property
@@ -46,7 +46,7 @@ class LoraConfig(Section):
 
 
 def no_peft() -> ConfigError:
-    """Return the error for a missing library of adapters."""
+    """Return the error to raise if peft is not installed."""
     return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
 
 

@@ -1,8 +1,7 @@
-"""Deal the rows of a mini-batch to data-parallel ranks and their micro-batches, and collect the results.
+"""Distribute the rows of a mini-batch to data-parallel ranks and their micro-batches, and gather the results.
 
 The process that directs the ranks sends each rank a `RankShare` as plain arrays. Every rank gets the same number of
-micro-batches, so that all ranks take part in the same collectives. For a micro-batch without rows, a rank runs an idle
-stream.
+micro-batches, so that all take part in the same collectives. In an empty micro-batch, a rank runs `TokenStream.idle`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class RankShare:
     Attributes:
         batch: The rank's rows, with the columns that it needs and the lengths of segments.
         rows: Numbers of these rows in the mini-batch.
-        microbatches: The rows of `batch` in each micro-batch. A micro-batch may be empty.
+        microbatches: For each micro-batch, its rows as indices into `batch`. A micro-batch may be empty.
         num_sequences: Number of sequences with loss in the whole mini-batch.
     """
 
@@ -41,7 +40,7 @@ class RankShare:
     num_sequences: int
 
     def to_wire(self) -> dict[str, Any]:
-        """Return the share as numpy arrays. They are pickled twice as fast as tensors."""
+        """Return the share as numpy arrays, which are pickled twice as fast as tensors."""
         lengths = self.batch.segments["length"]
         return {
             "tokens": {name: column.numpy() for name, column in self.batch.tokens.items()},
@@ -67,7 +66,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Dealing:
-    """The shares of all ranks, and costs [ranks, micro-batches]. An empty micro-batch costs 0."""
+    """The shares of all ranks, and estimated costs [ranks, micro-batches]. An empty micro-batch costs 0."""
 
     shares: tuple[RankShare, ...]
     costs: NDArray[np.float64]
@@ -79,7 +78,7 @@ class Dealing:
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
     def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
-        """Join the values [rows of the share, ...] of all ranks, in the order of the mini-batch without padding."""
+        """Join the values [rows of the share, ...] of all ranks, in mini-batch order. Padding rows are left out."""
         assert len(values) == len(self.shares), (len(values), len(self.shares))
         dealt = torch.cat([torch.as_tensor(value) for value in values])
         order = np.argsort(np.concatenate([share.rows for share in self.shares]))
@@ -95,18 +94,18 @@ def deal(
     max_tokens: int | None = None,
     hidden: int = 4096,
 ) -> Dealing:
-    """Deal the rows to ranks so that all ranks take about equally long. Rows of one unit (`unit_ids`) stay together.
-    Padding rows are dropped.
+    """Distribute the rows to ranks so that all ranks take about equally long, and drop padding rows.
 
-    Units are dealt from the costliest to the cheapest. Each goes to the rank, and there to the micro-batch, with the
-    lowest cost at that time.
+    Rows of one unit (`unit_ids`) stay together. Units are assigned one by one, the costliest first. Each goes to the
+    rank with the lowest cost so far. The units of a rank are assigned to its micro-batches in the same way.
 
     Args:
         batch: The mini-batch.
         num_ranks: Number of data-parallel ranks.
         columns: Token columns that ranks need, besides those of every batch.
-        max_tokens: Most tokens of a micro-batch, without padding. A larger unit gets its own. None means no limit.
-        hidden: Hidden size of the model. The ratio of the costs of attention and of matrices depends on it.
+        max_tokens: Limit on the tokens of a micro-batch, without padding. A unit over the limit gets a micro-batch of
+            its own. If None, there is no limit.
+        hidden: Hidden size of the model. It sets how much attention costs relative to the matrix products.
     """
     units = _Units.of(batch, hidden)
     costliest_first = sorted(range(len(units.costs)), key=lambda unit: -units.costs[unit])
@@ -135,7 +134,7 @@ class _Units:
         ids, unit_of_row, sizes = np.unique(batch.unit_ids.numpy()[rows], return_inverse=True, return_counts=True)
         unit_of_segment = np.repeat(unit_of_row, lengths.counts())
         length = lengths.values.astype(np.float64)
-        # A token takes 12 h^2 multiplications in the matrices of a layer, and h * length in attention. Divide by h.
+        # Per layer, a token takes 12 h^2 multiplications in matrices and h * length in attention. Divide both by h.
         costs = np.bincount(unit_of_segment, 12 * hidden * length + length**2, minlength=len(ids))
         tokens = np.bincount(unit_of_segment, length, minlength=len(ids)).astype(np.int64)
         by_unit = np.split(rows[np.argsort(unit_of_row, kind="stable")], np.cumsum(sizes)[:-1]) if len(ids) else []
@@ -149,7 +148,7 @@ class _Units:
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Return the units of each micro-batch of each rank. Their number is the highest that a rank needs."""
+    """Return each rank's micro-batches as lists of units. All ranks get as many as the rank that needs most."""
     if not units.costs:
         return [[] for _ in dealt]
     count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
@@ -157,7 +156,7 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
         found = [_spread(mine, units, count, limit) for mine in dealt]
         complete = [slots for slots in found if slots is not None]
         if len(complete) == len(found):
-            # Ranks wait for each other in every micro-batch, so each rank begins with its costliest one.
+            # Ranks wait for each other in every micro-batch, so all begin with their costliest micro-batch.
             return [sorted(slots, key=lambda slot: -units.cost(slot)) for slots in complete]
         count += 1
 
@@ -172,7 +171,7 @@ def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
 def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:
     """Spread the chosen units, the costliest first, over `count` bins of about equal cost.
 
-    A bin has at most `limit` tokens, unless it has a single unit. Returns None if a unit fits into no bin.
+    A bin has at most `limit` tokens, unless it has a single unit. Returns None if some unit fits into no bin.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count

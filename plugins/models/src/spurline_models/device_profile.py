@@ -1,4 +1,4 @@
-"""Describe the device and precision of a model's computation. All code that depends on them asks here.
+"""Describe the device and precision of a model's computation. Code that depends on them uses a `DeviceProfile`.
 
 This module also seeds, saves and restores the random generators of training.
 """
@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Measured: how many padding slots cost as much time as one attention call, and as one pass of a decoder.
+# Measured numbers of padding tokens that cost as much time as one attention call, and as one decoder pass.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 
 
 def slots_per_pass(device: torch.device) -> int:
-    """Return the number of padding slots that cost as much time as a pass of a whole decoder."""
+    """Return the number of padding tokens that cost as much time as a pass of a whole decoder."""
     return _SLOTS_PER_PASS.get(device.type, 0)
 
 
@@ -49,17 +49,17 @@ class DeviceProfile:
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def computing(self) -> AbstractContextManager[object]:
-        """Return the context of every forward pass."""
+        """Return the context in which every forward pass runs."""
         if self.autocast_dtype is not None:
             return torch.autocast(self.device.type, self.autocast_dtype)
         return self.computing_exactly()
 
     def computing_exactly(self) -> AbstractContextManager[object]:
-        """Return the context of a forward pass in the dtype of the weights, without autocast."""
+        """Return the context for a forward pass in the dtype of the weights, without autocast."""
         return KeepDouble() if self.weight_dtype == torch.float64 else nullcontext()
 
     def checkpoint_options(self) -> dict[str, Any]:
-        """Return keywords for torch's `checkpoint`. By itself, it would restore autocast, but not `KeepDouble`."""
+        """Return keywords for torch's `checkpoint`, so that recomputation restores `KeepDouble` as well as autocast."""
         options: dict[str, Any] = {"use_reentrant": False}
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
@@ -85,7 +85,7 @@ class DeviceProfile:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Return a device tensor, or its copy on the host if `place` is the host. Waits for the copy."""
+        """Return the tensor itself if it is on `place`, or else a copy on the host. Waits for the copy."""
         if tensor.device == place:
             return tensor
         return self.pinned(tensor.shape, tensor.dtype).copy_(tensor)
@@ -114,7 +114,7 @@ def device_profile(
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """Return the profile. Raises ConfigError, which names `setting`, if there is no GPU for `cuda`."""
+    """Return the profile. If `device` is `cuda` without a GPU, raises ConfigError, which names `setting`."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
@@ -141,8 +141,8 @@ def runs_triton(device: str) -> bool:
 class KeepDouble(TorchFunctionMode):
     """A mode for `precision: fp64` that replaces every conversion to float32 by a conversion to float64.
 
-    Hugging Face models convert to float32 in norms, softmax and rotary tables. This rounding may turn a difference of
-    1e-16 into a much larger one.
+    Hugging Face models convert to float32 in norms, softmax and rotary tables. Rounding to float32 may turn a
+    difference of 1e-16 into a much larger difference.
     """
 
     def __torch_function__(
@@ -182,7 +182,7 @@ def restore_generator_tensors(states: dict[str, Tensor]) -> None:
 
 
 def generator_values() -> dict[str, Any]:
-    """Return the states of Python's and numpy's global generators as JSON. Model code may use them."""
+    """Return the states of Python's and numpy's global generators as JSON. Model code may use these generators."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {

@@ -48,11 +48,11 @@ def export_model(
         loaded: The config of the run. Weights get the dtype that the model's config names.
         tokenizer: The tokenizer of the run.
         out: The folder to write.
-        replace: Whether `out` may have content, which is then replaced.
+        replace: Whether existing content of `out` may be replaced.
         adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:
-        UserError: If `out` has content, or an adapter is asked for and the run has none that other programs can load.
+        UserError: If `out` has content, or if `adapter` is set and the run has no adapter that others can load.
     """
     if not replace:
         check_free(out)
@@ -62,7 +62,7 @@ def export_model(
     settings = backend.adapter_settings() if isinstance(backend, TrainsAdapters) else None
     if not isinstance(backend, TrainsAdapters) or settings is None:
         raise UserError(
-            f"Backend '{loaded.config.backend.name}' cannot tell its adapters from the weights under them. Export the "
+            f"Backend '{loaded.config.backend.name}' cannot separate its adapters from the base weights. Export the "
             "whole model, in which they are merged."
         )
     return _write_adapter(AdapterStream(settings, backend.named_adapter_weights()), tokenizer, out)
@@ -143,7 +143,7 @@ def check_free(out: Path) -> None:
 
 
 def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """Return the model's own generation settings. The end-of-turn token of the tokenizer becomes a stop token too."""
+    """Return the model's generation settings, with the tokenizer's end token added to the stop tokens."""
     try:
         config = GenerationConfig.from_pretrained(model.path, revision=model.revision or "main")
     except OSError:  # a model without a generation_config.json
@@ -155,7 +155,7 @@ def generation_config(model: ModelConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tensor]:
-    """Return, on the host, the weights that `export_run` would write."""
+    """Return the weights that `export_run` would write, on the host."""
     _, dtype = _config_and_dtype(loaded.config.model)
     with ExitStack() as stack:
         reader = loaded.config.backend.facts.checkpoint_reader
@@ -164,19 +164,19 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
         else:
             tensors = _read(reader, loaded.config, found).tensors
         return {
-            # Copy: a backend frees its tensors when it is closed, and tensors of files are mapped from the files.
+            # Copy, since a closed backend frees its tensors, and tensors of files are memory-mapped.
             name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
             for name, tensor in tensors
         }
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run. A backend with a `checkpoint_reader` or `adapter_reader` is not started.
+    """Export a checkpoint of a run. The backend is not started if it has a reader for its checkpoints.
 
     Args:
         loaded: The config of the run.
         out: The folder to write, which must be new or empty.
-        checkpoint: A folder, or `best` or `latest` (the default) of the run.
+        checkpoint: A checkpoint folder, or `best`, or `latest`. None means `latest`.
         adapter: Whether to write only the adapter and its settings, with the tokenizer.
 
     Raises:

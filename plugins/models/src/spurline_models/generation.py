@@ -1,6 +1,6 @@
 """Generate greedy continuations with the trained model, for evaluation during a run.
 
-For RL, rollout engines generate. An engine that uses the trained model itself gets it from `generation_model`.
+In RL, rollout engines generate instead. An engine that runs the trained model itself gets it from `generation_model`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from spurline_models.streams.stream_model import StreamModel, evaluation_mode, l
 from spurline_text.tokenizer import load_tokenizer
 
 _TOKENS_PER_BATCH = 65536
-"""Most tokens of prompts and responses in a batch, with padding. It limits the key-value cache."""
+"""Limit on the tokens of prompts and responses in a batch, with padding. It limits the key-value cache."""
 
 
 def generate_greedily(
@@ -42,7 +42,7 @@ def generate_greedily(
     )
     generate: Any = causal.generate
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
-        # Models that read rows may mix tokens outside of attention, so padding would change their results.
+        # Models that read rows may mix tokens outside of attention, and padding on the left would change their results.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
             width = max(len(prompts[member]) for member in members)
             input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
@@ -50,7 +50,7 @@ def generate_greedily(
             for row, member in enumerate(members):
                 input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
                 mask[row, width - len(prompts[member]) :] = 1
-            # transformers waits for other ranks at each token by default. Do not, since each rank has its own prompts.
+            # By default, transformers waits for other ranks at each token. Turn it off: ranks have their own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),
@@ -65,7 +65,7 @@ def generate_greedily(
 
 
 def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iterator[list[int]]:
-    """Yield batches of prompt numbers. Lengths in a batch are similar if `pads`, and otherwise equal."""
+    """Yield batches of prompt indices. If `pads` is false, all prompts of a batch have the same length."""
     members: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
         is_full = (len(members) + 1) * (lengths[index] + max_new_tokens) > _TOKENS_PER_BATCH
@@ -79,9 +79,9 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 
 @contextmanager
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
-    """Use attention for left padding and a cache, without the sampling defaults of the model's files.
+    """Use attention that supports left padding and a cache, and ignore the sampling defaults of the model's files.
 
-    The state of rotary embeddings is restored afterwards, since `dynamic` ones remember the longest sequence.
+    The state of rotary embeddings is restored afterwards, since the type `dynamic` remembers the longest sequence.
     """
     own_defaults = causal.generation_config
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]

@@ -1,13 +1,13 @@
-"""Let layers compute with fused kernels or in fp8, as the backend's settings `kernels` and `fp8` say.
+"""Make layers compute with fused kernels or in fp8, according to the backend's settings `kernels` and `fp8`.
 
 Liger-Kernel (arXiv:2410.10989) has fused kernels for norms and gated activations. Liger itself changes the classes of
 transformers for the whole process. Here only the modules of one model get Liger's functions. Two parts of Liger are not
 used: its rotary positions, which replace a function for the whole process, and its fused linear cross-entropy, which
 rounds the weight of each token, computes no entropy, and waits for the device.
 
-torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. The output and the gradient
-of the input are products of values in e4m3, with a scale for each token and each output. The gradient of weights is
-computed in full precision (recipe `rowwise_with_gw_hp`). So the rounding of a token does not depend on other tokens.
+torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. The matrix products that
+compute the output and the gradient of the input round to e4m3, with a scale for each token and each output. Gradients
+of weights are computed in full precision (recipe `rowwise_with_gw_hp`). So no token's rounding depends on other tokens.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NEEDS = (9, 0)
 _NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
 
 _OWN = "_spurline_own_forward"
-"""Attribute of a changed module: (the setting that changed it, its own forward function)."""
+"""Attribute of a changed module: (the setting that changed the module, its original forward function)."""
 
 
 def change_computing(
     causal: PreTrainedModel, model: ModelConfig, kernels: Kernels, fp8: Fp8, profile: DeviceProfile
 ) -> None:
-    """Let layers compute with these kernels. Call this before adapters are added and parameters are sharded.
+    """Make layers compute with these kernels and in fp8. Call this before adding adapters and sharding parameters.
 
     Raises:
         ConfigError: If the kernels cannot be used on this device, or a library is missing.
@@ -68,7 +68,7 @@ def change_computing(
 
 @contextmanager
 def own_code(causal: nn.Module, settings: Collection[str] = ("kernels", "fp8")) -> Iterator[None]:
-    """Let modules that these settings changed compute by their own code in the context."""
+    """Use the original forward functions of modules that these settings changed, in the context."""
     changed = [module for module in causal.modules() if vars(module).get(_OWN, ("",))[0] in settings]
     given = [vars(module).get("forward") for module in changed]
     for module in changed:
@@ -84,7 +84,7 @@ def own_code(causal: nn.Module, settings: Collection[str] = ("kernels", "fp8")) 
 
 
 def _use_fp8(causal: PreTrainedModel, *, emulated: bool) -> None:
-    """Let the decoder's linear layers compute in fp8, except routers and layers whose sizes do not fit."""
+    """Make the decoder's linear layers compute in fp8, except routers and layers with sizes that do not fit."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # pyright: ignore
 
     config = Float8LinearConfig.from_recipe_name(_RECIPE)
@@ -116,7 +116,7 @@ def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[T
 
 
 def _use_kernels(causal: PreTrainedModel) -> None:
-    """Let Liger's functions compute the modules of this model. Raises ModelError if they do not fit."""
+    """Make modules of this model compute with Liger's functions. Raises ModelError if the functions do not fit."""
     from liger_kernel.transformers import monkey_patch  # pyright: ignore
 
     before = {id(module): dict(vars(module)) for module in causal.modules()}
@@ -132,8 +132,8 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
-        # Experts that are stored as one tensor (the only one with three dimensions) keep their own code. Expert
-        # parallelism and routing replay depend on it.
+        # Modules that store all experts in one tensor (no other tensor has three dimensions) keep their own code.
+        # Expert parallelism and routing replay depend on this code.
         stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         if given is None or own.get("forward") is not None or stores_experts:
             vars(module).clear()
@@ -144,7 +144,7 @@ def _use_kernels(causal: PreTrainedModel) -> None:
 
 
 def kernels_of(causal: nn.Module) -> str:
-    """Describe what fused kernels compute in this model. The result is empty if they compute nothing."""
+    """Name what fused kernels compute in this model, such as `norms`. Returns "" if they compute nothing."""
     kinds = [type(module).__name__ for module in causal.modules() if vars(module).get(_OWN, ("",))[0] == "kernels"]
     named = {word for kind in kinds for part, word in _NAMES.items() if kind.removeprefix("FSDP").endswith(part)}
     return ", ".join(sorted(named or set(kinds)))
@@ -184,7 +184,7 @@ def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
 
 @contextmanager
 def _undone(causal: PreTrainedModel) -> Iterator[None]:
-    """When the context ends, undo changes of the Python modules in which the classes of this model are defined."""
+    """When the context ends, undo changes of the Python modules that define the classes of this model."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]

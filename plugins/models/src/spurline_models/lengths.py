@@ -1,8 +1,8 @@
 """Compare the length of the data with the positions of the model, before any weight is loaded.
 
-If a model has a table of positions, a longer sequence would end the run with an error of torch. Rotary positions can be
-computed for any length, but the model has only been trained up to a limit, which rope scaling extends. Some kinds of
-rope scaling also change the frequencies of all samples if one of them is long.
+If a model has a table of positions, a sequence longer than the table would end the run with an error of torch. Rotary
+positions can be computed for any length, but the model has only been trained up to a limit, which rope scaling extends.
+Some kinds of rope scaling also change the frequencies of all samples in a batch if one sample is long.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """A limit on the tokens of a sample. Up to it, rotary frequencies do not depend on other samples."""
+    """A limit on the tokens of a sample. If all samples keep it, rotary frequencies do not depend on other samples."""
 
     tokens: int
     rope_type: str
@@ -115,7 +115,7 @@ def check_lengths(loaded: LoadedConfig, source: KnowsLongest, evaluations: Seque
     for longest in found:
         if limit is not None and longest.tokens > limit.tokens and not _insists(loaded, limit):
             raise ConfigError([Problem(longest.setting, _too_long(loaded, longest, limit))], loaded.origin)
-    # The source's engine also generates for evaluations, whose length is limited by the same setting.
+    # The engine of the source also generates for evaluations that have the same length setting.
     like = [one for one in found if trained is not None and one.setting == trained.setting]
     longest = max(like, key=lambda one: one.tokens, default=None)
     context = loaded.config.source.facts.context_tokens
@@ -158,7 +158,7 @@ def _alternative(limit: PositionLimit) -> str:
 
 
 def _check_engine(loaded: LoadedConfig, longest: Longest | None, context: int, limit: PositionLimit | None) -> None:
-    """Raise ConfigError if the engine's own limit on prompt and response does not fit."""
+    """Raise ConfigError if the engine's limit is over the model's, or too low for the longest prompt and response."""
     allows = f"allows {context:,} tokens of prompt and response, but"
     if limit is not None and context > limit.tokens and not _insists(loaded, limit):
         text = f"{allows} {_positions(loaded, limit)}. Lower the engine's limit to {limit.tokens}.{_alternative(limit)}"

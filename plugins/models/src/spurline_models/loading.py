@@ -1,4 +1,4 @@
-"""Load the causal language model that a run trains, and refuse models that cannot be trained exactly.
+"""Load the causal language model that a run trains. Refuse models whose loss would depend on micro-batches.
 
 Each weight goes directly from its file to its device and dtype, so there are never two copies of the model.
 """
@@ -50,11 +50,11 @@ def load_model(
 
     Args:
         model: The model to load.
-        profile: The device and dtype of its weights.
+        profile: The device and dtype of the weights.
         seed: The seed that random weights (`init: random`) depend on.
         change: A function that changes the model after loading. At that time, random weights are still on the host.
-        narrow: The dtype to which matrices are rounded, through fp32, while they are read.
-        on_host: Whether weights are read into host memory, and moved to the device after `change`.
+        narrow: If given, matrices are converted to fp32 and then rounded to this dtype while they are read.
+        on_host: Whether weights are first read into host memory, and moved to the device after `change`.
         weights: Weights on the host, by their names in files, to use instead of the files.
 
     Raises:
@@ -90,7 +90,7 @@ def _cast(causal: nn.Module, dtype: torch.dtype, narrow: torch.dtype | None) -> 
     matrices = {} if narrow is None else {id(module.weight): narrow for _, module in narrowable_modules(causal)}
     for parameter in causal.parameters():
         if parameter.is_floating_point():
-            # Replace the data and keep the parameter, since a tied weight has two owners.
+            # Replace the data and keep the parameter, since two modules share a tied weight.
             parameter.data = parameter.data.to(matrices.get(id(parameter), dtype))
     for module in causal.modules():
         for name, buffer in module._buffers.items():
@@ -132,7 +132,7 @@ def _with_weights(
 def read_into(
     causal: PreTrainedModel, weights: Mapping[str, Any], device: torch.device | str
 ) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
-    """Read weights into a model on device `meta`, each in the dtype of its parameter and straight to this device.
+    """Read weights into a model on device `meta`. Each goes straight to `device`, in the dtype of its parameter.
 
     Args:
         causal: The model.
@@ -143,7 +143,7 @@ def read_into(
         Names of parameters that lack values or do not fit, and the settings of the loading.
     """
     loading = LoadStateDictConfig(
-        # Weights of other shapes are reported by `check_loaded`.
+        # `check_loaded` reports weights of wrong shapes.
         ignore_mismatched_sizes=True,
         dtype=torch.float32,
         weight_mapping=cast(Any, get_model_conversion_mapping(causal)),
@@ -151,17 +151,17 @@ def read_into(
     )
     found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # A storage that cannot be resized is mapped from a file, which may change: copy. DTensors cannot be replaced.
+        # Copy values that are mapped from a file (not resizable), since it may change. DTensors cannot be replaced.
         if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading
 
 
 def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Convert weights from their form in files, such as a tensor for each expert, to parameters.
+    """Convert weights from their layout in files, such as a tensor for each expert, to the model's parameters.
 
     Args:
-        causal: A model on device `meta`. It is on `meta` again afterwards.
+        causal: A model on device `meta`. It is moved back to `meta` at the end.
         weights: Tensors, or slices of files, by their names in files.
         dtype: The dtype of the parameters.
 
@@ -178,7 +178,7 @@ def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: t
 
 
 def check_weights_fit(model: ModelConfig) -> None:
-    """Raise ModelError if weights in a local folder are missing or have other shapes. Only headers are read."""
+    """Raise ModelError if weights in a local folder are missing or have other shapes. Reads only file headers."""
     if model.init == "random" or not Path(model.path).is_dir():
         return
     causal = build_without_memory(load_model_config(model), model, torch.float32)
@@ -214,7 +214,7 @@ def check_loaded(
             f"model.path: the files of {model.path} lack {len(missing_keys)} weights that its config asks for, which "
             f"would stay random: {_some(missing_keys)}. {fix}"
         )
-    # Overrides of the architecture, such as fewer layers, leave weights out on purpose.
+    # With overrides of the architecture, such as fewer layers, unused weights are intended.
     if unexpected_keys and not model.config_overrides:
         _logger.warning(
             "model.path: %s weights of %s are not in the model and are ignored: %s.",
@@ -231,7 +231,7 @@ def _some(names: Collection[str]) -> str:
 def _loading_failed(model: ModelConfig, error: Exception) -> str:
     message = describe_missing("model.path", model.path, "weights", error, model.trust_remote_code)
     if model.init == "pretrained":
-        message += "\nTo train this architecture from scratch set model.init: random."
+        message += "\nTo train this architecture from scratch, set model.init: random."
     if model.config_overrides:
         message += f"\nmodel.config_overrides changes {listing(model.config_overrides)}. Do the weights fit them?"
     return message
@@ -257,7 +257,7 @@ def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthL
 
 
 def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
-    """Check that a model with this config can be trained exactly.
+    """Check that the loss of a model with this config does not depend on how samples form micro-batches.
 
     Args:
         config: The model's config.
@@ -265,10 +265,10 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
         max_length: Tokens of the longest sample that the run's data may have.
 
     Returns:
-        The limit that every batch must keep, or None.
+        The limit on the samples of every batch, or None if there is none.
 
     Raises:
-        ModelError: If the model cannot be trained exactly.
+        ModelError: If the loss would depend on micro-batches.
     """
     name = f"model.path: {name}"
     for part in (config, config.get_text_config()):

@@ -19,7 +19,7 @@ _GPU_DEVICE = re.compile(r"nvidia\d+")
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of `spurline doctor`: a subject, what was found, and a fix if one is needed."""
+    """A line of `spurline doctor`: the subject, the finding, and a fix if the user should change something."""
 
     what: str
     value: str
@@ -59,7 +59,7 @@ def memory_bytes() -> int:
 
 @cache
 def this_machine() -> str:
-    """Return a name that two processes share only if they are on one machine and in one container."""
+    """Return a name that is equal in two processes only if they run on the same machine in the same container."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
@@ -83,8 +83,8 @@ def check_ray() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
-    glibc keeps the memory of freed tensors of up to 32 MiB. It cannot merge freed pieces if smaller tensors lie in
-    between, so a process that reads a model tensor by tensor would need more and more memory.
+    glibc keeps the memory of freed tensors of up to 32 MiB. It cannot merge freed blocks with smaller tensors between
+    them, so a process that reads a model tensor by tensor would need more and more memory.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

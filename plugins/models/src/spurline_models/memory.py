@@ -1,7 +1,7 @@
 """Estimate the memory of training for `spurline plan`, without loading weights.
 
-The size of the weights is exact, since it comes from the model on the meta device. For activations there is a rule of
-thumb: a decoder layer keeps about 2.5 values for each output value of its linear layers. This includes the values of
+The size of the weights is exact, since it comes from the model on the meta device. For activations, a rule of thumb
+is used: a decoder layer keeps about 2.5 values for each output value of its linear layers. This includes the values of
 norms, gates and attention.
 """
 
@@ -24,13 +24,13 @@ from spurline_models.optimizers.groups import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
 
 COMPUTED_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
-"""Bytes of a computed value, by precision."""
+"""Bytes of an activation value, keyed by precision."""
 
 _KEPT_OF_OUTPUTS = 2.5
 """Values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Number of the kept tensors that have the hidden size and the precision of the residual stream."""
+"""Number of tensors kept in a layer that have the hidden size and the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers whose activations stay on the device while the others are offloaded."""

@@ -1,4 +1,4 @@
-"""Register the components of `models`. Imports neither torch nor transformers."""
+"""Register the components of the plugin `models`. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 

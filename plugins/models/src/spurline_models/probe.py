@@ -1,4 +1,4 @@
-"""Find out at start-up how a model can be trained exactly, and refuse it if there is no way.
+"""Check at start-up that training computes what the model itself computes, and refuse the model otherwise.
 
 A few random sequences are computed twice. One pass computes as training does: several sequences in one stream, replaced
 attention, chunked logits and fused kernels. The other is the model's own forward pass. A model that mixes tokens of a
@@ -31,16 +31,16 @@ _OWN_ATTENTION = "eager"
 """The reference attention. Every model has it, with all features."""
 _LENGTHS = (4, 6, 6, 11)
 CHUNK_TOKENS = 8
-"""Positions in a chunk of logits. The probe has several chunks."""
+"""Positions in a chunk of logits. The probe's sequences fill several chunks."""
 TOLERANCE = 3e-4
 """Allowed difference of logprobs, in standard deviations of the logits. fp32 kernels differ by 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference with half precision, in the same unit. If segments saw each other, it would be far larger."""
+"""Allowed difference with half precision, in the same unit. It would be far larger if segments saw each other."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. Small logits would hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields of models that count positions in a row. The probe is too short to show it. Such models read rows."""
+"""Fields of models that depend on positions in a row. They read rows, since the probe is too short to show this."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,
@@ -59,7 +59,7 @@ def probe_sequences(vocabulary: int, lengths: Sequence[int] = _LENGTHS) -> list[
 
 
 def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenStream:
-    """Return one stream of sequences, from short to long, with loss on all tokens but the first of each."""
+    """Return one stream of sequences, from short to long, with loss on all tokens except the first of each."""
     lengths = [len(sequence) for sequence in sequences]
     tokens = torch.cat([*sequences])
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -79,7 +79,7 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams, and check that its results are then exact.
+    """Choose how the model reads streams, and check that its results equal those of its own forward pass.
 
     Args:
         model: The model.
@@ -123,7 +123,7 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
     if not (replays or balances):
         return
     routing = model.routing
-    # Sequences of one length are read in one pass, in the order of the stream.
+    # Sequences of equal length are read in one pass, in the order of the stream.
     stream = probe_stream(probe_sequences(vocabulary_size(model.causal), (6, 6, 6)), profile)
     name = f"model.path: {path} ({type(model.causal).__name__})"
     with evaluation_mode(model.causal), profile.computing():
@@ -165,7 +165,7 @@ def _first_not_replayed(
 
 
 class _Probe:
-    """Comparisons on a few random sequences. Each returns a description of the problem, or None."""
+    """Comparisons on a few random sequences. Each comparison returns a description of the problem, or None."""
 
     def __init__(self, model: StreamModel, profile: DeviceProfile, in_half_precision: bool) -> None:
         self._model = model
@@ -182,7 +182,7 @@ class _Probe:
             yield
 
     def choose_reading(self) -> None:
-        """Let the model read a stream if the results equal those of each sequence alone. Otherwise it reads rows."""
+        """Let the model read streams if the results equal the results of each sequence alone, and rows otherwise."""
         config = self._model.causal.config.get_text_config()
         if not any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
             # A model raises an error if its kernels cannot keep segments apart.
@@ -252,7 +252,7 @@ class _Probe:
     def _compare_output_layer(self, states: Tensor) -> str | None:
         """Compare the model's own logits for the last sequence with the logits that training computes from `states`.
 
-        The states are multiplied by a large number, since a cap only changes large logits.
+        The states are multiplied by a large number, since a softcap only changes large logits.
         """
         causal, sequence = self._model.causal, self._sequences[-1].to(self._profile.device)
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
@@ -270,7 +270,7 @@ class _Probe:
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:
-        """Check that attention gets its windows as an argument. The sequences are too short to show a window."""
+        """Check that attention gets its windows as an argument. Sequences are too short to show a window's effect."""
         if self._model.reading == "rows":
             return None
         config = self._model.causal.config.get_text_config()

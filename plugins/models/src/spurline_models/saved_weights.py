@@ -3,7 +3,7 @@
 A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
 
 Trained weights come from the checkpoint. Frozen weights come from `model.path`, and their digest is checked. An adapter
-can be read without the weights under it.
+can be read without the base weights.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _FACTS = "state.json"
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> dict[str, FileDigest]:
-    """Write JSON values to the disk, and return the file's digest by its name. Raises OSError."""
+    """Write JSON values to the disk, and return {file name: digest}. Raises OSError."""
     with HashedFile(folder / _FACTS) as file:
         file.write(json.dumps(facts).encode())
     return {_FACTS: file.digest}
 
 
 def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
-    """Read what `write_facts` wrote. In the facts of this backend, `format` must be `layout`.
+    """Read the JSON values that `write_facts` wrote. `layout` is the `format` that facts of this backend must have.
 
     Raises:
         CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
@@ -78,7 +78,7 @@ def damaged(path: Path, error: Exception) -> DamagedCheckpointError:
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Raise CheckpointError unless the checkpoint has the weights that the run trains, with equal descriptions.
 
-    Both mappings have the result of `describe` by name.
+    Both mappings contain the result of `describe` for each weight, keyed by name.
     """
     missing, foreign = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     if missing or foreign:
@@ -95,7 +95,7 @@ def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, st
 
 
 def check_frozen(where: Path, saved: str, frozen: str) -> None:
-    """Raise CheckpointError unless the digest of the frozen weights is the saved one."""
+    """Raise CheckpointError unless the digest of the run's frozen weights equals the saved digest."""
     if saved != frozen:
         raise CheckpointError(
             f"{where}: the run of this checkpoint had other frozen weights than this run. Resume with the "
@@ -115,7 +115,7 @@ class SavedTensors:
     Attributes:
         where: The folder, for errors.
         layout: The tensors by their names in the model, on device `meta`.
-        read: Returns the tensor of a name, on CPU.
+        read: A function that returns the tensor with a given name, on CPU.
         frozen_weights: Digest of the frozen weights.
         frozen_dtype: Dtype of frozen weights in digests.
         rounded_to: Dtype to which frozen weights were rounded, or None.
@@ -134,7 +134,7 @@ class SavedTensors:
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
-    """Return every weight of the saved model, with merged adapters. Each weight is read when it is asked for.
+    """Return every weight of the saved model, with merged adapters. The stream reads each weight when it yields it.
 
     Raises:
         CheckpointError: If the checkpoint is of another model. The stream also raises it, after the last weight, if
@@ -156,7 +156,7 @@ def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | No
 
 
 def saved_adapter(saved: SavedTensors, model: ModelConfig, lora: LoraConfig, seed: int) -> AdapterStream:
-    """Return the adapter of the saved model, without reading the weights under it.
+    """Return the adapter of the saved model, without reading the base weights.
 
     Raises:
         CheckpointError: If the checkpoint is of another model.
@@ -218,9 +218,9 @@ def _weights(
 
 
 class _OriginalWeights:
-    """A context that reads the weights of `model.path` one layer at a time, by their names without adapters.
+    """A context that reads the weights of `model.path` one layer at a time. Names are as in the model without adapters.
 
-    With `init: random`, all weights are made at once.
+    With `init: random`, all weights are made when the context is created.
     """
 
     def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):

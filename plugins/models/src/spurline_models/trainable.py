@@ -26,7 +26,7 @@ def check_trainable(run: RunConfig) -> None:
         causal = build_without_memory(config, model)
     except ModelError:
         if model.init == "random":
-            # The model's code may read the weights that it makes, which works only if they have memory.
+            # The model's code may read its new weights, which are on the meta device here and cannot be read.
             return
         raise
     name = f"{model.path} ({type(causal).__name__})"
@@ -56,7 +56,7 @@ def _trained(causal: nn.Module) -> list[str]:
 
 
 def check_losses(run: RunConfig, registry: Registry) -> None:
-    """Raise ConfigError if a loss of this run has a state. Backends with ranks call this before the ranks start."""
+    """Raise ConfigError if a loss of this run keeps a state. Backends with ranks call this before ranks start."""
     sections = (
         {"loss": run.loss} if run.trained_critic is None else {"loss": run.loss, "critic.loss": run.trained_critic.loss}
     )
@@ -65,7 +65,7 @@ def check_losses(run: RunConfig, registry: Registry) -> None:
 
 
 def refuse_stateful(loss: Loss, key: str = "loss") -> None:
-    """Raise ConfigError if a loss has a state, which would differ between ranks. `key` is the loss's section."""
+    """Raise ConfigError if a loss keeps a state, which would differ between ranks. `key` is its config section."""
     if isinstance(loss, Stateful):
         raise ConfigError.at(
             key,

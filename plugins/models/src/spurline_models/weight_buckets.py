@@ -1,4 +1,4 @@
-"""Send weights of a backend to engines in buckets. The processes that hold the weights make the buckets."""
+"""Types for sending a backend's weights to engines in buckets. Processes that hold weights make the buckets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """The place of a tensor in a bucket.
+    """The name, dtype and shape of a tensor in a bucket, and where it begins.
 
     Attributes:
         name: Hugging Face name of the weight.
@@ -33,15 +33,15 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class WeightBucket:
-    """Some of a model's weights on their way to an engine. A tensor is never divided between buckets.
+    """A group of weights that is sent to an engine together. A tensor is never divided between buckets.
 
     Attributes:
         transport: The kind of transport, such as `shared_memory`.
         places: The tensors in the bucket.
         where: JSON values that name the memory or file. Their content depends on the transport.
         tensors: The tensors, in the order of `places`, if the bucket stays in this process.
-        machine: The result of `this_machine` on the only machine that can read the bucket, or an empty text.
-        receiver: The entry of an engine's `receivers` that reads this copy. It is set when the bucket is sent.
+        machine: The result of `this_machine` if only that machine can read the bucket, else an empty string.
+        receiver: The engine, as named in `receivers`, that reads this copy. It is set when the bucket is sent.
     """
 
     transport: str
@@ -75,18 +75,18 @@ PublishedPart = Literal["model", "adapter"]
 
 @dataclass(frozen=True)
 class MakerChoice:
-    """The choice of a `BucketMaker`, as plain data for the processes that hold the weights.
+    """A `BucketMaker` and its settings, as plain data that is sent to the processes with the weights.
 
     Attributes:
         maker: The maker as "module:Class".
         settings: The maker's arguments by name, as JSON values.
-        max_bytes: Most bytes of the weights in a bucket. A larger tensor has its own bucket.
+        max_bytes: Maximum size of a bucket in bytes. A larger tensor gets its own bucket.
         dtype: The dtype of floating point weights, such as `bfloat16`. None keeps the backend's dtype.
         part: The whole model with merged adapters, or only the adapters.
         made_by: The processes that make a bucket. With `first`, the first process makes all buckets. With `owners`, the
             process that holds most of a bucket makes it. With `all`, every process makes a copy of the bucket, and the
-            `where` of all copies are joined. Unless this is `first`, a maker also gets two arguments: `senders`, how
-            many processes make buckets, and `sender`, the number of its process among them, counted from 0.
+            `where` mappings of all copies are joined. With `owners` or `all`, a maker gets two more arguments:
+            `senders`, the number of processes that make buckets, and `sender`, its index among them.
     """
 
     maker: str
@@ -106,9 +106,9 @@ class BucketMaker(Protocol):
     """
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Free the previous bucket, and make the bucket with this number, counted from 1. It has no `tensors`.
+        """Free the previous bucket, and make bucket `number`, counted from 1. The new bucket has no `tensors`.
 
-        `weights` are pairs (hf_name, tensor). The maker must iterate over all of them once, even after an error. If
+        `weights` are pairs (hf_name, tensor). The maker must iterate over all pairs once, even after an error. If
         engines did not get the bucket, `make` is called again with the same number.
         """
         ...
@@ -127,7 +127,7 @@ class MakesBuckets(Protocol):
     """A backend that holds its weights in other processes and makes buckets there."""
 
     def weight_buckets(self, version: int, choice: MakerChoice, first: int = 1) -> Iterator[WeightBucket]:
-        """Yield all weights of `named_weights` in buckets.
+        """Yield all weights of the backend's `named_weights`, in buckets.
 
         The caller asks for the next bucket when every engine has taken the previous one, or earlier if the maker can
         work ahead. The maker is kept until this is called with another choice, or the backend is closed.
@@ -135,6 +135,6 @@ class MakesBuckets(Protocol):
         Args:
             version: Version of the weights.
             choice: The maker to use.
-            first: Number of the first bucket to make, counted from 1. Engines have received the earlier buckets.
+            first: Number of the first bucket to make, counted from 1. Engines already have the earlier buckets.
         """
         ...

@@ -41,7 +41,7 @@ DTYPES = {
 }
 """Dtypes of weights by their names in safetensors files."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    # Only an optimizer's state may have these.
+    # Optimizer states may have these dtypes, weights may not.
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.uint16: "U16",
@@ -89,7 +89,7 @@ def _without_weights(folder: Path) -> str:
 
 
 def safetensors_files(model: ModelConfig) -> list[Path]:
-    """Return the safetensors files of a model, or [] if a model on the hub has none. They are downloaded from the hub.
+    """Return a model's safetensors files, or [] if a hub model has none. The files of a hub model are downloaded.
 
     Raises:
         ModelError: If files are missing or broken.
@@ -99,7 +99,7 @@ def safetensors_files(model: ModelConfig) -> list[Path]:
     if not folder.is_dir():
         with finding("model.path", model.path):
             folder = Path(snapshot_download(model.path, revision=model.revision, allow_patterns=[_WHOLE, _INDEX]))
-            # Weights under other names are left out, since they may be a second copy.
+            # Other weight files on the hub are not downloaded, since they may be a second copy of the weights.
             if (folder / _INDEX).is_file() and not (folder / _WHOLE).is_file():
                 names = _names_in(folder / _INDEX)
                 snapshot_download(model.path, revision=model.revision, allow_patterns=names)
@@ -123,7 +123,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Return the dtype of a model's floating point weights in its files, or fp32 for several dtypes or no files."""
+    """Return the dtype of a model's floating point weights in its files, or fp32 if there are several or none."""
     found: set[torch.dtype] = set()
     for path in [] if model.init == "random" else safetensors_files(model):
         found |= {tensor.dtype for tensor in layout_of(path).values()}
@@ -165,7 +165,7 @@ def _names_in(index: Path) -> list[str]:
 
 
 def _check_readable(path: Path) -> None:
-    """Raise ModelError unless the library can read the header and the file is as long as the header says."""
+    """Raise ModelError if `safe_open`, which reads the header and checks the file's length, raises an error."""
     try:
         with safe_open(path, "pt") as _:
             pass
@@ -199,7 +199,7 @@ class WeightStream:
 
     Attributes:
         layout: Tensors on device `meta` by name, with the shape and dtype of the weights.
-        tensors: Pairs (name, tensor) in any order. Each name of the layout comes once.
+        tensors: Pairs (name, tensor) in any order. Each name of the layout appears once.
     """
 
     layout: Mapping[str, Tensor]
@@ -213,7 +213,7 @@ def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, m
         folder: The folder to write into.
         stream: The weights.
         dtype: The dtype of floating point weights in the files.
-        max_file_bytes: Most bytes of the tensors in one file. A larger tensor has its own file.
+        max_file_bytes: Maximum size of one file's tensors in bytes. A larger tensor gets its own file.
     """
     plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
     with ExitStack() as stack:
@@ -228,7 +228,7 @@ class FilePlan:
     """The files that weights are written to, named as transformers names them.
 
     Attributes:
-        files: The layout of each file, by file name. It has the dtypes that weights have in the file.
+        files: The layout of each file by file name, with the dtypes to write.
         file_of: The file name of each weight.
         total_bytes: Size of all weights.
     """
@@ -258,7 +258,7 @@ class WeightFile:
 
     Args:
         path: The file.
-        layout: Tensors on device `meta` by name, with the shapes and dtypes of the file.
+        layout: Tensors on device `meta` by name, with the shapes and dtypes to write.
     """
 
     def __init__(self, path: Path, layout: Mapping[str, Tensor]):
@@ -266,7 +266,7 @@ class WeightFile:
         self._places: dict[str, int] = {}
         self._path = path
         end = 0
-        # Tensors with the widest dtypes come first, as in safetensors. So each begins at a multiple of its width.
+        # As in safetensors, the widest dtypes come first, so that each tensor begins at a multiple of its element size.
         ordered = dict(sorted(layout.items(), key=lambda item: (-item[1].element_size(), item[0])))
         for name, tensor in ordered.items():
             self._places[name], end = end, end + tensor.nbytes

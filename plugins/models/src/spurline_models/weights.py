@@ -1,8 +1,8 @@
 """Give a model's weights their Hugging Face names for export and publishing, and identify weights by digests.
 
-A checkpoint contains a digest of the frozen weights instead of these weights. The digest covers all names, shapes and
-dtypes, and blocks of values that are spread over each tensor. The digest takes little time even for a large model,
-and changes with any fine-tuning.
+A checkpoint contains a digest of the frozen weights instead of the weights themselves. The digest covers all names,
+shapes and dtypes, and a sample of each tensor's values. Computing it takes little time even for a large model. Any
+fine-tuning changes the digest.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class WeightPart:
 
     Attributes:
         name: The name that the weight has in a model without adapters.
-        sources: Names in the state dict of the tensors that make the weight. An adapted weight is made of the weight
-            under the adapter and the adapter's matrices.
+        sources: State dict names of the tensors that the weight is computed from. For an adapted weight, these are the
+            base weight and the adapter's matrices.
         layer: Name of the layer that carries the adapter, if there is one.
     """
 
@@ -42,7 +42,7 @@ class WeightPart:
 
 @dataclass(frozen=True)
 class WeightGroup:
-    """Parts that are converted together: one part, or all parts of one layer whose names or shapes change.
+    """Parts that are converted together: a single part, or all parts of a layer that are renamed or reshaped.
 
     Attributes:
         parts: The parts.
@@ -58,15 +58,15 @@ class WeightGroup:
 
     @property
     def is_merged(self) -> bool:
-        """True if adapters are merged. Merging needs the full precision of the model."""
+        """True if adapters are merged into these weights. Merging needs the full precision of the model."""
         return any(part.layer is not None for part in self.parts)
 
 
 class GroupedWeights:
-    """Weights of a model in groups that are converted together. A sharded model can be gathered group by group.
+    """The weights of a model in groups, so that a sharded model can be gathered and converted group by group.
 
     Attributes:
-        tensors: The model's own tensors, by their names in the model.
+        tensors: The tensors of the model by state dict name.
         groups: The groups in the order of export.
     """
 
@@ -79,17 +79,17 @@ class GroupedWeights:
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Make the weights of a group from whole tensors, by name. The result may share memory with `tensors`."""
+        """Return the group's weights by Hugging Face name, made of unsharded tensors. They may share memory."""
         raise NotImplementedError
 
 
 class NamedWeights(GroupedWeights):
-    """The weights of a model under their Hugging Face names. Tied weights come once, and adapters are merged.
+    """The weights of a model under their Hugging Face names. Tied weights appear once, and adapters are merged.
 
     Args:
         causal: The model.
         adapted: Whether the model carries LoRA adapters.
-        read: Returns a tensor of the model, or an equal one on the host while an engine uses the tensor's memory.
+        read: Returns the given tensor of the model, or its copy on the host while an engine uses the GPU memory.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class NamedWeights(GroupedWeights):
         return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
-        # transformers renames and fuses some weights when it loads them. This is undone here.
+        # transformers renames and fuses some weights when it loads them. `revert_weight_conversion` undoes this.
         shapes = {part.name: self._shape(part) for part in parts}
         weights = revert_weight_conversion(self._causal, dict(shapes))
         groups: dict[str, list[WeightPart]] = {}
@@ -184,7 +184,7 @@ class NamedWeights(GroupedWeights):
 
 
 def layer_of(name: str) -> str:
-    """Return a name up to its layer's number, such as `model.layers.3.`, or an empty text if it has no number."""
+    """Return a name up to its layer's number, such as `model.layers.3.`, or an empty string if it has no number."""
     parts = name.split(".")
     number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
     return "" if number is None else ".".join(parts[: number + 1]) + "."
@@ -195,7 +195,7 @@ _BLOCK_VALUES = 128
 
 
 def weights_digest(module: nn.Module, wide: torch.dtype | None = None, *, only_frozen: bool = False) -> str:
-    """Return the digest of all parameters, or of the frozen ones, as if they had the dtype `wide`."""
+    """Return the digest of all parameters, or of the frozen parameters only, cast to the dtype `wide` if given."""
     quantized = quantized_layers(module)
     held: list[tuple[str, Tensor]] = []
     for name, parameter in module.named_parameters():
@@ -212,7 +212,7 @@ def without_adapters(name: str) -> str:
 
 
 def check_initial_weights(found: str, expected: str, path: str) -> None:
-    """Raise CheckpointError unless the reference model has the `expected` digest of the run's initial weights."""
+    """Raise CheckpointError if the reference model's digest is not the digest of the run's initial weights."""
     if found != expected:
         raise CheckpointError(
             f"model.path: the weights of {path} are not the ones that this run started from, which the reference "
@@ -222,12 +222,12 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
 
 
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
-    """Return an entry for `digest_of_samples`, as if the tensor had the dtype `wide`."""
+    """Return the tensor's entry for `digest_of_samples`, cast to the dtype `wide` if it is given."""
     return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Return the values that a digest covers."""
+    """Return the values of the tensor that a digest covers."""
     values = tensor.detach().reshape(-1)
     return values[sampled_positions(values.numel()).to(values.device)]
 
@@ -241,7 +241,7 @@ def sampled_positions(num_values: int) -> Tensor:
 
 
 def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Return the hex digest of entries (name, tensor with shape and dtype, its `sample`) in any order."""
+    """Return the hex digest of (name, tensor with shape and dtype, its `sample`) entries. Their order has no effect."""
     entries: dict[str, bytes] = {}
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()

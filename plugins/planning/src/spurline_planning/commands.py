@@ -27,10 +27,10 @@ def plan(
     config: ConfigArgument,
     overrides: SetOption = None,
     gpu_gib: Annotated[
-        float | None, typer.Option(metavar="GIB", min=1, help="Memory of one GPU, if the run trains elsewhere.")
+        float | None, typer.Option(metavar="GIB", min=1, help="Memory of one GPU, for a run on another machine.")
     ] = None,
 ) -> None:
-    """Check config, data and memory, and say what training would do. Exit code 2 on any problem."""
+    """Check config, data and memory, and print what training would do. Exit code 2 on any problem."""
     loaded = load(config, overrides)
     start = _start_lines()
     with importing():
@@ -52,7 +52,7 @@ def plan(
 def data(
     config: ConfigArgument,
     overrides: SetOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=1, help="How many samples, or prompts, are shown.")] = 3,
+    rows: Annotated[int, typer.Option(metavar="N", min=1, help="Number of samples or prompts to show.")] = 3,
     whole: Annotated[bool, typer.Option("--whole", help="Read all rows of large data, as training does.")] = False,
 ) -> None:
     """Show the first rows of a run: every token, whether it is trained, and what was cut or left out."""

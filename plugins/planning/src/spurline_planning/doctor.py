@@ -1,6 +1,6 @@
 """Check machine, folders, devices and ranks before a run, for `spurline doctor RUN.yaml`.
 
-The findings have the order in which a run would meet them. No weights are loaded. A backend with ranks starts its
+The checks come in the order in which a run would meet problems. No weights are loaded. A backend with ranks starts its
 ranks, and adds their findings.
 """
 
@@ -38,7 +38,7 @@ FREE_DISK = 2**30
 
 
 def find(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Yield each finding when it is known. Problems are findings too, and are not raised."""
+    """Yield each finding as soon as it is known. A problem is not raised, but yielded as a finding with a fix."""
     config = loaded.config
     yield _versions(loaded)
     yield from _machine()

@@ -1,6 +1,6 @@
-"""Say whether a run fits its devices: its memory by part, the total, and what to change if it does not fit.
+"""Estimate whether a run fits its devices: its memory by part, the total, and what to change if it does not fit.
 
-The backend's config estimates the memory of the largest step that a plan knows.
+The backend's config makes the estimate, for the largest step that a plan has found.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ BUCKETS = 4
 
 @dataclass(frozen=True)
 class Load:
-    """The size of the largest step that is known.
+    """The size of the largest step that a plan has found.
 
     Attributes:
         row_length: Tokens of the longest row; 0 if no batch is known.
         tokens: Tokens of the step; 0 if no batch is known.
-        generation: Bytes by part that the trainer's device needs for generation, between updates.
+        generation: Memory by part, in bytes, that generation needs on the trainer's device between updates.
         engine: The engine that takes turns with the trainer on the trainer's devices, if there is one.
     """
 
@@ -61,7 +61,7 @@ def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryE
 def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return lines with the memory of each part on the fullest device, the total, and whether the run fits.
 
-    There are no lines if the backend has no estimate.
+    If the backend has no estimate, return no lines.
 
     Args:
         run: The run to plan.
@@ -93,7 +93,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
 
 def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
-    """Return the cheapest changes of backend settings with which the run fits. If it never fits, return all changes."""
+    """Suggest the cheapest changes of backend settings that make the run fit. If it never fits, suggest all changes."""
     backend = run.backend
     assert isinstance(backend, PlansMemory)
     changes: dict[str, Any] = {}
@@ -116,9 +116,9 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
 
 
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return other ways to divide the model among the same ranks. Arguments and errors are as in `memory_lines`.
+    """Return lines about other ways to divide the model among the same ranks.
 
-    There are no lines if no batch or no device is known.
+    If no batch or no device is known, return no lines. Arguments and errors are as in `memory_lines`.
     """
     limit = _device_limit(run.backend, device_bytes)
     if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
@@ -129,7 +129,7 @@ def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return the memory of each phase if engines and trainer take turns on a device.
 
-    Arguments and errors are as in `memory_lines`. For other runs, and without GPUs, there are no lines.
+    For other runs, and without GPUs, return no lines. Arguments and errors are as in `memory_lines`.
     """
     engine, estimate = load.engine, estimate_load(run, load)
     limit = _device_limit(run.backend, device_bytes)
@@ -160,14 +160,14 @@ def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[st
 
 
 def _device_limit(backend: object, device_bytes: int | None) -> int | None:
-    """Return `device_bytes` if it is given, else the memory of this machine's devices, or None without devices."""
+    """Return `device_bytes` if it is given, else the memory of a device of this machine, or None if unknown."""
     if device_bytes is None and isinstance(backend, PlansMemory):
         return backend.device_bytes()
     return device_bytes
 
 
 def _with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
-    """Return a copy of the section with these values. A key such as `lora.base_dtype` is for an inner section."""
+    """Return a copy of the section with these values. A key such as `lora.base_dtype` sets a value of a subsection."""
     values: dict[str, Any] = {}
     for key, value in changes.items():
         first, _, rest = key.partition(".")

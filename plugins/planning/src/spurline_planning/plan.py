@@ -1,4 +1,4 @@
-"""Find the problems of a run, and say what it would do, for `spurline plan`.
+"""Find the problems of a run, and describe what it would do, for `spurline plan`.
 
 A plan reads config, tokenizer and data (only the first rows of large data), lays out the first batches or shows the
 first prompt, and estimates memory from the model's architecture. It loads no weights.
@@ -37,7 +37,7 @@ from spurline_planning.protocols import PlansLayouts, planned
 BATCHES_SHOWN = 3
 
 EXAMPLE_TOKENS = 120
-"""How many tokens of the example are shown at most. The middle of a longer example is left out."""
+"""Maximum number of tokens to show of the example. The middle of a longer example is left out."""
 
 T = TypeVar("T")
 
@@ -70,11 +70,11 @@ def make_plan(
     progress: Progress = silent,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Plan a run. Its problems are collected, not raised.
+    """Plan a run. Its problems are collected in the plan instead of raised.
 
     Args:
         loaded: The config of the run.
-        row_limit: How many rows of each dataset to read at most. None reads all.
+        row_limit: Maximum number of rows to read of each dataset. If None, all rows are read.
         progress: Called before each slow part.
         device_bytes: Memory of one device. If None, the plan is for the devices of this machine.
     """
@@ -104,7 +104,7 @@ def make_plan(
                 plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
                 plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
             plan.attempt(lambda: _check_divisibility(loaded, data))
-    # These checks come last, so that a run without weights is planned too.
+    # These checks come last, so that the rest of the plan is made even if weights are missing.
     plan.attempt(lambda: check_weight_files(config.model))
     plan.attempt(lambda: check_weights_fit(config.model))
     if device_bytes is None:
@@ -124,8 +124,8 @@ def make_plan(
 class _Model:
     """Facts about a model from its files, without its weights.
 
-    `context` is the number of tokens that the model can see, or None without a limit. `vocabulary` is the number of the
-    model's embeddings, or None if the config does not say it.
+    `context` is the number of tokens that the model can see, or None if there is no limit. `vocabulary` is the size of
+    the vocabulary, or None if the model's config has no `vocab_size`.
     """
 
     parameters: int
@@ -149,7 +149,7 @@ def _check_run_dir(config: RunConfig) -> None:
 
 
 def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Model | None) -> str:
-    """Return a sentence about model, data, length and output of the run. Without `data` or `model`, it is shorter."""
+    """Return a sentence about model, data, length and output of the run. Facts that are None are left out."""
     config = loaded.config
     size = f" ({quantity(model.parameters)} parameters)" if model is not None else ""
     adapted = "adapters of " if config.backend.facts.trains_adapters else ""
@@ -215,7 +215,7 @@ def _early_end(config: RunConfig) -> list[str]:
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches, or show the first prompt. Return the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # A source that is not pure gives each batch only once, and `_first_batches` needs the first ones.
+        # An impure source builds each batch only once. `_first_batches` needs the first batches.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
@@ -242,7 +242,7 @@ def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model)
 
 
 def _first_batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches. Return the size of the one with the most tokens."""
+    """Lay out the first batches. Return the size of the batch with the most tokens."""
     lines: list[str] = []
     largest = Load()
     for step in range(1, min(BATCHES_SHOWN, data.source.total_steps) + 1):
@@ -271,7 +271,7 @@ def _example(data: DataComponents) -> list[str]:
 
 def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
     config, layout = loaded.config, data.context.layout
-    # A backend that deals rows can train with fewer rows than ranks.
+    # If the backend distributes the rows of a batch among ranks, it can train with fewer rows than ranks.
     if not layout.deals_rows and config.source.facts.num_prompts is None and config.batch_size < layout.data:
         problem = Problem(
             "batch_size",

@@ -1,6 +1,6 @@
-"""Protocols of component settings that only `spurline plan` and `spurline doctor` use.
+"""Protocols for the config sections of components. Only `spurline plan` and `spurline doctor` use them.
 
-A config may implement the methods without importing this package. If it does not, the plan says less.
+A section can implement a protocol without importing this package. Without the methods, the plan has fewer lines.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class PlansMemory(Protocol):
     """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all these methods."""
 
     beyond: ClassVar[str]
-    """A sentence with advice if a model does not fit with any settings of this backend; may be empty."""
+    """Advice for the case that no settings of this backend make the model fit; may be empty."""
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
         """Estimate the memory of a step on the fullest device. Return None if nothing is known.
@@ -29,14 +29,14 @@ class PlansMemory(Protocol):
         ...
 
     def device_bytes(self) -> int | None:
-        """Return the memory of the smallest device of this machine that trains, or None if it is not known."""
+        """Return the memory in bytes of the smallest device that trains on this machine, or None if unknown."""
         ...
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        """Return changes of the backend's settings that save memory. The changes that cost the least time come first.
+        """Return changes of the backend's settings that save memory. Changes that cost less time come first.
 
-        A plan adds one change after another. A key names a setting, such as `compile`, or a setting of an inner
-        section, such as `lora.base_dtype`. The settings must stay valid after each change.
+        A plan applies the changes one after another. The settings must stay valid after each change. A key names a
+        setting, such as `compile`, or a setting of a subsection, such as `lora.base_dtype`.
         """
         ...
 
@@ -56,7 +56,7 @@ class PlansLayouts(Protocol):
             run: The run to plan.
             row_length: Tokens of the longest row.
             tokens: Tokens of a step.
-            usable_bytes: Memory of a device that the run may use.
+            usable_bytes: Bytes of a device's memory that the run may use.
         """
         ...
 
@@ -68,17 +68,17 @@ class Diagnoses(Protocol):
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """Start everything that a run starts except the model, and yield the findings.
 
-        A failure is a Finding with a fix. It is not raised.
+        A failure is yielded as a Finding with a fix, and not raised.
         """
         ...
 
 
 @runtime_checkable
 class PlansRollouts(Protocol):
-    """Settings of a source with rollouts that know the largest size of a step.
+    """Settings of a source with rollouts that can tell the largest possible size of a step.
 
     All methods take the run, the number of tokens of its longest prompt, and the number of tokens that the model can
-    see, or None without a limit. They assume that every response has the largest allowed length.
+    see (None if there is no limit). They assume that every response has the largest allowed length.
     """
 
     def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
@@ -86,7 +86,7 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return what generation needs on the trainer's device, in bytes by part. {} if engines use other devices."""
+        """Return the bytes by part that generation needs on the trainer's device; {} if engines use other devices."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
@@ -99,7 +99,7 @@ class PlansRollouts(Protocol):
 
 
 def planned(source: SourceConfig) -> PlansRollouts | None:
-    """Return this source, or the source that it decorates, whichever has these methods; None if neither has them."""
+    """Return the first `PlansRollouts` among this source and the sources that it decorates, or None."""
     if isinstance(source, PlansRollouts):
         return source
     return None if source.decorates is None else planned(getattr(source, source.decorates))

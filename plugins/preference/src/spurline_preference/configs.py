@@ -37,8 +37,8 @@ class PreferenceSourceConfig(SourceConfig):
         if run.reduction.name == "fixed_norm":
             yield Problem(
                 "name",
-                f"is {self.name}, where all pairs weigh the same, but reduction: fixed_norm counts tokens. Remove "
-                "reduction.",
+                f"is {self.name}, which gives all pairs the same weight, but reduction: fixed_norm counts tokens. "
+                "Remove the setting `reduction`.",
             )
         if run.data.too_long == "split":
             yield Problem(
@@ -72,12 +72,12 @@ class DpoConfig(LossConfig):
     beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
     """Strength of the pull towards the reference model, which is the model before training."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """Loss of the margin between both answers: `sigmoid` is DPO, `ipo` is a squared distance (arXiv:2310.12036), and
-    `hinge` is the loss of SLiC (arXiv:2305.10425)."""
+    """Loss function of the margin between the answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036),
+    and `hinge` the loss of SLiC (arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs whose answers are assumed to be exchanged, for `sigmoid` (Mitchell 2023)."""
+    """Share of pairs that are assumed to be labelled in the wrong order; only for `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """This times the mean negative log-likelihood of the chosen answer is added to the loss (RPO, arXiv:2404.19733)."""
+    """Weight of the chosen answer's mean negative log-likelihood in the loss (RPO, arXiv:2404.19733)."""
 
     @property
     def uses_reference(self) -> bool:

@@ -32,10 +32,10 @@ from spurline_preference.configs import DpoConfig
 
 
 class PairIndex:
-    """Finds the segments of the two answers of each pair in a micro-batch, by the column `pair_ids`.
+    """The segments of the chosen and the rejected answer of each pair in a micro-batch, found by column `pair_ids`.
 
-    The number of pairs follows from the number of segments, so computing it does not wait for the device. If a pair
-    lacks an answer, its loss is NaN, and the update is refused before it changes anything. No source makes such a pair.
+    The number of pairs follows from the number of segments, so that computing it does not wait for the device. No
+    source makes a pair without one of its answers. Its loss would be NaN, so that the update would be refused.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:

@@ -9,7 +9,7 @@ segment, which does not attend to the other answer.
 |---|---|---|
 | text | text | text |
 | turns as text | text, in `instruction` and, if there is one, `input` | text |
-| messages | messages, in `prompt` or `messages` | messages, or a single one |
+| messages | messages, in `prompt` or `messages` | messages, or a single message |
 | whole conversations | none, or text | messages; the first messages that both share are the prompt |
 """
 
@@ -54,9 +54,9 @@ def side_of(source: DatasetToTokenize, side: Side) -> DatasetToTokenize:
 
 
 class PreferenceSide(DerivedDataset):
-    """A `Dataset` around another one. Each row has the prompt and the answer of one side in separate columns.
+    """A `Dataset` that wraps a preference dataset. Its rows have separate columns for the prompt and one side's answer.
 
-    `columns` is the dataset's setting `columns`. The answer keeps the name of its column.
+    `columns` is the dataset's setting `columns`. The answer stays in its original column.
     """
 
     def __init__(self, dataset: Dataset, side: Side, columns: Mapping[str, str]) -> None:
@@ -77,14 +77,14 @@ class PreferenceSide(DerivedDataset):
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
 
     def fingerprint(self) -> str:
-        # Raise this number when rows are read differently, so that older tokens in caches are not used.
+        # Increase the last number when rows are read differently, so that older tokens in caches are not used.
         return f"{self._dataset.fingerprint()}/{self._side}/2"
 
 
 def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
     """Return the prompt and the answer of one side. In a well-formed row both are text, or both are messages.
 
-    With `is_turn`, the prompt is the column `instruction`, and becomes a turn of the user.
+    If `is_turn` is True, the prompt is made of the columns `instruction` and `input`, and becomes a user turn.
     """
     answers = {name: view.require(name) for name in SIDES}
     answers = {name: [answer] if isinstance(answer, Mapping) else answer for name, answer in answers.items()}
@@ -113,7 +113,7 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
 
 
 def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the first messages that both conversations share. The last message of each is always its answer."""
+    """Count the leading messages that both conversations share. The last message is the answer and never counts."""
     pairs = zip(chosen[:-1], rejected[:-1], strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -127,13 +127,13 @@ def join_pairs(
     align_to: int,
     pad_token_id: int,
 ) -> tuple[TokenStore, dict[str, tuple[int, int]]]:
-    """Join the two samples of each pair to one.
+    """Join the two samples of each pair into one sample.
 
     Args:
         samples: The samples chosen, rejected, chosen, rejected, ...
         labels: Names of the datasets.
         datasets: int64 [pairs], the dataset of each pair.
-        rows: int64 [pairs], the row of each pair. The uid of a pair is made of dataset and row.
+        rows: int64 [pairs], the row of each pair. Dataset and row together make the uid of a pair.
         align_to: The rejected answer starts at a multiple of this.
         pad_token_id: The token that fills the gap between the answers.
 
@@ -167,7 +167,7 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
     ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
     table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
     pairs = _pair_numbers(batch)
-    # Padding has the pair number 0. These bounds keep none of its tokens.
+    # Padding has the pair number 0. Entry 0 of the table has bounds that keep none of its tokens.
     length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
     chosen, rejected = positions < length, positions >= start
     kept = chosen | rejected
@@ -211,7 +211,7 @@ OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
 
 
 class PairSet(SampleSet):
-    """`Samples` that are pairs. A row with an unusable answer is left out and counted."""
+    """A set of samples in which each sample is a pair. A row with an unusable answer is left out and counted."""
 
     answer = "chosen"
 

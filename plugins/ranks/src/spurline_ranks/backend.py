@@ -1,6 +1,6 @@
-"""The controller's side of a backend with ranks: deal rows to the ranks, call them, and join their answers.
+"""Run the controller's side of a backend with ranks: divide rows among them, call them, and join their answers.
 
-Weights and process groups exist only in the ranks.
+A rank is a process that trains with others. Weights and process groups exist only in the ranks.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RankBackend:
         return buckets_of_ranks(self._ranks, version, choice, first)
 
     def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        # Ranks return errors of files instead of raising them. A raised error would end all ranks.
+        # Ranks return file errors instead of raising them, because a raised error would end all ranks.
         _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
 
     def facts(self) -> Mapping[str, int | str]:
@@ -143,7 +143,7 @@ class RankBackend:
         _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        # This comes first: the call may fail when some tensors have already moved.
+        # Set this before the call, which may fail after some tensors have moved.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
@@ -171,12 +171,12 @@ class RankBackend:
         )
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
-        """Return the wire form of each rank's share."""
+        """Return the share of the batch that each rank gets, as plain data."""
         wires = [share.to_wire() for share in dealing.shares]
         return [wires[self._config.share_of(rank)] for rank in range(self._ranks.size)]
 
     def _counting(self, answers: Sequence[Any]) -> Sequence[Any]:
-        """Return one answer for each share."""
+        """Return one answer for each share: the answer of the rank that `counts` chooses."""
         return [answer for rank, answer in enumerate(answers) if self._config.counts(rank)]
 
     def _check_device_here(self, what: str) -> None:

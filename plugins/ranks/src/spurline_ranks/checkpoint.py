@@ -1,10 +1,10 @@
 """Write and read the checkpoints of backends with ranks.
 
 Each trained model, `policy` or `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`). Weights
-have their names in the Hugging Face model. The optimizer's tensor KEY of the weight NAME is called NAME/KEY. The first
-rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the names of the
-weights, the optimizer's name and numbers, and the layout of the ranks. Random generators are seeded in each step, so
-their state is not saved.
+are stored under their names in the Hugging Face model, and the optimizer's tensor KEY for a weight NAME under NAME/KEY.
+The first rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the names of
+the weights, the optimizer's name and values that are not tensors, and the layout of the ranks. Random generators are
+seeded in each step, so their state is not saved.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLICY: Role = "policy"
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The folder of a model in a checkpoint. Only `put_into` reads values."""
+    """The folder of a model in a checkpoint. `of` reads only headers; `put_into` and `read_saved` read values."""
 
     backend: ClassVar[str]
     """The name of the backend that writes such folders."""
@@ -41,7 +41,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of the files. Raises CheckpointError if they are damaged, or of another backend."""
+        """Read the headers of the files. Raises CheckpointError if they are damaged, or another backend wrote them."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
@@ -54,7 +54,7 @@ class StoredModel:
 
     @classmethod
     def read_fitting(cls, path: Path, models: Mapping[Role, Any]) -> dict[Role, Self]:
-        """Read the headers of a checkpoint, and check that it fits these models. A collective.
+        """Read the headers of a checkpoint, and check that it fits these models. All ranks must call this together.
 
         Raises:
             CheckpointError: If any rank finds a problem. All ranks raise it.
@@ -88,7 +88,7 @@ class StoredModel:
         raise NotImplementedError
 
     def put_into(self, trained: Any) -> None:
-        """Read the values into this rank's model and optimizer, which `check` has accepted."""
+        """Load the values into this rank's model and optimizer. Call `check` first."""
         raise NotImplementedError
 
     @classmethod
@@ -131,7 +131,7 @@ class StoredModel:
         """Raise CheckpointError unless the checkpoint fits a model.
 
         Args:
-            weights: A description of each weight of the model, by `optimizers.state.describe`.
+            weights: The result of `optimizers.state.describe` for each weight of the model.
             frozen_weights: The digest of the frozen weights.
             check_optimizer: Raises CheckpointError unless the optimizer can load a state. The state's tensors are on
                 device `meta`.
@@ -170,11 +170,11 @@ class StoredModel:
 def digest_of_ranks(
     tensors: Mapping[str, Tensor], held: Iterable[tuple[str, Box, Tensor]], device: torch.device
 ) -> str:
-    """Return the `digest_of_samples` of tensors that are divided among ranks, without gathering them. A collective.
+    """Return the `digest_of_samples` of sharded tensors without gathering them. All ranks must call this together.
 
     Args:
-        tensors: The whole tensors by name, the same on all ranks and in the same order. Values are not read.
-        held: Name, box and values of each box that this rank holds.
+        tensors: The unsharded tensors by name, in the same order on all ranks. Their values are not read.
+        held: The parts of tensors that this rank holds, as (name, box, values).
         device: The device on which ranks exchange tensors.
     """
     if not tensors:

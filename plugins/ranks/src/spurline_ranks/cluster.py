@@ -33,13 +33,13 @@ class ClusterConfig(Section):
     """The Ray cluster for the whole run. A bare string is short for its `address`."""
 
     address: str = Field(default="none", min_length=1)
-    """`auto` joins the cluster at RAY_ADDRESS, or, if that is not set, the cluster that `ray start` started on this
-    machine. `HOST:PORT` is the head of a cluster. With `auto` or `HOST:PORT`, ranks and engines are placed on the
-    cluster by default. With `none`, only ranks with `launch: ray` and engines with `placement: ray` are."""
+    """`HOST:PORT` is the head of a cluster. `auto` joins the cluster at RAY_ADDRESS or, if that is not set, the cluster
+    that `ray start` started on this machine. With `auto` or `HOST:PORT`, ranks and engines use the cluster by default.
+    With `none`, only ranks with `launch: ray` and engines with `placement: ray` use a cluster."""
     runtime_env: RuntimeEnvConfig = RuntimeEnvConfig()
     """The environment of all processes on the cluster."""
     room_timeout_s: float = Field(default=180.0, ge=0)
-    """If too few resources are free: seconds to wait until machines join the cluster or other runs end."""
+    """Seconds to wait, if too few resources are free, until machines join the cluster or other runs end."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,7 +78,7 @@ def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
 
 
 def cluster_request(run: RunConfig) -> ClusterRequest:
-    """Return the cluster of this run, as plain data."""
+    """Return the settings of this run's cluster as plain data."""
     cluster = run.section(ClusterConfig)
     return ClusterRequest(
         cluster.address if cluster.is_used else "auto",
@@ -90,10 +90,10 @@ def cluster_request(run: RunConfig) -> ClusterRequest:
 
 @contextmanager
 def room_on_cluster(run: RunConfig) -> Iterator[None]:
-    """Reserve all room of the run on the cluster while the context is open, and check that the machines are equal.
+    """Reserve the run's CPUs and GPUs on the cluster while the context is open, and check the machines' software.
 
     Raises:
-        ConfigError: If there is too little room, or machines differ or do not share the run directory.
+        ConfigError: If too few are free, or if machines differ or do not share the run directory.
         UserError: If the cluster cannot be joined.
     """
     needs = dict(cluster_needs(run))

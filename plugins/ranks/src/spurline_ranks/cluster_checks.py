@@ -1,6 +1,6 @@
 """Check that the machines of a cluster have the same software and share the run directory, before weights are loaded.
 
-A process on each machine answers questions. A difference is a ConfigError that names the machines. Imports no torch.
+A process on each machine reports what is there. A difference raises ConfigError with the machines. Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def software(plugins: Sequence[str], needed: Sequence[str] = ()) -> dict[str, st
 
 
 def answer_token(token: str, limit_s: float) -> str | None:
-    """Wait for the controller's file, and write a file beside it. Return the problem, or None."""
+    """Wait until the controller's file `token` appears, and write a file next to it. Return the problem, or None."""
     path, until = Path(token), time.monotonic() + limit_s
     # Listing the folder makes a network file system look for new files.
     while not (path.parent.is_dir() and path.name in os.listdir(path.parent)):

@@ -1,7 +1,7 @@
-"""Reserve room on a Ray cluster for everything that a run places there, before anything loads.
+"""Reserve room (CPUs and GPUs) on a Ray cluster for all processes that a run places there, before anything loads.
 
-Code that starts actors gets the room that is reserved for its `ClusterNeed` from `room_for`. If no room is reserved,
-`room_for` reserves it. Only runs that place something on Ray import this module.
+Code that starts actors calls `room_for`. This returns the room that is reserved for a `ClusterNeed`, or reserves room
+if there is none yet. Only runs that place something on Ray import this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline_ranks.ray_node import NodeActor
 Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
 _SLICE_S = 2.0
-"""Seconds of one wait for Ray. Ctrl-C has no effect during such a wait."""
+"""Maximum seconds of one blocking call that waits for Ray. Ctrl-C has no effect during the call."""
 _ANSWER_TIMEOUT_S = 300.0
 """Seconds that a machine has to start a process and answer a question."""
 
@@ -43,12 +43,12 @@ class Place:
 
 
 _reserved: dict[ClusterNeed, list[Place]] = {}
-"""Room of a run that is reserved, and that no code has taken yet."""
+"""Reserved room of a run that `room_for` has not returned yet."""
 _reserved_lock = threading.Lock()
 
 
 class RunRoom:
-    """All room of a run, from `reserve` to `close`. Code of the run takes parts of it with `room_for`."""
+    """The room of a run on its cluster, from `reserve` to `close`. The run's code takes parts of it with `room_for`."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
@@ -56,7 +56,7 @@ class RunRoom:
         self._places: list[Place] = []
 
     def reserve(self, needs: Sequence[ClusterNeed]) -> None:
-        """Wait for room for all needs. Raises ConfigError, which says what is free, if there is too little."""
+        """Wait for room for all needs. Raises ConfigError, which names the free resources, if there is too little."""
         self._cluster.open()
         found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
         self._places = [place for places in found for place in places]
@@ -117,7 +117,7 @@ def room_for(
         given_up: A function that ends the wait by returning True.
 
     Raises:
-        ConfigError: If there is too little room. It says what is wanted and what is free.
+        ConfigError: If there is too little room. The message names the wanted and the free resources.
         RunFailedError: If `given_up` returns True.
     """
     with _reserved_lock:
@@ -141,7 +141,7 @@ def _reserve(
     try:
         for plan in plans:
             groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
-            # Wait for ranks first: they need whole machines, and engines could use parts of all machines.
+            # Ranks come first and need whole machines. Engines, if placed first, could take a part of each machine.
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
                     if not told:
@@ -197,7 +197,7 @@ def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
-    """Return the number of processes on each machine: the number that is set, else as many as fit.
+    """Return the number of processes on each machine: `need.per_machine` if it is set, else as many as fit.
 
     Raises:
         ConfigError: If the machines are not equal, or the processes do not fill them.

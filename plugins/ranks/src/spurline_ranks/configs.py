@@ -26,12 +26,12 @@ class RankBackendConfig(ModelBackendConfig):
     """The settings of a backend whose model is divided among ranks.
 
     This module must not import torch. So the methods `check_model`, `describe_layout`, `savings` and `estimate_memory`
-    call functions with these names in the module `planning` of the backend's package. A function takes the config, and
-    then the arguments of the method.
+    call functions with the same names in the module `planning` of the backend's package. Each function takes the
+    config, and then the arguments of the method.
     """
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "runtime_env": "Write it in the section `cluster`: it is for all processes on the cluster."
+        "runtime_env": "Write it in the section `cluster`, where it applies to all processes on the cluster."
     }
     package: ClassVar[str] = ""
     """The package with the module `planning`, such as `spurline_fsdp_backend`."""
@@ -41,8 +41,8 @@ class RankBackendConfig(ModelBackendConfig):
     """`module:Class` of the backend's `DoctorRank`."""
 
     ranks: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Number of processes, each with one GPU. null means one for each GPU of this machine, or 2 on CPU. With
-    `launch: ray`, a number is needed."""
+    """Number of processes, each with one GPU. null means one process for each GPU of this machine, or 2 processes on
+    CPU. `launch: ray` needs a number."""
     launch: Annotated[Launch, OnResume.FREE] = "local"
     """`local` starts the ranks on this machine, `ray` starts them on a Ray cluster. If `cluster.address` is set, the
     default is `ray`."""
@@ -51,26 +51,26 @@ class RankBackendConfig(ModelBackendConfig):
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Ranks on each machine of a cluster. null fills one machine if it has enough GPUs, else all machines."""
+    """Ranks on each machine of a cluster. null uses one machine if it has enough GPUs, else fills several machines."""
     gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
-    """Numbers of the GPUs of this machine that ranks use. Rollout engines get the other GPUs. null means all."""
+    """Numbers of the GPUs of this machine that ranks may use; null means all. Rollout engines get unused GPUs."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Most tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row is
-    never divided. null puts all rows of a step in one micro-batch."""
+    """Maximum tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row
+    is never divided. null puts all rows of a step in one micro-batch."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Number of positions of a rank whose logits are in memory at the same time."""
+    """Number of token positions for which a rank has logits in memory at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads of each rank. null divides the cores of a machine among its ranks."""
     deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Use deterministic kernels. Two runs on GPUs are then equal bit for bit, but slower."""
+    """Use deterministic kernels. Equal runs on GPUs then give bit-identical results, but are slower."""
     probe: Annotated[bool, OnResume.FREE] = True
     """Check at start-up that packed rows and chunked logits are exact for this model."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Seconds that ranks may take to start and find each other, before weights are loaded."""
     call_timeout_s: Annotated[float, OnResume.FREE] = Field(default=3600.0, gt=0)
-    """Seconds that one update, evaluation or checkpoint may take, or loading and downloading the model."""
+    """Maximum seconds of an update, an evaluation or a checkpoint, and of downloading and loading the model."""
     collective_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Seconds that one exchange between ranks may take."""
+    """Maximum seconds of one exchange between ranks, such as an all-reduce."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ class RankBackendConfig(ModelBackendConfig):
                 )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
-        """Return why this optimizer cannot step on divided parameters, or None if it can. The reason is a predicate."""
+        """Return why this optimizer cannot update sharded parameters, such as `needs X`. Return None if it can."""
         reason = optimizer.needs_whole_parameters
         return None if reason is None else f"needs whole ones: {reason}"
 
@@ -123,9 +123,9 @@ class RankBackendConfig(ModelBackendConfig):
         return rank
 
     def counts(self, rank: int) -> bool:
-        """Return whether this rank answers for all ranks with the same share.
+        """Return whether the controller uses this rank's answer. It uses the answer of one rank for each share.
 
-        Sorted by number, these ranks are in the order of the shares.
+        The ranks with used answers, sorted by number, have the shares 0, 1, 2 and so on.
         """
         return True
 

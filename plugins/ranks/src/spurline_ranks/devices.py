@@ -29,7 +29,7 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
     seen = visible_gpus()
     if wrong := [gpu for gpu in request.gpus or () if gpu >= len(seen)]:
         exists = f"this machine has {', '.join(map(str, range(len(seen))))}" if seen else "this machine has none"
-        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. CUDA gives GPUs their numbers.")
+        raise ConfigError.at("backend.gpus", f"names GPU {wrong[0]}, but {exists}. Number GPUs as CUDA does.")
     usable = seen if request.gpus is None else tuple(seen[gpu] for gpu in request.gpus)
     if request.count > len(usable):
         fix = f"Set it to {len(usable)}, or device: cpu." if usable else "Set device: cpu."
@@ -51,7 +51,7 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
-    """Return environment variables that keep exchanges on the loopback interface, without those that are already set.
+    """Return environment variables that limit exchanges to the loopback interface. Variables that are set are kept.
 
     Neither gloo nor NCCL authenticates peers, and by default other machines can reach both.
 

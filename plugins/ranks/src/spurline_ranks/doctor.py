@@ -1,6 +1,6 @@
 """Start the ranks of a run without a model, and test their devices and their exchanges, for `spurline doctor`.
 
-In every rank a `DoctorRank` answers the questions of the controller. A backend adds its own groups of ranks.
+In every rank, a `DoctorRank` runs the tests for the controller. A backend adds its groups of ranks to the tests.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Find out whether the cluster asks for a token. A cluster without a token is safe only in a private network."""
+    """Find out whether the cluster requires a token. A cluster without a token is safe only in a private network."""
     from spurline_ranks.ray_cluster import RayCluster
 
     cluster = RayCluster(request)
@@ -89,14 +89,14 @@ def access_to(request: ClusterRequest) -> Finding:
     finally:
         cluster.close()
     who = (
-        "everybody who reaches its ports can run code on its machines, as it asks for no token. Set "
+        "everybody who reaches its ports can run code on its machines, because it requires no token. Set "
         "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN for `ray start` and `spurline`, or use a private network"
     )
     return Finding("who may use the cluster", who if is_open else "those who have its token")
 
 
 def _words(error: SpurlineError) -> str:
-    # `config: ` stands for the name of a config file, and there is none here.
+    # Errors begin with `config: ` where the name of a config file is not known.
     return "\n".join([str(error).removeprefix("config: "), *getattr(error, "__notes__", ())])
 
 
@@ -136,7 +136,7 @@ def _exchanged(group: str, outcomes: Sequence[Exchange]) -> Finding:
 
 
 class DoctorRank:
-    """A worker without a model. The subclass of a backend adds the backend's groups of ranks."""
+    """A worker without a model. A backend's subclass adds the backend's groups of ranks."""
 
     libraries: ClassVar[tuple[str, ...]] = ("torch", "transformers")
     """Distributions whose versions are shown."""
@@ -152,7 +152,7 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Open the backend's groups that include this rank, by name. None means a group of one rank. A collective."""
+        """Return by name the backend's groups with this rank, or None for a group of one rank. All ranks call this."""
         return {}
 
     def look(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class DoctorRank:
         process_group = self._groups[group]
         size, values = dist.get_world_size(process_group), num_bytes // 4
         seconds, right = [], True
-        # The first exchange also makes the connections.
+        # The first exchange also makes the connections, so its time is not used.
         for _ in range(1 + _REPEATS):
             summed = torch.full((values,), dist.get_rank(process_group) + 1.0, device=self._profile.device)
             dist.barrier(process_group)

@@ -19,9 +19,9 @@ from spurline_models.machine import check_ray
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
 START = "start"
-"""The name of the start in messages: processes come up, join each other and make their workers."""
+"""The name in messages for the start, in which processes begin, join each other and make their workers."""
 PATIENCE_S = 60.0
-"""After so many seconds without an answer, a line with the missing ranks is printed, and again at this interval."""
+"""Seconds between the lines that are printed while no answer arrives. A line names the ranks without an answer."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class ClusterRequest:
     """The Ray cluster of a run.
 
     Attributes:
-        address: `auto`, or host and port of its head.
-        env_vars: Environment variables of all processes that the run places there.
-        room_timeout_s: Seconds to wait for room.
+        address: `auto`, or host and port of the cluster's head.
+        env_vars: Environment variables of all processes that the run places on the cluster.
+        room_timeout_s: Seconds to wait for free resources.
         log_dir: A folder that all machines see, for the logs of the processes. If None, logs stay in Ray's folders.
     """
 
@@ -52,12 +52,12 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's place among the others.
+    """The position of a rank among all ranks.
 
     Attributes:
-        rank: Its number.
+        rank: The rank's number.
         world: The number of ranks.
-        local_rank: Its number on its machine.
+        local_rank: The rank's number on its machine.
         node: The machine's name.
         doing: A function that takes a text about the rank's work, such as `micro-batch 5 of 8`. Messages about long
             waits show the text.
@@ -80,8 +80,8 @@ def open_ranks(
     """Start ranks; return when they have joined each other and made their workers.
 
     Args:
-        request: How many ranks, and where.
-        worker: `module:Class` of the worker. Every rank makes one after it has joined torch's default process group.
+        request: The number of ranks, their devices, and where to start them.
+        worker: `module:Class` of the worker. Every rank makes a worker after it has joined torch's default group.
             Methods are called one at a time, in the same order on all ranks. The module must import everything that
             is slow to import, and must not touch a GPU.
         arguments: Plain data that the class takes after its `Place`.
@@ -120,7 +120,7 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Wait for outcomes of these ranks; return the first that come, or none when the time is over."""
+        """Wait for outcomes of these ranks; return the first outcomes that arrive, or {} after `timeout_s`."""
 
     @abstractmethod
     def _identity(self, rank: int) -> Identity: ...
@@ -134,7 +134,7 @@ class RankGroup(ABC):
         """Return the stacks of each rank's threads, or the reason why there are none."""
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Ask the machines which of these ranks, whose outcomes have not come yet, are gone."""
+        """Ask the machines which of these ranks have died. The ranks have not sent an outcome yet."""
         return {}
 
     @abstractmethod
@@ -149,7 +149,7 @@ class RankGroup(ABC):
         """Call a method of the worker on all ranks, and wait for all answers. May be called on any thread.
 
         Args:
-            method: The name of the method, or of an object in the worker and its method, such as `publishing.make`.
+            method: The name of the worker's method, or of a method of its attribute, such as `publishing.make`.
             common: Arguments for all ranks: plain data and numpy arrays. Answers consist of the same types.
             per_rank: The first argument of each rank. The common arguments follow it.
 
@@ -169,7 +169,7 @@ class RankGroup(ABC):
                 self._send(method, common, per_rank)
                 return self._collect(method, self._limits.call_s, began)
             except BaseException as error:
-                # Late answers would be mistaken for answers to the next call.
+                # End all ranks, since late answers would be mistaken for answers to the next call.
                 self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
                 self._end()
                 raise
@@ -234,7 +234,7 @@ class RankGroup(ABC):
         raise who.failed(f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return a text on what missing ranks do, with stacks, and the first rank that does not answer, or None."""
+        """Return what missing ranks do, as text with stacks, and the first rank that does not tell it, or None."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)

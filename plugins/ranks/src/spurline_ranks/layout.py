@@ -67,7 +67,7 @@ def smaller_microbatches(config: RankBackendConfig, row_length: int, tokens: int
 
 
 def more_ranks(config: RankBackendConfig) -> Iterator[Mapping[str, Any]]:
-    """Yield settings with more ranks. If `gpus` is set, there are not more ranks than GPUs in it."""
+    """Yield settings with more ranks. If `gpus` is set, it limits the number of ranks."""
     for ranks in (config.num_ranks * factor for factor in (2, 4, 8)):
         if config.gpus is None or ranks <= len(config.gpus):
             yield {"ranks": ranks}

@@ -16,7 +16,7 @@ from spurline_models.machine import why_silent
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
 _WRITING_S = 0.1
-"""When a file has not grown for so many seconds, the process has finished writing."""
+"""A process is assumed to have finished writing when its file has not grown for this many seconds."""
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Beginnings of the lines that Ray writes into the output of a process."""
@@ -42,7 +42,7 @@ def begin_log(log: str) -> int:
 
 
 def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of what the last process wrote into this log, which is a path or an open file."""
+    """Return the end of the last process's output in this log. `log` is a path or an open file."""
     if isinstance(log, str):
         if not Path(log).is_file():
             return ""

@@ -1,4 +1,4 @@
-"""Turn the settings of a run, and objectives, into plain data for ranks and back.
+"""Turn the settings of a run and its objectives into plain data for ranks, and back.
 
 Configs, losses and plugins are never pickled: a rank validates the settings again, and makes the loss from its config.
 """
@@ -19,7 +19,7 @@ from spurline_models.trainable import refuse_stateful
 
 def plain_run(run: RunConfig) -> dict[str, Any]:
     """Return the settings as JSON values, with absolute paths."""
-    # In a run that was built in Python, a section may have another class than its field declares.
+    # In a run that was built in Python, the class of a section may differ from the class that its field declares.
     plain = run.model_dump(mode="json", serialize_as_any=True)
     return plain | {"run_dir": str(Path(run.run_dir).absolute())}
 
@@ -28,7 +28,7 @@ def read_run(plain: Mapping[str, Any]) -> tuple[RunConfig, Registry]:
     """Read the settings of `plain_run`, with the run's plugins loaded in this process.
 
     Raises:
-        PluginError, ConfigError: If this process has other plugins or other versions of them.
+        PluginError, ConfigError: If plugins of the run are missing in this process, or have other versions.
     """
     loaded = load_config(plain, recorded=True)
     return loaded.config, loaded.host.registry
@@ -38,7 +38,7 @@ def plain_objective(objective: Objective) -> dict[str, Any]:
     """Return an objective as plain data.
 
     Raises:
-        PluginError: If ranks cannot make the loss again.
+        PluginError: If the loss has no `config`, so that ranks cannot make a copy of the loss.
         ConfigError: If the loss keeps a state.
     """
     loss = objective.loss

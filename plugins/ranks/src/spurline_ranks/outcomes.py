@@ -51,7 +51,7 @@ Outcome = Value | Raised | Died
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the controller. If the value cannot be pickled, the outcome is that error."""
+    """Return the outcome as bytes for the controller. If it cannot be pickled, return the error as the outcome."""
     try:
         return packed(outcome)
     except Exception as error:  # noqa: BLE001 - raised where the call was made

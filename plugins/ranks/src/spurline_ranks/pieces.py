@@ -1,9 +1,9 @@
 """Write tensors that are divided among many processes, and read any part of them in any number of processes.
 
-A *piece* is a part of one tensor: a box, or a range of the values of a box, counted row by row. Every process writes
-its pieces into its own safetensors files, such as `rank-00003.part-001.safetensors`, and hashes the files meanwhile.
-The metadata of a file says where its pieces belong. A reader makes an index of all files, checks that no value is
-missing, and reads the boxes that it needs.
+A *piece* is a part of one tensor: a rectangular box, or a range of a box's values in row-major order. Every process
+writes its pieces into its own safetensors files, such as `rank-00003.part-001.safetensors`, and hashes the files
+meanwhile. The metadata of a file gives the position of each piece in its tensor. A reader makes an index of all files,
+checks that no value is missing, and reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline_models.optimizers.state import describe
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
 PART_BYTES = 2 << 30
-"""Most bytes of values in one file. A larger piece has a file of its own."""
+"""Maximum bytes of values in one file. A larger piece gets a file of its own."""
 
 _METADATA = "spurline_pieces"
 
@@ -37,7 +37,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: its first position in each dimension, and its shape."""
+    """A rectangular part of a tensor: its first position in each dimension, and its shape."""
 
     offset: Shape
     shape: Shape
@@ -78,8 +78,8 @@ class Piece:
         key: The name of the tensor.
         shape: The shape of the whole tensor.
         box: The box that the values come from.
-        values: All values of the box, in its shape. With a `span`, a vector of the values in the span.
-        span: The range of the box's values, counted row by row. If None, the piece has all values.
+        values: All values of the box in its shape if `span` is None, else a vector of the values in the span.
+        span: The range of the box's values in row-major order. If None, the piece has all values.
     """
 
     key: str
@@ -103,7 +103,7 @@ def held_box(tensor: Tensor) -> Box:
 
 
 def held_values(tensor: Tensor) -> Tensor:
-    """Return the values in the `held_box` of a tensor. They share its memory."""
+    """Return the values in the `held_box` of a tensor, as a tensor that shares its memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -174,7 +174,7 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """A piece in a file. `name` is the name of its values there."""
+    """A piece in a file. `name` is the name of its values in the safetensors file."""
 
     file: str
     name: str
@@ -201,7 +201,7 @@ class PieceIndex:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     _opened: dict[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
-    """The files that values were read from. An index that is sent to another process must not have any."""
+    """Open files that values were read from. This must be empty when the index is sent to another process."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
@@ -214,7 +214,7 @@ class PieceIndex:
         for key, entries in found.items():
             shape, dtype, _ = entries[0]
             pieces = tuple(piece for _, _, piece in entries)
-            # The count shows a missing file, or one too many. Changed files are found by their digests.
+            # A wrong count shows that a file is missing or superfluous. Digests show that a file has changed.
             held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
             if held != needed:
                 files = ", ".join(sorted({piece.file for piece in pieces}))
@@ -231,7 +231,7 @@ class PieceIndex:
         return result
 
     def read_span(self, key: str, box: Box, begin: int, end: int) -> Tensor:
-        """Read a range of the values of a box, counted row by row, as a vector on the CPU."""
+        """Read a range of the values of a box, in row-major order, as a vector on the CPU."""
         result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
         filled = 0
         for inner in _boxes_of_span(box.shape, begin, end):
@@ -250,7 +250,7 @@ class PieceIndex:
             local.copy_(self.read(key, box))
 
     def _read_into(self, result: Tensor, key: str, box: Box) -> None:
-        """Read a box into a tensor of its shape on the CPU."""
+        """Read a box into `result`, a tensor on the CPU with the shape of the box."""
         stored = self.tensors[key]
         missing = box.num_values
         for piece in stored.pieces:
@@ -270,9 +270,9 @@ class PieceIndex:
         assert missing == 0, (key, box, missing)
 
     def read_like(self, key: str, like: Tensor) -> Tensor:
-        """Return a stored tensor as a DTensor, divided and placed on a device as `like` is.
+        """Return a stored tensor as a DTensor with the sharding and the device of `like`.
 
-        If `like` is no DTensor, or has another shape, the whole tensor is read onto the CPU.
+        If `like` is not a DTensor, or has another shape, the whole tensor is read onto the CPU.
         """
         stored = self.tensors[key]
         if not isinstance(like, DTensor) or stored.shape != like.shape:
@@ -283,7 +283,7 @@ class PieceIndex:
         return result
 
     def _values(self, piece: StoredPiece) -> Tensor:
-        """Return the piece's values as a vector. Files are mapped, so only values that are used are read."""
+        """Return the piece's values as a vector. The file is memory-mapped, so only used values are read from disk."""
         path = self.folder / piece.file
         try:
             if piece.file not in self._opened:
@@ -309,7 +309,7 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
 
 
 def _boxes_of_span(shape: Shape, begin: int, end: int) -> Iterator[Box]:
-    """Cut a range of a box's values, counted row by row, into consecutive boxes."""
+    """Cut a range of a box's values, in row-major order, into consecutive boxes."""
     if begin >= end:
         return
     if not shape:

@@ -2,7 +2,7 @@
 
 For each worker module the controller keeps a server process (`rank_server`), which has imported torch, transformers and
 the module. Ranks are forked from the server, so they start without waiting for imports. Each rank has one connection
-for its calls. The controller hosts the store where ranks meet. Only this machine can reach the store.
+for its calls. The controller hosts the store that ranks use to find each other. Only this machine can reach the store.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LocalRanks(RankGroup):
         for rank, process in enumerate(self._ranks):
             own = packed(() if per_rank is None else (per_rank[rank],))
             if not process.send(message, own):
-                # The rank has failed, and this ends the call.
+                # The rank counts as dead, so `_wait` gets its outcome and the call fails.
                 break
 
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
@@ -128,7 +128,7 @@ class _Process:
         self.send(packed((dict(os.environ), path, os.getcwd(), order)))
 
     def send(self, *messages: bytes) -> bool:
-        """Send the messages of one call. If the rank reads nothing, its outcome is `Died`, and this returns False."""
+        """Send the messages of one call. If the rank does not read them in time, report it as `Died`; return False."""
         try:
             for message in messages:
                 self._connection.send_bytes(message)
@@ -148,7 +148,7 @@ class _Process:
             self._connection.send_bytes(packed((None, None)))
 
     def said(self, until: float) -> str | None:
-        """Wait for the answer to `ask` until this time of the monotonic clock; return it, or None."""
+        """Wait for the answer to `ask` until this monotonic time. Return the answer, or None if it is late."""
         try:
             return self._answers.get(timeout=max(0.0, until - time.monotonic()))
         except Empty:
@@ -162,7 +162,7 @@ class _Process:
             kill_group(self.pid)
 
     def wait_for_end(self, until: float) -> None:
-        """Wait for the end of the killed process. Raises RunFailedError after this time of the monotonic clock."""
+        """Wait for the end of the killed process. Raises RunFailedError if it still runs at this monotonic time."""
         if not self.ended.wait(max(0.0, until - time.monotonic())):
             raise RunFailedError(f"Process {self.pid} was killed, but has not ended {_END_TIMEOUT_S:g} s later.")
 

@@ -32,7 +32,7 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
     """Join the descriptions of the same weights from several processes.
 
-    Only mappings within `where` may differ. They are joined. For a key in several buckets, the first value is kept.
+    They may differ only in mappings inside `where`. These are merged, and the first value of each key is kept.
     """
     first, *others = buckets
     where = dict(first.where)
@@ -78,11 +78,11 @@ class Publishing:
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
-        """Return the number of buckets. The maker is kept until another `MakerChoice` comes."""
+        """Return the number of buckets. The maker is kept until a call has a different `MakerChoice`."""
         return len(self._planned(choice).buckets)
 
     def make(self, choice: Mapping[str, Any], version: int, number: int) -> dict[str, Any] | None:
-        """Make the bucket with this number, counted from 1. Return None if other ranks make it. A collective."""
+        """Make bucket `number`, counted from 1. Return None if other ranks make it. All ranks call this together."""
         plan = self._planned(choice)
         bucket, makers, count = plan.buckets[number - 1], plan.makers[number - 1], len(plan.buckets)
         self._place.doing(f"gathering weights for engines, bucket {number} of {count}")

@@ -1,4 +1,4 @@
-"""Inside a rank: choose its device, join the others, make the worker, and call its methods."""
+"""Run a rank in this process: choose its device, join the other ranks, make the worker, and call its methods."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from spurline_ranks.outcomes import Raised, Value, pack
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Plain data from which a process becomes a rank.
+    """The data that a process needs to become a rank.
 
     Attributes:
         request: The request for all ranks.
-        local_world: The number of ranks on its machine.
-        node: The machine's name in messages.
+        local_world: The number of ranks on this rank's machine.
+        node: The name of this rank's machine in messages.
         worker: `module:Class` of the worker. The class takes a `Place` and then the `arguments`.
-        store: Host and port of the store where the ranks meet.
+        store: Host and port of the store that the ranks use to find each other.
         environment: Variables to add to the environment of the process.
     """
 
@@ -83,7 +83,7 @@ class RankMain:
         self._doing = (text, time.monotonic())
 
     def doing(self) -> str:
-        """Return a text on what the rank does and for how long."""
+        """Return a text that tells what the rank does and for how long."""
         text, since = self._doing
         return f"{text}, for {time.monotonic() - since:.0f} s"
 

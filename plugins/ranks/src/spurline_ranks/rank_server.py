@@ -43,7 +43,7 @@ def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
     """Fork ranks until the controller is gone.
 
     Returns:
-        In each forked rank, the files of its connection and its log. In the server, None when the controller is gone.
+        The connection and the log as open files, in each forked rank. None in the server, when the controller is gone.
     """
     # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

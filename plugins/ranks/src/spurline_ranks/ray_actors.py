@@ -1,8 +1,8 @@
 """Run ranks as actors of a Ray cluster.
 
 One placement group holds all ranks. It has a bundle for each machine, so ranks with neighbouring numbers share a
-machine. Rank 0 hosts the store where ranks meet. A `NodeActor` runs on each machine. Ray never restarts a dead rank,
-and ends all ranks when the controller ends. This module is imported only with `launch: ray`.
+machine. Rank 0 hosts the store that ranks use to find each other. A `NodeActor` runs on each machine. Ray never
+restarts a dead rank, and ends all ranks when the controller ends. This module is imported only with `launch: ray`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PING_TIMEOUT_S = 15.0
 _TELLING_S = 10.0
 """Seconds to wait until Ray reports the end of a process."""
 _WATCH = "watch"
-"""The concurrency group, with a thread of its own, in which an actor answers questions while it computes."""
+"""Ray concurrency group with its own thread, so that an actor can tell what it does while it computes."""
 _LOST = Died("was lost with its machine, which no longer answers,")
 
 
@@ -59,7 +59,7 @@ class RankActor:
         self._main: RankMain | None = None
 
     def meet(self, hosts_store: bool) -> bytes:
-        """Return (process id, log file, store), packed as an outcome. `store` is its host and port, or None."""
+        """Return a packed outcome: (process id, log file, the store's (host, port) if `hosts_store`, else None)."""
         store = None
         if hosts_store:
             self._store = open_store(address := get_node_ip_address())
@@ -67,7 +67,7 @@ class RankActor:
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
-        """Join the others and make the worker; return the outcome. Output goes to this log from now on."""
+        """Redirect output to `log` unless it is None, join the other ranks and make the worker; return the outcome."""
         if log is not None:
             write_into(log)
         self._main = RankMain(order)
@@ -207,7 +207,7 @@ class RayRanks(RankGroup):
             self._ranks += [_Rank(kind.options(**options).remote(), node, local) for local in range(per_node)]
 
     def _meet(self) -> list[Any]:
-        """Wait until every actor has answered. For each, return the address of its store, or None without one."""
+        """Wait until every actor has answered. Return for each actor the address of the store on it, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
         with self._lock:
             met = self._collect(START, self._limits.start_s, time.monotonic())
@@ -251,7 +251,7 @@ class RayRanks(RankGroup):
 
 
 def _how_it_died(error: RayActorError) -> str:
-    """Return a predicate, as in `Died.how`."""
+    """Return how the process ended, as a predicate for `Died.how`."""
     text = str(error).strip()
     if (code := re.search(r"exit code (\d+)", text)) is not None:
         return f"ended with exit code {code[1]}"

@@ -31,7 +31,7 @@ Bundle = Mapping[str, float]
 """Resources of one machine, such as `{"GPU": 2, "CPU": 2}`."""
 
 CONNECT_TIMEOUT_S = 60.0
-"""Seconds that joining a cluster may take. Also the limit for the question of `obeys_strangers`."""
+"""Maximum seconds to join a cluster, and maximum seconds of the test in `obeys_strangers`."""
 _ANSWER_TIMEOUT_S = 5.0
 """Seconds within which the head of a cluster must answer at its address."""
 _RESTART = (
@@ -43,7 +43,7 @@ _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sy
 
 @dataclass(frozen=True)
 class Node:
-    """A live machine of the cluster, with all its resources and those that are free."""
+    """A live machine of the cluster, with its total and its free resources."""
 
     id: str
     name: str
@@ -55,7 +55,7 @@ class Node:
 
 
 class RayCluster:
-    """A user of the cluster, from `open` to `close`. All users in a process share one connection."""
+    """A client of the cluster, from `open` to `close`. All clients in a process share one connection."""
 
     _lock: ClassVar = threading.Lock()
     _holds: ClassVar[list[RayCluster]] = []
@@ -87,7 +87,7 @@ class RayCluster:
             RayCluster._holds.append(self)
 
     def close(self) -> None:
-        """Leave the cluster if no other user in this process is left. May be called again."""
+        """Leave the cluster if this process has no other open client. May be called again."""
         with RayCluster._lock:
             if self not in RayCluster._holds:
                 return

@@ -14,7 +14,7 @@ from spurline_ranks.logs import last_words, stacks_of
 from spurline_ranks.outcomes import Raised, Value, pack
 
 _RAYS_TIME_S = 2.0
-"""Seconds that Ray gets to kill a rank before this actor does. If this actor kills it, Ray prints a report."""
+"""Seconds to wait for Ray to kill a rank first. If this actor kills the rank, Ray prints a report."""
 
 
 class NodeActor:
@@ -24,7 +24,7 @@ class NodeActor:
         self._raylet = os.getppid()
 
     def missing(self, pids: Sequence[int]) -> list[int] | None:
-        """Return the processes that are gone, or None if Ray has ended on this machine."""
+        """Return the given processes that have ended, or None if Ray has ended on this machine."""
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
@@ -44,9 +44,9 @@ class NodeActor:
             return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """Wait until ranks that Ray has killed have ended; return those that have not ended by the limit.
+        """Wait until ranks that Ray has killed have ended; return the ranks that have not ended within the limit.
 
-        This also kills what Ray does not kill: stopped ranks, and other processes of a rank's group.
+        This also kills processes that Ray does not kill: stopped ranks, and other processes of a rank's group.
         """
         left = _left(pids, _RAYS_TIME_S)
         for pid in pids:

@@ -1,9 +1,9 @@
 """Share sequences that are too long for one rank among several ranks.
 
 Data flow: `TokenStream` -> this rank's part -> model -> logprobs of the part -> logprobs of the stream, on every
-rank of the group. Each rank runs the model on consecutive tokens. In attention each rank computes some heads of all
-tokens: one exchange before attention swaps tokens for heads, and one after it swaps them back (DeepSpeed-Ulysses,
-Jacobs et al. 2023, arXiv:2309.14509).
+rank of the group. Each rank runs the model on consecutive tokens. In attention, each rank computes some heads of all
+tokens. The ranks exchange tensors before attention, to divide them by heads, and after it, to divide them by tokens
+again (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spurline_models.streams.token_stream import TokenStream, plan_segments
 class SequenceSharing:
     """The group of ranks that share the sequences of this rank.
 
-    If the group is None, this rank shares no sequences: streams are only padded, and no method is a collective.
+    If the group is None, this rank shares no sequences: streams are only padded, and ranks exchange nothing.
     """
 
     def __init__(self, group: ProcessGroup | None, profile: DeviceProfile) -> None:
@@ -39,9 +39,7 @@ class SequenceSharing:
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def part_of(self, stream: TokenStream, *, multiple: int = 1, at_least: int = 0) -> tuple[TokenStream, slice]:
-        """Cut out the tokens of this rank.
-
-        One-token segments are put in front of the stream as padding.
+        """Pad a stream with one-token segments in front, and return this rank's part of it.
 
         Args:
             stream: The whole stream. Attention still covers all of it.
@@ -49,7 +47,7 @@ class SequenceSharing:
             at_least: The padded stream has at least this number of tokens.
 
         Returns:
-            This rank's tokens, and a slice: which of the stream's positions with loss these tokens predict.
+            This rank's part, and a slice of the stream's positions with loss: the positions that lie in this part.
         """
         total = self.padded_length(max(stream.num_tokens, at_least), multiple)
         padding = total - stream.num_tokens
@@ -58,7 +56,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss are sorted, so the positions of a part are a slice. Here the host waits for the device.
+        # Positions with loss are sorted, so the positions of a part are a slice. `tolist` waits for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
@@ -77,12 +75,12 @@ class SequenceSharing:
         return part, mine
 
     def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
-        """Return the length of a stream after padding. Ranks get equal parts, in multiples of `multiple`."""
+        """Return the length of a stream after padding, so that each rank gets an equal multiple of `multiple`."""
         unit = self._size * multiple
         return math.ceil(num_tokens / unit) * unit
 
     def joined(self, values: Tensor, mine: slice, stream: TokenStream) -> Tensor:
-        """Join the values of all ranks to one vector for all positions with loss. Differentiable."""
+        """Join the values of all ranks to one vector for all positions with loss. Gradients flow through it."""
         if self._size == 1:
             return values
         joined = _Join.apply(values, mine, len(stream.targets), self._group)
@@ -127,7 +125,7 @@ def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tens
 
 
 class _Exchange(torch.autograd.Function):
-    """Exchanges [ranks, ...] by rank. The function is its own inverse and its own gradient."""
+    """Sends entry r of [ranks, ...] to rank r (all-to-all). The exchange is its own inverse and its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, by_rank: Tensor, group: ProcessGroup) -> Tensor:
@@ -167,7 +165,7 @@ _TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
 
 
 def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
-    """Check that logprobs do not change when ranks share a stream. A collective.
+    """Check that logprobs do not change when ranks share a stream. All ranks must call this together.
 
     Args:
         model: A `StreamModel` with an attribute `sharing`: the ranks that it computes with. If it is None, the model

@@ -1,6 +1,6 @@
-"""The key-value store where processes of a run meet before they exchange tensors.
+"""Open the key-value store that processes of a run use to find each other before they exchange tensors.
 
-Every process that reaches the store can read and change its values.
+Every process that can connect to the store can read and change its values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TIMEOUT = timedelta(minutes=5)
 def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """Open a store that listens only at this address, at a free port. A plain `TCPStore` listens on all interfaces.
 
-    If no interface has the address, as behind network address translation, this store listens on all interfaces too.
+    If no interface of this machine has the address, as behind NAT, the opened store listens on all interfaces.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -31,10 +31,10 @@ class Gathers(Protocol):
     """Gathers tensors that are divided among the ranks of a backend."""
 
     def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Send whole tensors to the ranks that want them. A collective.
+        """Send whole tensors to the ranks that want them. All ranks must call this together with the same arguments.
 
         Args:
-            wanted: The names that each rank wants. The same on all ranks. Ranks that want nothing may be left out.
+            wanted: The names of the tensors that each rank wants. Ranks that want nothing may be left out.
             dtype: The dtype to which floating point values are cast before they are sent, or None.
 
         Returns:
@@ -43,12 +43,12 @@ class Gathers(Protocol):
         ...
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the rank that gathers these tensors with the fewest bytes sent. All ranks return the same."""
+        """Return the rank to which gathering these tensors sends the fewest bytes. The result is equal on all ranks."""
         ...
 
 
 class WeightGathering:
-    """Gathers the weights of a divided model or adapter. All ranks make the same plan, from names and shapes."""
+    """Gathers the weights of a sharded model or adapter. All ranks derive the same plan from names and shapes."""
 
     def __init__(self, named: GroupedWeights, gathers: Gathers) -> None:
         self._named, self._gathers = named, gathers
@@ -67,7 +67,7 @@ class WeightGathering:
         """Yield all weights in order, in buckets.
 
         Args:
-            max_bytes: Most bytes of a bucket. A larger group of tensors has a bucket of its own.
+            max_bytes: Maximum size of a bucket in bytes. A larger group of tensors gets a bucket of its own.
             dtype: The dtype in which floating point weights are gathered. If None, they keep the dtype of the model.
             by_owner: Whether all weights of a bucket have the same owner.
         """
@@ -84,13 +84,13 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Return the whole weights of a bucket, on the device, or {} on ranks not in `destinations`. A collective."""
+        """Return a bucket's whole weights on the device, {} if not in `destinations`. All ranks call this together."""
         return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
 
     def write(
         self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
     ) -> OSError | None:
-        """Write the weights as in `Backend.write_weights`. Each rank writes some of the files. A collective.
+        """Write the weights as in `Backend.write_weights`. All ranks call this together. Each writes some of the files.
 
         Returns:
             The error if this rank could not write its files, else None.
@@ -136,7 +136,7 @@ class WeightGathering:
         self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
     ) -> dict[str, Tensor]:
         whole: dict[str, Tensor] = {}
-        # Weights without adapters are cast before they are sent, which halves the bytes. Others are merged, then cast.
+        # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:

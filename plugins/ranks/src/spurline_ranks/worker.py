@@ -1,7 +1,7 @@
-"""The calls of a rank that do not depend on how a model is divided.
+"""The methods of a rank that do not depend on how a model is sharded.
 
-A backend's rank inherits from `RankWorker` and adds the other calls. Every call is a collective: all ranks run it with
-the same common arguments, and make the same exchanges in the same order.
+A backend's rank class inherits from `RankWorker` and adds the other methods. The controller calls a method on all ranks
+together, with the same common arguments. All ranks make the same exchanges in the same order.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StepTotals:
 
     @classmethod
     def of(cls, squares: Tensor, loss: float) -> StepTotals:
-        """Sum over all ranks. A collective.
+        """Sum over all ranks, which must call this together. Each gradient and token is counted by one rank.
 
         Args:
             squares: The sum of squares of the gradients that this rank counts; a float64 scalar.
@@ -69,14 +69,14 @@ class StepTotals:
 
 
 def clip_factor(grad_norm: float, limit: float | None) -> float | None:
-    """Return the factor that scales gradients down to the norm `limit`, or None if they are small enough."""
+    """Return the factor that scales gradients down to the norm `limit`, or None if their norm is not larger."""
     return limit / (grad_norm + _CLIP_EPSILON) if limit is not None and grad_norm > limit else None
 
 
 class RankWorker:
-    """The base of the class that every rank makes.
+    """The base class of a backend's worker. Every rank makes one worker.
 
-    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these calls:
+    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these methods:
 
     - build(): loads the models. It is the first call.
     - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter on the first
@@ -96,7 +96,7 @@ class RankWorker:
     _critic: Any = None
     """This rank's part of the critic, if there is one, with its optimizer."""
     _counts: bool
-    """Whether this rank returns the sums and logprobs. Of the ranks that compute the same rows, one does."""
+    """Whether this rank returns sums and logprobs. Only one of the ranks that compute the same rows returns them."""
 
     def __init__(self, place: Place, run: RunConfig, registry: Registry, total_updates: int) -> None:
         self._place, self._run, self._registry, self._total = place, run, registry, total_updates
@@ -157,7 +157,7 @@ class RankWorker:
         return list(self._gatherings[part].buckets()) if part in self._gatherings else []
 
     def weights(self, part: PublishedPart, bucket: Bucket) -> list[tuple[str, NDArray[Any]]] | None:
-        """Gather the weights of a bucket; return (name in files, whole tensor) of each on the first rank."""
+        """Gather the weights of a bucket. Return (name in files, whole tensor) pairs on the first rank, else None."""
         whole = self._gatherings[part].gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 

@@ -33,7 +33,7 @@ class AnswersEvaluation(HeldOutEvaluation):
     Args:
         config: The settings.
         context: The run and its source.
-        datasets: Rows with a prompt and its answer. If None, the data of the config is opened.
+        datasets: Datasets of prompts with answers. If None, the datasets of the config are opened.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         self._where = context.where
         self._tokenizer = context.run.tokenizer
         if datasets is None:
-            # If the source reads held-out rows in a way of its own, use its rows.
+            # Some sources read held-out rows in their own format. If this source does, use its rows.
             own = context.source.held_out(config.data)
             registry = context.run.host.registry
             datasets = (
@@ -66,7 +66,7 @@ class AnswersEvaluation(HeldOutEvaluation):
         if not self._examples:
             labels = ", ".join(source.dataset.label for source in self._datasets)
             raise DataError(f"{labels}: no row can be used as a held-out prompt. Give at least one.")
-        # Rewards must be closed, so they are made last: no later line can fail.
+        # Rewards must be closed. They are made last, so that no later error can leave them open.
         self._rewards = make_rewards(config.rewards, context.run.host.registry)
 
     def _check(self, row: Mapping[str, Any], example: GenerationExample) -> None:

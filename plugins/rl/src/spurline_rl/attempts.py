@@ -29,10 +29,10 @@ class Attempts:
 
     Args:
         check_engine: Raises an error for an engine that the source cannot use. It is called before the environment is
-            made, since an environment would have to be closed.
+            made, since an error would otherwise leave the environment open.
 
     Attributes:
-        engine: The engine. Before a source reads `training`, it may replace this by a wrapper that observes calls.
+        engine: The engine. Before a source reads `training`, it may replace the engine by a wrapper around it.
         given_up: The prompts that training gave up.
     """
 
@@ -91,7 +91,7 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """Make a runner. With `temperature` it is for held-out attempts, for which top_p and top_k are off."""
+        """Make a runner. If `temperature` is given, it is for held-out attempts, without top_p and top_k."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:
@@ -117,10 +117,10 @@ class Attempts:
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
-        """Return the trajectory with scores. In training `source.overlong` adds a term.
+        """Return the trajectory with scores. In training, the setting `source.overlong` adds a reward term.
 
         Raises:
-            ConfigError: If the environment has a term of that name too, or if no term decides what a success is.
+            ConfigError: If the environment also has the term `OVERLONG`, or if no term decides what a success is.
         """
         overlong, weights = self._config.overlong, self._config.reward_weights
         if self._is_evaluated:

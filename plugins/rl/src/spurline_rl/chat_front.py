@@ -1,6 +1,6 @@
-"""Hold a conversation with a policy that only knows tokens. The model's responses are never tokenized again.
+"""Hold a conversation with a policy that takes and returns tokens. Its responses are never tokenized again.
 
-The chat template makes text of the messages, the tokenizer encodes it, and the policy answers. The prompt of each turn
+The chat template renders the messages as text, the tokenizer encodes it, and the policy answers. A turn's prompt
 consists of the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has
 added since. Some templates change earlier text when messages follow. A prompt made in this way would then differ from
 the prompts at inference, so a PrefixError that shows the change is raised.
@@ -82,10 +82,10 @@ class ChatFront:
         policy: The model.
         tokenizer: The model's tokenizer.
         messages: The first messages of the conversation.
-        tools: Schemas for the template.
+        tools: JSON schemas of the tools, for the chat template.
         history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
-            the whole text again for each turn, so a prompt may not begin with the tokens of earlier turns.
-        where: The name of the row for errors.
+            the whole text again for each turn, so the tokens of earlier turns may change.
+        where: The name of the dataset row, for errors.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class ChatFront:
     def open_turn(self) -> Sequence[int]:
         """Encode the prompt of the model's next turn before `reply`, and return its token ids.
 
-        This is slow for long conversations, and may be done on any thread. Forks made later have the prompt too. Raises
-        the errors of `reply`.
+        This is slow for long conversations, and may be done on any thread. Later forks have the prompt too. Raises
+        DataError if the template refuses the messages, and PrefixError if it rewrites earlier turns or messages.
         """
         if self._opened is None:
             self._opened = self._extend_prompt()
@@ -164,13 +164,13 @@ class ChatFront:
             raise self._prefix_error(known, text)
         added = text[len(known) :]
         if self._ending is None or not added.startswith(self._ending[0]):
-            # The model did not write the text with which the template ends turns.
+            # The model did not write the text that the template puts at the end of a turn.
             self._stretches.append(_Stretch(added, self._encode(added)))
             return
         ending, end_token = self._ending
         self._stretches[-1] = replace(self._stretches[-1], text=self._stretches[-1].text + ending)
         # The model has already written the end token. It is encoded again and then removed, because some tokenizers
-        # encode the beginning of a text in another way.
+        # encode text differently at the beginning.
         ids = self._encode(added)
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))

@@ -1,9 +1,9 @@
 """Run the code of environments and rewards with time limits, on the event loop and on threads.
 
-A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it runs on, and its result
-is dropped. It is a daemon, so the process can still end. If a function has too many abandoned threads, its next call
-waits until some have ended. Code that must end for certain belongs in a process. A task on the event loop can be
-cancelled, and its caller waits until it has ended. If the task does not end, an error names it.
+A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it keeps running, and its
+result is dropped. It is a daemon thread, so the process can still end. If too many threads of a function are abandoned,
+its next call waits until some have ended. Code that must be stoppable belongs in a separate process. A task on the
+event loop can be cancelled. Its caller then waits until the task has ended. If it does not end, an error names it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ CANCEL_TIMEOUT_S = 30.0
 MAX_ABANDONED = 64
 """Largest number of abandoned threads of one function. Each of them takes memory and processor time."""
 _LOOK_S = 1.0
-"""Seconds between two looks at the abandoned threads of a function."""
+"""Seconds between two checks whether abandoned threads of a function have ended."""
 _TICK_S = 0.1
-"""Shortest time between two checks of a paused time limit."""
+"""Shortest time in seconds between two checks of the time limits."""
 
 _LIBRARIES = (
     "<frozen",
     f"{Path(__file__).parents[1]}/",
     *(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-"""Beginnings of the file names of code that the user did not write."""
+"""Prefixes of the file names of code that the user did not write."""
 
 
 def located(error: BaseException) -> str:
-    """Describe an exception and the place in the code: `KeyError: 'unit' (rewards.py:12 in grade)`.
+    """Describe an exception and the line that raised it: `KeyError: 'unit' (rewards.py:12 in grade)`.
 
-    The place is the innermost line of the user's own code. If there is none, it is the innermost line.
+    The line is the innermost line of user code, or the innermost line of all if the traceback has no user code.
     """
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if not frame.filename.startswith(_LIBRARIES)] or every
@@ -52,9 +52,9 @@ def located(error: BaseException) -> str:
 
 
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
-    """Return the function's result, or raise what it raises. Cancelling abandons the thread.
+    """Call the function on a new thread, and return its result or raise its exception. Cancelling abandons the thread.
 
-    While too many abandoned threads of this function still run, the call waits, up to the caller's time limit.
+    The call first waits while MAX_ABANDONED abandoned threads of this function run. Only its caller limits this wait.
     """
     left = _abandoned[_name_of(function)]
     while len(left) >= MAX_ABANDONED:
@@ -114,7 +114,7 @@ async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling `function`, which may be an object with an async `__call__`, gives a coroutine."""
+    """Return whether `function` is an async function or an object with an async `__call__`."""
     return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -127,13 +127,13 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
     """Cancel the tasks that still run and wait for them.
 
     Args:
-        tasks: All tasks, also those that have ended.
+        tasks: All tasks, including tasks that have already ended.
         what: Name of the tasks in the error.
         timeout_s: Seconds to wait; CANCEL_TIMEOUT_S by default. For tasks inside an attempt, pass less than the attempt
-            itself may take to end. The error then names these tasks and not the attempt.
+            itself may take to end, so that the error names these tasks and not the attempt.
 
     Raises:
-        RunFailedError: If a task still runs after this time.
+        RunFailedError: If a task still runs after `timeout_s`.
     """
     limit = CANCEL_TIMEOUT_S if timeout_s is None else timeout_s
     everything = list(tasks)
@@ -156,7 +156,7 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
 async def all_or_none(
     coroutines: Sequence[Coroutine[Any, Any, T]], what: str, timeout_s: float | None = None
 ) -> list[T]:
-    """Return all results in order. After an error, cancel the others, wait until they end, and raise the error."""
+    """Return all results in order. After an error, cancel the other coroutines, wait for them, and raise the error."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))
@@ -171,10 +171,10 @@ class Places:
 
     Args:
         count: Largest number of coroutines that run at the same time.
-        timeout_s: Seconds that each may take after its beginning.
-        seconds_down: Returns for how many seconds, until now, no engine could generate. The time limit does not count
-            these seconds.
-        setting: The name of the time limit's setting, for messages.
+        timeout_s: Seconds that each coroutine may take after it has begun.
+        seconds_down: Returns the total number of seconds so far in which no engine could generate. The time limit does
+            not count these seconds.
+        setting: Name of the setting that sets the time limit, for messages.
     """
 
     def __init__(self, count: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:
@@ -222,10 +222,10 @@ class Places:
             del task
 
     def _end_late(self) -> None:
-        """End the wait for coroutines that have reached the time limit. Set the timer for the next one."""
+        """End the wait for coroutines that have reached the time limit. Set the timer for the next coroutine."""
         self._timer = None
         now = self._clock()
-        # All have the same limit, so they reach it in the order in which they began.
+        # All coroutines have the same limit, so they reach it in the order in which they began.
         for over, end in self._ends.items():
             if end > now:
                 self._timer = over.get_loop().call_later(max(end - now, _TICK_S), self._end_late)

@@ -23,18 +23,18 @@ from spurline_rl.protocols.reward import RewardTable
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 OVERLONG = "overlong"
-"""Reward term of `source.overlong`."""
+"""Name of the reward term that `source.overlong` adds."""
 
 
 class SamplingConfig(Section):
-    """How rollouts are sampled."""
+    """Settings for sampling rollouts."""
 
     temperature: float = Field(default=1.0, gt=0, le=10)
     """Engines and the trainer divide logits by this number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample only from the likeliest tokens that sum up to this probability. Below 1 needs `allow_truncated`."""
+    """Sample only from the likeliest tokens with this total probability. A value below 1 needs `allow_truncated`."""
     top_k: int = Field(default=0, ge=0)
-    """Sample only from this many of the likeliest tokens; 0 is all. Any other number needs `allow_truncated`."""
+    """Sample only from this many of the likeliest tokens; 0 means all. A value above 0 needs `allow_truncated`."""
     allow_truncated: bool = False
     """Allow top_p and top_k, although the trainer computes logprobs over all tokens."""
     max_new_tokens: int = Field(default=1024, gt=0)
@@ -44,7 +44,7 @@ class SamplingConfig(Section):
 
     @property
     def cuts(self) -> Mapping[str, float]:
-        """Return the settings that cut tokens off, each with the value that would cut off none."""
+        """Return the settings that exclude tokens from sampling, each with the value that would exclude none."""
         return {name: off for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(self, name) != off}
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
@@ -75,26 +75,26 @@ class KlInRewardConfig(Section):
 
 
 class SuccessConfig(Section):
-    """The rule by which an attempt at a held-out prompt passes."""
+    """The rule that decides whether an attempt at a held-out prompt passes."""
 
     reward: str | None = None
     """Name of the reward term that decides. null takes the environment's only term, or the sum of turn rewards if the
     environment has no terms."""
     at_least: float = Field(default=1.0, allow_inf_nan=False)
-    """An attempt passes if the term, without its weight, is at least this number."""
+    """An attempt passes if the term, before its weight is applied, is at least this number."""
 
 
 class HeldOutConfig(Section):
-    """Rollouts of held-out prompts, `data.eval`."""
+    """Evaluation with rollouts of the held-out prompts in `data.eval`."""
 
     samples_per_prompt: int = Field(default=1, gt=0)
-    """Attempts at each prompt. With k attempts `eval/pass@k` is logged too."""
+    """Attempts at each prompt. With k > 1 attempts, `eval/pass@k` is logged in addition to `eval/pass@1`."""
     temperature: float = Field(default=0.0, ge=0, le=10)
-    """0 is greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     max_prompts: int | None = Field(default=200, gt=0)
-    """Use only this many prompts, the first of the held-out data; null uses all."""
+    """Evaluate only the first `max_prompts` prompts of the held-out data; null evaluates all."""
     success: SuccessConfig = SuccessConfig()
-    """The rule by which attempts pass."""
+    """The rule that decides whether an attempt passes."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.samples_per_prompt > 1 and self.temperature == 0:
@@ -111,7 +111,7 @@ def success_problems(success: SuccessConfig, terms: Collection[str] | None, pref
     Args:
         success: The settings.
         terms: Names of all reward terms; None if they are not known before an attempt.
-        prefix: Beginning of the names of settings in the problems.
+        prefix: Prefix of the names of settings in the problems.
     """
     if terms is None:
         return
@@ -151,17 +151,17 @@ class PromptSourceConfig(SourceConfig):
     samples_per_prompt: int = Field(default=8, gt=0)
     """Attempts at each prompt. Together they are the prompt's group."""
     environment: Annotated[EnvironmentConfig, Component("environment")]
-    """How a prompt becomes a rewarded trajectory."""
+    """The environment, which turns a prompt into a trajectory with rewards."""
     engine: Annotated[RolloutEngineConfig, Component("rollout_engine"), OnResume.BY_NAME]
     """The engine that generates."""
     sampling: Annotated[SamplingConfig, OnResume.BY_NAME] = SamplingConfig()
-    """How tokens are drawn."""
+    """Settings for sampling tokens."""
     reward_weights: Annotated[dict[str, float], OnResume.BY_NAME] = {}
     """Weight of each reward term; the default is 1."""
     advantage: Annotated[AdvantageConfig, Component("advantage")]
-    """How rewards become advantages."""
+    """The algorithm that computes advantages from rewards."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """An advantage that compares several groups compares all groups of the `batch`, or those of one `minibatch`."""
+    """Advantages that compare groups do so within the whole `batch`, or within each `minibatch`."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Correction for the difference between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
@@ -175,25 +175,25 @@ class PromptSourceConfig(SourceConfig):
     is 8 x prompts_per_step."""
     router_replay: Annotated[bool, OnResume.BY_NAME] = False
     """Send each token to the experts that the engine chose, in the trained model and the reference (Ma et al. 2025,
-    arXiv:2510.11370). Routers still learn, since they weigh these experts. A critic chooses its own experts."""
+    arXiv:2510.11370). Routers still learn how to weight these experts. A critic's routers choose freely."""
     carry: tuple[str, ...] = ()
-    """Columns of the training rows with numbers or truth values. Advantages find them in `Group.columns`. Losses that
-    name one in `needs` get it as a float32 column of the batch."""
+    """Columns of the training data with numbers or booleans. Advantages read them from `Group.columns`. A loss that
+    lists such a column in `needs` gets it as a float32 column of the batch."""
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Penalty on responses that are almost as long as allowed; null for none."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
     """Penalty on the divergence from the reference model in the rewards; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
-    """Largest size in MB of the folder RUN_DIR/rollouts, which has the attempts of every step. If it is exceeded, the
-    oldest steps are deleted. If one step would take over a quarter of this size, only every n-th prompt of it is
-    kept. 0 keeps none."""
+    """Largest size in MB of the folder RUN_DIR/rollouts, which stores the attempts of every step. If the folder is
+    larger, the oldest steps are deleted. If one step would take over a quarter of this size, only every n-th of its
+    prompts is stored. 0 stores no rollouts."""
     faults: FaultsConfig = FaultsConfig()
     """Limits and retries for attempts that fail."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()
     """Evaluation with held-out prompts."""
     max_concurrent: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Largest number of attempts under way. The time limit of an attempt also runs while it waits for the engine, so do
-    not set this number far above the number of responses that the engine decodes together."""
+    """Largest number of attempts that run at the same time. The time that an attempt waits for the engine counts toward
+    its time limit, so do not set this number far above the number of responses that the engine decodes together."""
 
     @field_validator("environment", mode="before")
     @classmethod
@@ -251,7 +251,7 @@ class PromptSourceConfig(SourceConfig):
         if not run.backend.facts.replays_experts:
             yield Problem(
                 "router_replay",
-                f"is true, but backend '{run.backend.name}' with these settings lets its routers choose. Set "
+                f"is true, but backend '{run.backend.name}' with these settings cannot replay experts. Set "
                 "router_replay: false, leave backend.compile off, or choose backend local, fsdp or megatron.",
             )
 
@@ -280,7 +280,7 @@ class PromptSourceConfig(SourceConfig):
         if self.advantage_scope == "minibatch" and run.minibatches.minibatch_prompts(self.prompts_per_step) is None:
             yield Problem(
                 "advantage_scope",
-                f"is minibatch, but minibatches: {run.minibatches.name} does not say how many prompts each has. Set "
+                f"is minibatch, but minibatches: {run.minibatches.name} sets no number of prompts per mini-batch. Set "
                 "advantage_scope: batch, or minibatches: by_prompt, or define `minibatch_prompts` in your own config.",
             )
 
@@ -292,7 +292,7 @@ class PromptSourceConfig(SourceConfig):
         ):
             if key.rpartition(".")[2] in section.model_fields_set:
                 yield Problem("name", f"is {self.name}, which does not use '{key}': {instead}. Remove '{key}'.")
-        # A loss that trains on `returns` is a critic's, and its own config reports this mistake.
+        # A loss that trains on `returns` is the loss of a critic. The config of that loss reports this mistake.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
                 "name",
@@ -344,7 +344,7 @@ class PromptSourceConfig(SourceConfig):
         return self.engine.estimate_memory(run, self.responses_at_once, length)
 
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
-        """Return the number of tokens of an attempt whose responses are as long as possible."""
+        """Return the largest number of tokens that an attempt can have."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
@@ -358,7 +358,7 @@ class PromptSourceConfig(SourceConfig):
 
     @property
     def responses_at_once(self) -> int:
-        """Return how many responses may be under way together."""
+        """Return how many responses may be generated at the same time."""
         return min(self.max_concurrent, self.prompts_per_step * self.samples_per_prompt)
 
     @property
@@ -381,17 +381,17 @@ class RolloutsEvaluationConfig(EvaluationConfig, HeldOutConfig):
 
 
 class AnswerSettings(Section):
-    """How answers are generated and scored."""
+    """Settings for generating and scoring answers."""
 
     rewards: RewardTable = Field(min_length=1)
     """Rewards by name. Each is a component, or a function as `module:function` or `file.py:function`.
     `{right: exact_match}` logs `eval/right`."""
     max_new_tokens: int = Field(default=128, gt=0)
-    """Longest answer in tokens."""
+    """Largest number of tokens in an answer."""
     max_samples: int | None = Field(default=200, gt=0)
-    """Use only this many prompts, the first of the evaluation data; null uses all."""
+    """Use only the first `max_samples` prompts of the evaluation data; null uses all."""
     batch_size: int = Field(default=64, gt=0)
-    """Prompts generated together."""
+    """Number of prompts whose answers are generated together."""
     retries: int = Field(default=2, ge=0)
     """How often an answer is scored again if a reward fails. If the last retry fails, the run ends with the error."""
 
@@ -420,7 +420,7 @@ class AnswersEvaluationConfig(EvaluationConfig, AnswerSettings):
 
 
 class RolloutSourceConfig(PromptSourceConfig):
-    """Synchronous reinforcement learning. Each step generates with the weights of the last step."""
+    """Synchronous reinforcement learning. Each step generates with the weights that the previous step produced."""
 
     name: str = "rollouts"
 
@@ -442,7 +442,7 @@ class RolloutSourceConfig(PromptSourceConfig):
 
 
 class RolloutsCollatorConfig(PaddedCollatorConfig):
-    """One turn of a trajectory per row."""
+    """Put one turn of a trajectory in each row."""
 
     one_turn_per_row = True
     name: str = "rollouts"

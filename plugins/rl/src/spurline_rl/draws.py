@@ -37,7 +37,7 @@ class Draw:
     """One drawn prompt.
 
     Attributes:
-        number: Position in the endless order, from 0.
+        number: Position in the endless order, starting at 0.
         uid: `LABEL:ROW@NUMBER`, unique in the run.
         location: Where the row is, for messages.
     """
@@ -68,7 +68,7 @@ def row_of(uid: str) -> str:
 
 
 class PromptDraws:
-    """The endless order of prompts over several datasets, mixed by their weights.
+    """The endless order of prompts from several datasets. Prompts are mixed by the weights of the datasets.
 
     Args:
         make_order: Builds the order from facts about the rows.
@@ -102,7 +102,7 @@ class PromptDraws:
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
         # An asynchronous source draws on one thread and observes on another.
         self._order_lock = threading.Lock()
-        # Rows that were not read because of a row limit count too.
+        # Count also the rows that a row limit left unread.
         whole = [round(size / share) for size, share in zip(self._sizes, share_read(datasets), strict=True)]
         self.prompts_per_epoch = sum(epoch_shares(whole, weights))
         self._read_in_part = whole != self._sizes
@@ -119,7 +119,7 @@ class PromptDraws:
         per_step: int,
         namespace: str = "",
     ) -> PromptDraws:
-        """Open datasets by their settings. Raises DataError for data that cannot be found or read."""
+        """Open the datasets that `configs` describe. Raises DataError for data that cannot be found or read."""
         registry, seed = context.host.registry, context.config.seed
         return cls(
             open_datasets(configs, registry, context.row_limit),
@@ -129,10 +129,10 @@ class PromptDraws:
         )
 
     def take(self, start: int, count: int) -> list[Draw | SkippedRow]:
-        """Return `count` draws from number `start` on. A row that is left out becomes a SkippedRow.
+        """Return `count` draws, beginning with number `start`. A row that is left out becomes a SkippedRow.
 
         Raises:
-            DataError: If a row cannot be read and `on_bad_row` is `error`, or if all rows are left out.
+            DataError: If a row cannot be read and `on_bad_row` is `error`, or if all rows have been left out.
         """
         if len(self._skipped) == sum(self._sizes):
             raise DataError(
@@ -167,7 +167,7 @@ class PromptDraws:
         return np.array([key for key, _ in self._keyed], np.uint64)
 
     def notes_of_shared(self, trained: NDArray[np.uint64]) -> list[str]:
-        """Return notes on prompts whose key is also among the keys of training prompts, `trained`."""
+        """Return notes on prompts that are also training prompts. `trained` has the keys of the training prompts."""
         return note_of_shared(self.keys(), trained, lambda number: self._keyed[number][1])
 
     def skip(self, row: SkippedRow) -> None:
@@ -195,7 +195,7 @@ class PromptDraws:
         }
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the rows of any dataset."""
+        """Return a hash that changes if the rows of any dataset change."""
         digests = [dataset.fingerprint() for dataset in self._datasets]
         return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
 

@@ -36,8 +36,8 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
         what: What the setting names, such as `reward function`, for messages.
 
     Raises:
-        PluginError: If the module or the file cannot be imported or has no such name. Also if the setting stands for a
-            function that was given as an object in another process.
+        PluginError: If the module or the file cannot be imported or does not define the name. Also if the setting
+            refers to a function object that was passed in another process.
     """
     if is_reference(path):
         given = function_of(path)
@@ -65,7 +65,7 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
 
 def _from_name(source: str, path: str, what: str) -> ModuleType:
     folder, slash, name = source.rpartition("/")
-    # Python does not search the working directory for a console script, but functions are usually there.
+    # In a console script, Python does not search the working directory, where users' functions usually are.
     _make_importable(Path(folder or "/") if slash else Path.cwd())
     module = importlib.import_module(name)
     if slash and not str(module.__file__).startswith(f"{folder}/"):
@@ -94,7 +94,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
     assert spec is not None, file
     assert spec.loader is not None, file
     module = importlib.util.module_from_spec(spec)
-    # The file can import the files beside it, as a script can.
+    # Let the file import other files of its folder, as a script can.
     _make_importable(file.parent)
     sys.modules[name] = module
     try:
@@ -106,7 +106,7 @@ def _from_file(file: Path, what: str) -> ModuleType:
 
 
 def _make_importable(folder: Path) -> None:
-    # The folder is the last one on the path, so that none of the folder's files hides an installed module.
+    # Append the folder to the path, so that its files do not hide installed modules.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 

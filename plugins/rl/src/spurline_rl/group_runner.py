@@ -32,7 +32,7 @@ _MOST_TAGS = 32
 
 @dataclass(frozen=True)
 class GivenUpPrompt:
-    """A prompt that was given up, since an attempt failed in spite of all retries. `reason` says where and why."""
+    """A prompt that was given up because all retries of an attempt failed. `reason` says where and why."""
 
     uid: str
     draw: int
@@ -79,7 +79,7 @@ class GivenUpPrompts:
 
 
 def reasons_of(prompts: Sequence[GivenUpPrompt]) -> str:
-    """Return the first reasons as lines for the end of a message, and the number of the others."""
+    """Return lines to append to a message: the first reasons, and the number of further reasons."""
     reasons = "".join(f"\n- {prompt.reason}" for prompt in prompts[:_SHOWN_REASONS])
     more = f"\n- and {len(prompts) - _SHOWN_REASONS} more" if len(prompts) > _SHOWN_REASONS else ""
     return f"{reasons}{more}"
@@ -94,15 +94,15 @@ class GroupRunner:
     """Runs groups of attempts on one event loop.
 
     After a DataError no attempt at the row can succeed. `on_bad_row` says whether the run ends or the row is skipped.
-    After AttemptFailedError, an exception that is no SpurlineError, or a time-out, an attempt is made again with other
-    seeds. If the last retry fails, the prompt is given up with all its attempts, since the successful ones would be a
-    smaller group. After a PrefixError the prompt is given up at once. Every other SpurlineError ends the run.
+    After a time-out, an AttemptFailedError, or an exception that is not a SpurlineError, the attempt is repeated with
+    other seeds. If the last retry fails, the prompt and all its attempts are given up, since groups must be complete.
+    After a PrefixError the prompt is given up at once. Any other SpurlineError ends the run.
 
     Attributes:
-        make_policy: Returns a handle for a task and the number of its earlier failures.
+        make_policy: Returns the handle for an attempt, given the task and the number of its failed attempts.
         score: Scores a trajectory. An error that it raises counts as a failure of the attempt.
-        retries: Further attempts after a failure.
-        max_concurrent: Largest number of attempts under way at the same time.
+        retries: Largest number of further attempts after an attempt fails.
+        max_concurrent: Largest number of attempts that run at the same time.
         seconds_down: See `MayBeDown`.
         carry: Columns of the row whose numbers are copied into the group.
     """
@@ -137,7 +137,7 @@ class GroupRunner:
         """
         tasks = map(prompt.task, range(self.samples_per_prompt))
         try:
-            # Read these numbers first, so that nothing is generated for a row that lacks one.
+            # Read these numbers first, so that nothing is generated for a row without them.
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await all_or_none([self._try_until_done(task) for task in tasks], what)
@@ -175,7 +175,7 @@ class GroupRunner:
             attempt += 1
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
-        """Count a retry, and report the run's first one, since the report of a given-up prompt may come much later."""
+        """Count a retry. Print the reason of the run's first retry, since a prompt may be given up only much later."""
         self._retries_of[task.uid] += 1
         if not self._has_told:
             self._has_told = True
@@ -251,7 +251,7 @@ def _name(task: Task) -> str:
 
 
 def _explain_failure(task: Task, attempt: int, error: Exception) -> str:
-    """Return which attempt failed and why. For an unexpected error this includes the place in the code."""
+    """Return which attempt failed and why. For an unexpected error this includes the line of code."""
     tries = f", after {attempt + 1} attempts" if attempt else ""
     text = str(error) if isinstance(error, SpurlineError) else located(error)
     return f"{task.location} ({_name(task)}{tries}): {text}"

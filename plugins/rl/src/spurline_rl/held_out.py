@@ -25,7 +25,7 @@ from spurline_rl.metrics import all_returns, mean_terms
 from spurline_rl.trajectory import Group, Trajectory, trajectory_return
 
 HELD_OUT = "held-out "
-"""Prefix of the uids of held-out prompts. It gives them other seeds than training prompts have."""
+"""Prefix of the uids of held-out prompts. It gives them different seeds from training prompts."""
 OF_SOURCE = "source.held_out."
 
 
@@ -45,7 +45,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
     """Evaluates by attempts at held-out prompts.
 
     Args:
-        where: The place of the settings in the config, for messages.
+        where: Prefix of the settings' names, such as `source.held_out.`, for messages.
         terms: Names of the reward terms of every attempt, or None if they are not known beforehand.
     """
 
@@ -111,7 +111,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return rates
 
     def _sample(self, group: Group) -> dict[str, Any]:
-        """Return the first attempt for the report. The environment writes its texts into `info`."""
+        """Return the first attempt for the report. The texts come from `info`, which the environment fills."""
         trajectory = group.trajectories[0]
         info = trajectory.info
         return {
@@ -154,7 +154,7 @@ def deciding_term(terms: Collection[str], success: SuccessConfig, where: str = O
     """Return the reward term that decides success, or None if attempts have only rewards of turns.
 
     Raises:
-        ConfigError: If the config names a term that the attempt lacks, or names none although there are several.
+        ConfigError: If the config names a term that the attempt lacks, or names no term and there are several.
     """
     problems = list(success_problems(success, terms, where))
     if problems:

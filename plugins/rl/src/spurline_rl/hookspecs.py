@@ -1,4 +1,4 @@
-"""Hooks that only runs with reinforcement learning call."""
+"""Hooks that are called only in runs with reinforcement learning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def on_rollouts_scored(step: int, groups: tuple[Group, ...]) -> None:
     """Called when the groups of an RL step have rewards, before advantages are computed.
 
     step: the step that trains on the groups. groups: read-only, in training order.
-    Errors: any exception ends the run; the last checkpoint stands.
+    Errors: any exception ends the run; the last checkpoint remains.
     """
 
 
@@ -25,5 +25,5 @@ def on_weights_synced(step: int, report: SyncReport) -> None:
     """Called after new weights reached every rollout engine.
 
     step: the step whose update made the weights. report: version, bytes sent, seconds of transfer and pause.
-    Errors: any exception ends the run; the last checkpoint stands.
+    Errors: any exception ends the run; the last checkpoint remains.
     """

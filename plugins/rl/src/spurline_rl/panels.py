@@ -1,4 +1,4 @@
-"""Draw what only RL runs record: rewards, groups, responses, the policy, and the mismatch of trainer and engine."""
+"""Draw the report panels of RL runs: rewards, groups, responses, policy, and the mismatch of trainer and engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference m
 _CRITIC = {"value/predicted": "predicted", "value/return": "return"}
 _CORRECTED = "correction/"
 _SAME = 1e-4
-"""Ratios this close together differ by rounding alone."""
+"""Ratios that differ by less than this number differ only by rounding."""
 
 
 class RewardPanel(Panel):
@@ -53,7 +53,7 @@ class RewardPanel(Panel):
 
 
 class GroupsPanel(Panel):
-    """Share of groups with equal rewards and of groups left out, and what became of all prompts."""
+    """Shares of groups with equal rewards and of groups left out, and the outcomes of all drawn prompts."""
 
     title = "Groups"
     order = 200
@@ -101,7 +101,7 @@ class ResponsesPanel(Panel):
 
 
 def _spread(record: RunRecord) -> list[Trace]:
-    """Draw a band of one standard deviation on both sides of the mean. Both are smoothed alike."""
+    """Draw a band of one standard deviation around the mean. Mean and deviation are smoothed in the same way."""
     lines = [metrics for metrics in record.metrics if REWARD in metrics and "reward/std" in metrics]
     if len(lines) < 2:
         return []
@@ -143,7 +143,7 @@ def _of(prefix: str) -> str:
 
 
 def _fates(record: RunRecord) -> str:
-    """Count what became of all prompts that were drawn."""
+    """Describe how many of the drawn prompts were trained on, left out or given up."""
     totals = {
         name: sum(record.series(f"groups/{name}")[1])
         for name in ("drawn", "filtered", "quarantined", "retries", "refill_missing")
@@ -324,7 +324,7 @@ def _advantages(record: RunRecord) -> str:
 
 
 def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Draw these series, without those that are always 0."""
+    """Draw these series, except series that are always 0."""
     traces: list[Trace] = []
     for index, (name, label) in enumerate(labels.items()):
         steps, values = record.series(name)

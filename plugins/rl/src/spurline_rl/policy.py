@@ -27,7 +27,7 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
         uid: Name of the prompt's draw. It differs from epoch to epoch.
         sample: Number of the attempt in its group.
         turn: Number of the turn.
-        attempt: Number of earlier failures. It gives a retry other seeds.
+        attempt: Number of failed attempts before this one. It gives a retry other seeds.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
     return xxhash.xxh3_64_intdigest(name.encode()) >> 1
@@ -42,10 +42,10 @@ class EnginePolicy:
     """A PolicyHandle that generates with a rollout engine.
 
     Attributes:
-        sampling: Sampling settings of turns for which the environment gives none.
-        attempt: Number of earlier failures of this task.
-        any_distribution: Whether turns may have another temperature, top_p or top_k than `sampling`. If so, training on
-            them is biased, because the trainer computes all logprobs with the settings of the run.
+        sampling: Sampling settings of a turn, unless the environment passes others to `generate`.
+        attempt: Number of failed attempts at this task.
+        any_distribution: Whether turns may use a different temperature, top_p or top_k from `sampling`. If so, training
+            on them is biased, because the trainer computes all logprobs with the settings of the run.
     """
 
     engine: RolloutEngine
@@ -128,7 +128,7 @@ class EnginePolicy:
 
 def _reward_turn(turn: Turn, reward: float) -> Turn:
     if not len(turn.response_ids) and reward:
-        raise AttemptFailedError(f"A turn without response tokens has no place for its reward of {reward:g}.")
+        raise AttemptFailedError(f"A turn without response tokens cannot have a reward, but it got {reward:g}.")
     values = np.zeros(len(turn.response_ids), dtype=np.float32)
     values[-1:] = reward
     return replace(turn, rewards=values)

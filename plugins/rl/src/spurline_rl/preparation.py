@@ -1,7 +1,7 @@
 """Make the batch of a step from scored groups. This computes logprobs and advantages, and updates no weights.
 
-Data flow: scored groups -> rows (one per turn, or one per attempt) -> forwards by role -> rewards minus KL ->
-advantages -> TrainingBatch.
+Data flow: scored groups -> rows (one per turn, or one per attempt) -> logprobs and values of tokens -> rewards minus KL
+-> advantages -> TrainingBatch.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TurnColumns:
         return self.join("loss_weights", [1.0] * len(self._places))
 
     def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
-        """Return the column `name` from an array, or one number for all response tokens, per turn; 0 elsewhere."""
+        """Return the column `name`. `values` has an array or a number for each turn's response; the rest is 0."""
         dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
         column = torch.from_numpy(np.zeros(self._shape, dtype))
@@ -87,8 +87,8 @@ class CollatesFlat(RolloutCollator, Protocol):
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Return the batch that `collate_rollouts` makes of the same turns.
 
-        The batch keeps no arrays of the blocks except names and numbers of the turns, so that the memory of
-        the others can be freed.
+        Of the arrays of the blocks, the batch keeps only the names and numbers of the turns, so that the memory of the
+        other arrays can be freed.
         """
         ...
 
@@ -122,7 +122,7 @@ class Preparation:
         config, penalty = self._config, self._config.kl_in_reward
         sentences = [self._advantage.describe()]
         if penalty is not None:
-            sentences.append(f"Each token's reward is less {penalty.coefficient:g} x KL ({penalty.estimator}).")
+            sentences.append(f"{penalty.coefficient:g} x KL ({penalty.estimator}) is subtracted from token rewards.")
         if config.overlong is not None:
             sentences.append(
                 f"Responses lose up to {config.overlong.penalty:g} of reward in the last "
@@ -133,9 +133,9 @@ class Preparation:
         return sentences
 
     def ready(self, group: Group) -> Group:
-        """Return the group after computing everything in it that a batch needs and that does not depend on weights.
+        """Compute all values of the group that a batch needs and that do not depend on weights. Returns the new group.
 
-        It may be called on any thread when a group is finished. `prepare` also accepts groups that are not ready.
+        It may be called on any thread when a group is finished. `prepare` also accepts groups without these values.
         """
         ready = in_one_block(group)
         _ = ready.returns, self._rows_of(ready).flat
@@ -203,7 +203,7 @@ class Preparation:
     def _charge_kl(
         self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
     ) -> tuple[Sequence[Group], Mapping[str, float]]:
-        """Subtract the divergence from the reference model from each token's reward. Returns the groups, and metrics.
+        """Lower each token's reward by its KL to the reference model. Returns the groups with new rewards, and metrics.
 
         This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The estimator k1 is unbiased.
         Its gradient is 0 on average, which does not matter here, since rewards are not differentiated.
@@ -227,7 +227,7 @@ class Preparation:
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            # Use no flat arrays here, since groups from whose rewards KL was subtracted have none.
+            # Do not use flat arrays here: the groups have none if KL was subtracted from their rewards.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
@@ -267,14 +267,14 @@ def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
 
 
 def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups without experts. Otherwise, experts in recorded rollouts would be replayed."""
+    """Return the groups without experts, so that experts in recorded rollouts are not replayed."""
     if all(group.flat.routed_experts is None for group in groups):
         return groups
     return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
-    """Raise DataError if a turn lacks its experts. Without this error, the models would silently choose others."""
+    """Raise DataError if a turn lacks its experts. Otherwise, the models would silently choose other experts."""
     if bool(batch.is_padding_row.all()) or ROUTED_EXPERTS in batch.tokens:
         return
     attempts = trajectories_of(groups)

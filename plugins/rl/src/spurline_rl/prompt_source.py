@@ -55,7 +55,7 @@ class Collected:
         given_up: Number of prompts given up.
         skipped: Number of drawn rows that cannot be used.
         refill_missing: Number of filtered groups that are trained on, because the limit of draws was reached.
-        lost: The given-up prompts, without those from before a resume.
+        lost: The given-up prompts, except prompts that were given up before a resume.
     """
 
     groups: tuple[Group, ...]
@@ -275,7 +275,7 @@ class PromptSource(BatchSource):
 
         Args:
             retries: Number of retries for these groups.
-            seconds: Time of the generation.
+            seconds: Seconds that generation took.
         """
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
@@ -341,7 +341,7 @@ class _Survey:
     """The first prompts of some rows.
 
     Attributes:
-        prompts: The location of the row, and the token ids, of each prompt.
+        prompts: For each prompt, the location of its row and its token ids.
         left_out: Number of rows that `on_bad_row: skip` leaves out.
     """
 
@@ -363,8 +363,8 @@ class _Survey:
         average = sum(len(ids) for _, ids in self.prompts) / len(self.prompts)
         where, longest = self.longest
         return [
-            f"{len(self.prompts):,} looked at, {average:.0f} tokens on average, longest {len(longest):,} ({where})"
+            f"{len(self.prompts):,} checked, {average:.0f} tokens on average, longest {len(longest):,} ({where})"
             f"{left_out}",
-            f"the first, as the model gets it ({first_where}, {len(first):,} tokens):",
+            f"the first prompt, as the model gets it ({first_where}, {len(first):,} tokens):",
             *(f"  | {line}" for line in shown.splitlines()),
         ]

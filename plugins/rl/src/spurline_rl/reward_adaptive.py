@@ -1,4 +1,4 @@
-"""Order `reward_adaptive`: draw those prompts more often that some attempts solve and others do not.
+"""Order `reward_adaptive`: draw a prompt more often if some attempts solve it and others do not.
 
 This is sampling for learnability (Foster et al. 2025, arXiv:2502.12272). The weight of a prompt grows with p (1 - p),
 where p is the mean reward of its last group. The prompts of a step are drawn together, without replacement. The order
@@ -35,7 +35,7 @@ class RewardAdaptiveOrder:
         self._blocks: list[NDArray[np.int32]] = []
 
     def positions(self, start: int, stop: int) -> Indices:
-        """Return the samples at positions [start, stop). A block, the prompts of a step, is drawn when first needed."""
+        """Return the samples at positions [start, stop). A block (the prompts of a step) is drawn when first needed."""
         if start >= stop:
             return np.zeros(0, np.int64)
         first, last = start // self._block, (stop - 1) // self._block
@@ -64,9 +64,9 @@ class RewardAdaptiveOrder:
         self._success = np.array(state["success"], np.float64)
 
     def _draw(self, number: int) -> NDArray[np.int32]:
-        """Draw different samples (Efraimidis and Spirakis 2006).
+        """Draw a block of samples without replacement (Efraimidis and Spirakis 2006).
 
-        Each sample gets an exponential random number with its weight as the rate. The smallest numbers win.
+        Each sample gets an exponential random number with its weight as the rate. The smallest numbers are drawn.
         """
         floor = self._config.floor
         learnable = np.where(np.isnan(self._success), 1.0, 4 * self._success * (1 - self._success))

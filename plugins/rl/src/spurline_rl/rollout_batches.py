@@ -1,8 +1,8 @@
 """Lay out rollouts in rows, and cut their batch into mini-batches of whole prompts.
 
 The number of optimizer steps is prompts_per_step / prompts_per_minibatch x update_epochs, for any number of turns. A
-learning-rate schedule therefore does not depend on the turns, as in SkyRL's step-wise training. If each turn has its
-row, only the prompt uids say which rows belong together.
+learning-rate schedule therefore does not depend on how many turns attempts have, as in SkyRL's step-wise training. If
+each turn has its own row, only the prompt uids say which rows belong together.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class ByPrompt:
         """Return (first row, row after the last) of each mini-batch of one pass over the batch.
 
         Raises:
-            RunFailedError: If rows of a prompt are apart, or the number of prompts is wrong. The error names a prompt.
+            RunFailedError: If the rows of a prompt are not adjacent, or if the number of prompts is wrong.
         """
         prompts = _prompt_rows(batch)
         if len(prompts) != self._prompts_per_step:
             raise RunFailedError(
-                f"The source's batch has the rows of {len(prompts)} prompts, and source.prompts_per_step is "
+                f"The source's batch has the rows of {len(prompts)} prompts, but source.prompts_per_step is "
                 f"{self._prompts_per_step} (last prompt: {[*prompts][-1]!r}). Each draw of a prompt needs its own uid."
             )
         rows = [*prompts.values()]

@@ -1,7 +1,7 @@
-"""Score answers with rewards, and write the weighted sum of their scores to the tokens of a trajectory.
+"""Score answers with reward functions, and add the weighted sum of the scores to the last token of a trajectory.
 
-Data flow: Answer -> rewards by name -> named terms of a trajectory -> `score` -> a trajectory whose turns all
-have `rewards` [A] -> advantages. Evaluation reads the terms without `score`.
+Data flow: Answer -> reward functions -> reward terms by name -> `score` -> a trajectory whose turns all have
+`rewards` [A] -> advantages. Evaluation reads the reward terms and does not call `score`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS = (int, float, np.number, np.bool_)
 
 
 async def reward_terms(rewards: Mapping[str, Reward], answer: Answer) -> dict[str, float]:
-    """Return the score of each reward. Raises AttemptFailedError, which names the reward and the response."""
+    """Return the score from each reward. If a reward fails, AttemptFailedError names the reward and the response."""
     return {name: await _call(name, reward, answer) for name, reward in rewards.items()}
 
 
@@ -39,7 +39,7 @@ async def terms_of_all(
     Args:
         rewards: Rewards by name.
         answers: Answers to score.
-        retries: How often an answer is scored again if a reward fails.
+        retries: How many times an answer may be scored again if a reward fails.
 
     Raises:
         AttemptFailedError: The first failure, after all other calls have ended.
@@ -55,7 +55,7 @@ async def terms_of_all(
 
 
 def checked_score(name: str, value: Any, answer: Answer) -> float:
-    """Return the value as a float. Raises AttemptFailedError unless it is a finite number or an array of one."""
+    """Return a score (a number or scalar array) as a float. Raises AttemptFailedError if it is not a finite number."""
     number = value
     if not isinstance(value, _NUMBERS) and getattr(value, "shape", None) == ():
         number = value.item()
@@ -75,7 +75,7 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
 
 
 def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
-    """Build the rewards of these settings. Raises PluginError with the name of a reward that cannot be built."""
+    """Build the configured rewards. If one cannot be built, raises PluginError with its name."""
     built: dict[str, Reward] = {}
     for name, config in configs.items():
         try:
@@ -91,7 +91,7 @@ def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dic
 
 
 def close_all(components: Mapping[str, Any]) -> None:
-    """Close the components that have `close`."""
+    """Close each component that has a `close` method."""
     for component in components.values():
         if hasattr(component, "close"):
             component.close()
@@ -137,9 +137,9 @@ def overlong_penalty(num_tokens: int, *, longest: int, buffer: int) -> float:
 
 
 def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
-    """Return the trajectory with rewards on every turn.
+    """Return the trajectory with token rewards on every turn.
 
-    Rewards that the environment has set stay. The weighted sum of the terms is added to the last response token.
+    Token rewards from the environment are kept. The weighted sum of the terms is added to the last token's reward.
 
     Args:
         trajectory: An attempt with reward terms.

@@ -1,8 +1,8 @@
 """Source `rollouts`: synchronous reinforcement learning. All tokens of a batch come from the latest weights.
 
 A step draws prompts, generates responses, scores attempts, computes logprobs and other token values, and makes a batch.
-The engine generates with the backend's weights. If the engine cannot share them, it has a copy, which is replaced
-after every update.
+The engine generates with the backend's weights. An engine that cannot share them generates with a copy, which is
+replaced after every update.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spurline_rl.protocols.rollout_engine import RolloutEngine, SharesWeights, T
 
 
 class RolloutSource(PromptSource):
-    """Collects the groups of a step when its batch is built."""
+    """A source that collects the prompt groups of a step when the step's batch is built."""
 
     def __init__(self, config: RolloutSourceConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -41,8 +41,8 @@ class RolloutSource(PromptSource):
         if not self._shares and not (isinstance(engine, TakesWeights) and _TENSORS in engine.transports):
             raise ConfigError.at(
                 "source.engine.name",
-                f"is {config.name}, which has its own weights, but the source '{self._settings.name}' publishes none. "
-                "Set engine: in_process, or source: async_rollouts.",
+                f"is {config.name}, which needs a copy of the weights, but the source '{self._settings.name}' does not "
+                "publish weights to it. Set engine: in_process, or source: async_rollouts.",
             )
 
     def start(self, step: int, backend: Backend) -> None:
@@ -78,7 +78,7 @@ class RolloutSource(PromptSource):
         return outcomes
 
     def epoch(self, step: int) -> float:
-        # Under `spurline plan`, which draws no prompts, the number follows from the step.
+        # `spurline plan` draws no prompts, so there the number of drawn prompts is computed from the step.
         drawn = self._next_draw or step * self._config.prompts_per_step
         return drawn / self._prompts.prompts_per_epoch
 
@@ -115,7 +115,7 @@ _TENSORS = "in_process"
 
 
 async def _publish(engine: TakesWeights, backend: Backend, version: int) -> int:
-    """Replace all weights of the engine's copy. Returns the number of bytes."""
+    """Send all weights of the backend to the engine. Returns the number of bytes sent."""
     sent = 0
     await engine.begin_update(version)
     for name, tensor in backend.named_weights():

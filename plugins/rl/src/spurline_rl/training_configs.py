@@ -1,4 +1,4 @@
-"""Settings of the critic, of mini-batches `by_prompt` and of the order `reward_adaptive`. Imports no torch."""
+"""Settings of the critic, the mini-batches `by_prompt` and the order `reward_adaptive`. Does not import torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ByPromptConfig(MiniBatchesConfig):
 
     name: str = "by_prompt"
     prompts_per_minibatch: Annotated[int | None, OnResume.BY_NAME] = Field(default=None, gt=0)
-    """Prompts in one optimizer step. null takes all prompts of the batch."""
+    """Prompts in one optimizer step. If null, a step uses all prompts of the batch."""
     update_epochs: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
     """Passes over the batch."""
 
@@ -50,14 +50,14 @@ class RewardAdaptiveOrderConfig(OrderConfig):
 
     The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
     learnability, Foster et al. 2025, arXiv:2502.12272). Prompts without attempts have the largest weight. A step
-    has no prompt twice. An epoch has as many draws as there are prompts.
+    never draws a prompt twice. An epoch has as many draws as there are prompts.
     """
 
     adaptive = True
 
     name: str = "reward_adaptive"
     reward: str | None = None
-    """Reward term that decides success. null takes the weighted sum of all terms."""
+    """Reward term that measures success. If null, the weighted sum of all terms measures it."""
     failed: float = Field(default=0.0, allow_inf_nan=False)
     """Mean reward of a prompt whose attempts all fail."""
     solved: float = Field(default=1.0, allow_inf_nan=False)
@@ -79,9 +79,9 @@ class RewardAdaptiveOrderConfig(OrderConfig):
 
 
 class RolloutCriticConfig(CriticConfig):
-    """A second model of the run's architecture with a value head, trained on the returns of rollouts.
+    """A second model with the policy's architecture and a value head, trained on the returns of rollouts.
 
-    `critic: {}` takes all defaults. At first, the critic has the policy's weights. The learning rate is constant after
+    `critic: {}` uses all defaults. The critic starts from the policy's weights. Its learning rate is constant after
     warm-up.
     """
 
@@ -100,7 +100,7 @@ class RolloutCriticConfig(CriticConfig):
         return completed
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Error of the critic's values, as the mean over tokens. The default is `value`."""
+    """Loss of the critic's values, averaged over tokens. The default is `value`."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps. The default is `by_prompt`."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]

@@ -1,7 +1,7 @@
-"""The records of reinforcement learning: prompts, responses and their rewards, as objects and in flat arrays.
+"""The records of reinforcement learning: prompts, responses and rewards, as objects and as flat arrays.
 
 Data flow: environment -> Trajectory -> Group (with rewards) -> returns -> advantages -> FlatTurns -> collator ->
-TrainingBatch. Plain data and numpy; no torch, no I/O.
+TrainingBatch. This module uses numpy. It imports no torch and does no I/O.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Turn:
         versions: int32 [A], the version of the weights that wrote each token, or None.
         loss_mask: uint8 [A], 0 where a response token is not trained.
         rewards, advantages: float32 [A] or None.
-        values, returns: float32 [A] or None; a critic's estimates before each token, and the critic's targets.
+        values, returns: float32 [A] or None: the critic's estimate before each token, and its training target.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
     """
 
@@ -63,7 +63,7 @@ class Turn:
         fields = self.__dict__
         for name, dtype in _DTYPES.items():
             values = fields[name]
-            # Turns are copied often. Arrays that already have the right type, as most do, must cost nothing.
+            # Turns are copied often, so this must be fast for arrays of the right type, which are the usual case.
             if values is None or (type(values) is np.ndarray and values.dtype is dtype):
                 continue
             object.__setattr__(self, name, as_array(values, dtype))
@@ -83,7 +83,7 @@ class Trajectory:
     Attributes:
         uid: The prompt's uid.
         sample: Number of the attempt in its group, from 0.
-        rewards: Reward terms by name, not yet weighted.
+        rewards: Unweighted reward terms by name.
         info: Facts that the environment logs.
         retries: Attempts that failed before this one.
     """
@@ -100,7 +100,7 @@ _Record = TypeVar("_Record", Turn, Trajectory)
 
 
 def with_fields(record: _Record, **fields: Any) -> _Record:
-    """Return a copy with these fields replaced. Four times faster than `dataclasses.replace`; converts no arrays."""
+    """Return a copy with new fields, four times faster than `dataclasses.replace`. Arrays are not converted."""
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__, **fields)
     return copy
@@ -124,8 +124,8 @@ class FlatTurns:
         attempt_turns: int64 [m], turns of each attempt.
         num_prompt, num_response: int64 [n], tokens of each turn.
         tokens: int32 [T], the prompt and the response of each turn.
-        columns: Arrays [A] for all response tokens, by their names in Turn. A field that some turn lacks is left out.
-        routed_experts: int16 [T, layers, top_k], or None if some turn lacks them.
+        columns: Arrays [A] over all response tokens, by field name of Turn. A field is left out if any turn lacks it.
+        routed_experts: int16 [T, layers, top_k], or None if any turn lacks them.
     """
 
     uids: Sequence[str]
@@ -172,7 +172,7 @@ class FlatTurns:
 
     @classmethod
     def join(cls, blocks: Sequence[FlatTurns]) -> FlatTurns:
-        """Join the turns of all blocks. A column that some block lacks is left out."""
+        """Join the turns of all blocks. A column is left out if any block lacks it."""
         blocks = [block for block in blocks if len(block)] or [*blocks[:1]]
         if not blocks:
             return cls.of([])
@@ -201,7 +201,7 @@ class FlatTurns:
 
     @cached_property
     def trained_versions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the versions of weights in ascending order, and how many trained tokens each version wrote.
+        """Return the weight versions in ascending order, and the number of trained tokens from each version.
 
         `columns` must have `versions`.
         """
@@ -222,8 +222,8 @@ class Group:
 
     Attributes:
         draw: Position of the prompt in the endless data order.
-        columns: Numbers in the prompt's row, by the names of `source.carry`.
-        tags: Short values of the prompt's row, for people to read.
+        columns: Numbers from the prompt's row, under the names in `source.carry`.
+        tags: Short values from the prompt's row, for display.
     """
 
     uid: str
@@ -246,7 +246,7 @@ class Group:
 
     @cached_property
     def merged(self) -> Group:
-        """Return the group after `merge_turns` of each attempt."""
+        """Return the group after merging the turns of each attempt with `merge_turns`."""
         merged = replace(self, trajectories=tuple(merge_turns(trajectory) for trajectory in self.trajectories))
         if all(new is old for new, old in zip(merged.trajectories, self.trajectories, strict=True)):
             # `self` is not returned, because only the garbage collector can free a group that refers to itself.
@@ -265,7 +265,7 @@ def turns_of(groups: Iterable[Group]) -> list[Turn]:
 
 
 def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
-    """Return the groups with `turns` instead of their turns. `turns` has the order of `turns_of`."""
+    """Return the groups with their turns replaced by `turns`, which must be in the order of `turns_of`."""
     remaining = iter(turns)
     replaced = [
         replace(
@@ -320,8 +320,8 @@ def are_equal(returns: NDArray[np.float64]) -> bool:
     """Return whether all returns are the same, up to the rounding of float32 rewards."""
     if len(returns) == 0:
         return True
-    # Sums of the same rewards in different orders can differ in their last bits. Divided by the standard deviation,
-    # such differences would become large advantages.
+    # Sums of the same rewards in different orders can differ in their last bits. Division by the standard deviation
+    # would turn these differences into large advantages.
     return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
@@ -331,13 +331,13 @@ def has_equal_returns(group: Group) -> bool:
 
 
 def merge_turns(trajectory: Trajectory) -> Trajectory:
-    """Merge all turns into one. If some turn does not continue the turn before it, nothing is merged.
+    """Merge all turns into one. If any turn does not continue the previous turn, nothing is merged.
 
-    Shared context is then computed once. Tokens between the model's turns (messages of users and tools) become response
-    tokens without loss, with 0 in all other columns. Advantages that depend on the order of response tokens must
-    therefore be computed before the merge. A field that some turn lacks is left out. The finish reason is the last
-    turn's. A token keeps the experts of the first turn that recorded them, because later tokens were sampled with their
-    results.
+    The model then computes the shared context only once. Tokens between two responses (messages of users and tools)
+    become response tokens without loss, with 0 in all other columns. Advantages that depend on the order of response
+    tokens must therefore be computed before the merge. A field is left out if any turn lacks it. The merged turn has
+    the finish reason of the last turn. A token keeps the experts of the first turn that recorded them, because the
+    later tokens were sampled from the results of these experts.
     """
     turns = trajectory.turns
     if len(turns) < 2 or not all(_goes_on(before, after) for before, after in pairwise(turns)):
@@ -362,7 +362,7 @@ def _goes_on(before: Turn, after: Turn) -> bool:
 
 
 def _first_experts(turns: Sequence[Turn]) -> NDArray[np.int16] | None:
-    """Return each token's experts in the first turn that recorded them; None if a turn recorded none."""
+    """Return each token's experts from the first turn that recorded them. If a turn has no experts, return None."""
     columns = [turn.routed_experts for turn in turns if turn.routed_experts is not None]
     if len(columns) < len(turns):
         return None
@@ -399,7 +399,7 @@ def _join_parts(parts: Sequence[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
         # For many short arrays this takes half the time of `np.concatenate`.
         return np.frombuffer(b"".join(parts), dtype)
     except TypeError:
-        # A part is a view with gaps.
+        # A part is not contiguous in memory.
         values = np.concatenate([part.ravel() for part in parts]).astype(dtype, copy=False)
         values.flags.writeable = False
         return values

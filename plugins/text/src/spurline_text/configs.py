@@ -1,4 +1,4 @@
-"""Settings of the datasets, tokenizations and sources for text. Imports no torch."""
+"""Settings of the datasets, tokenizations and sources for text. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class HfDatasetConfig(DatasetConfig):
 
 
 class HfStreamConfig(HfDatasetConfig):
-    """Rows of JSON lines or parquet files, or of a hub dataset, read one after another when they are needed. The hub
-    dataset is not downloaded. For `source: stream`."""
+    """Rows of JSON-lines or parquet files, or of a hub dataset, read one after another when they are needed. A hub
+    dataset is not downloaded first. Use it with `source: stream`."""
 
     streams = True
     name: str = "hf_stream"
     split: str = "train"
-    """Name of a split, of which a stream reads all rows."""
+    """Name of a split. The stream reads all its rows."""
 
 
 class TextTokenizationConfig(TokenizationConfig):
@@ -75,11 +75,11 @@ class SequentialTokenizationConfig(TextTokenizationConfig):
 
 
 class StreamSourceConfig(SourceConfig):
-    """Samples from data that is read only when it is needed. Needs `steps`."""
+    """Samples from data that is read only when it is needed. This source requires the setting `steps`."""
 
     name: str = "stream"
     buffer_rows: int = Field(default=10_000, gt=0)
-    """Rows in one block, which is in memory as a whole. The samples of a block are shuffled. A resumed run reads at
+    """Rows in one block. A whole block is in memory, and its samples are shuffled together. A resumed run reads at
     most one block again."""
     shuffle: bool = True
     """If false, samples keep the order of the data."""

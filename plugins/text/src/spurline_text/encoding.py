@@ -40,7 +40,7 @@ class Sample:
     """A usable sample.
 
     Attributes:
-        row: The row that it comes from.
+        row: Number of the row in the dataset.
         tokens: Token ids.
         loss_mask: One entry per token, 0 on the first.
         truncated: Whether the sample was cut to `max_length`.
@@ -64,7 +64,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to encode. With `ends`, an end-of-sequence token is added."""
+    """A text to encode. If `ends` is true, an end-of-sequence token is added."""
 
     text: str
     spans: tuple[Span, ...]
@@ -75,7 +75,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows that were read and rendered, with texts to encode. `error` is the error of the next row, or None."""
+    """Rows that were read and rendered, with texts to encode. `error` is the error of the row after them, or None."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
@@ -113,7 +113,7 @@ class RowEncoder:
         self._too_long = data.too_long or ("split" if self.format == "text" else "truncate")
 
     def encode(self, rows: Sequence[int]) -> list[Sample | Dropped]:
-        """Return the outcomes of the rows in order. A long row may be cut into several samples.
+        """Return the samples and dropped rows, in row order. A long row may be cut into several samples.
 
         Raises DataError for the first bad row.
         """
@@ -121,7 +121,7 @@ class RowEncoder:
         return self.finish(prepared, self.encode_texts(prepared))
 
     def prepare(self, rows: Sequence[int]) -> PreparedRows:
-        """Read and render rows, up to the first bad row. `finish` raises its error."""
+        """Read and render rows, up to the first bad row. `finish` raises the error of the bad row."""
         items: list[_Text | TokenRow | Dropped] = []
         for row in rows:
             try:
@@ -131,10 +131,10 @@ class RowEncoder:
         return PreparedRows(rows, items)
 
     def encode_texts(self, prepared: PreparedRows) -> EncodedTexts:
-        """Encode the texts, one tokenizer call per kind of text.
+        """Encode the texts, with one tokenizer call for chats and one for plain texts.
 
-        It uses only the tokenizer. So one thread may call it while another thread prepares or finishes rows, but two
-        threads must not call it at the same time.
+        This method uses only the tokenizer. One thread may call it while another thread prepares or finishes rows.
+        Two threads must not call it at the same time.
         """
         chats = [item.text for item in prepared.texts(is_chat=True)]
         others = [item.text for item in prepared.texts(is_chat=False)]
@@ -162,7 +162,7 @@ class RowEncoder:
         return [masked if masked is not None else next(others) for masked in found]
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
-        """Return the outcomes of the rows. Raises the error of the first bad row."""
+        """Return the samples and dropped rows. Raises the error of the first bad row."""
         of_text = self._masked(prepared, encoded)
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
@@ -232,8 +232,8 @@ class RowEncoder:
             index = item.input_ids.index(largest)
             raise BadRowError(
                 f"{item.field}[{index}]",
-                f"is {largest}, but the tokenizer has only {self._vocabulary} tokens. Set model.tokenizer to the one "
-                "that made the data.",
+                f"is {largest}, but the tokenizer has only {self._vocabulary} tokens. Set model.tokenizer to the "
+                "tokenizer that made the data.",
             )
 
     def _finish(
@@ -264,7 +264,7 @@ class RowEncoder:
 
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
-    """Return whether a trained turn is empty. From such a turn, the model would learn only to end its answer."""
+    """Return whether a trained turn is empty. From an empty turn, the model would learn only to end its answer."""
     for turn in conversation.trained_turns(train_on):
         message = conversation.messages[turn]
         # The template may write other keys, such as tool calls or reasoning.

@@ -1,7 +1,7 @@
 """Find models, tokenizers and data by name: a local folder, or the Hugging Face hub and its cache.
 
-The libraries of Hugging Face try to reach the hub for every file, again and again. This module asks once whether the
-hub answers. If the hub does not answer within seconds, the libraries look only into the cache.
+The libraries of Hugging Face try to reach the hub again for every file. This module checks at most once a minute
+whether the hub answers. If there is no answer within 5 seconds, the libraries use only the cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def finding(key: str, source: str) -> Iterator[None]:
 
 
 def refuse_adapter(key: str, source: str) -> None:
-    """Raise ModelError for a folder that holds an adapter instead of a model. The error names the base model."""
+    """Raise ModelError if the folder contains an adapter instead of a model. The error names the base model."""
     folder = Path(source)
     if (folder / "config.json").exists() or not (folder / "adapter_config.json").is_file():
         return
@@ -55,13 +55,13 @@ def refuse_adapter(key: str, source: str) -> None:
     )
 
 
-# `asked_once` changes a setting of the whole process.
+# Only one thread may be in `asked_once`, because it changes a setting of the whole process.
 _asking = threading.RLock()
 
 
 @contextmanager
 def asked_once() -> Iterator[None]:
-    """If the hub does not answer, let its client look only into the cache. Other threads wait here."""
+    """Let the hub's client use only the cache if the hub does not answer. Other threads wait until this block ends."""
     with _asking:
         before = constants.HF_HUB_OFFLINE
         constants.HF_HUB_OFFLINE = before or not hub_answers()
@@ -72,7 +72,7 @@ def asked_once() -> Iterator[None]:
 
 
 _last_answer: tuple[float, bool] | None = None
-"""Time of the last question to the hub (monotonic clock), and whether it answered."""
+"""Time of the last check of the hub (monotonic clock), and whether the hub answered."""
 
 
 def hub_answers() -> bool:
@@ -108,7 +108,7 @@ def describe_missing_path(source: str) -> str:
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:
-    """Say where the name `source` was searched without success. `reason` is the error of the hub's client."""
+    """Describe where the name `source` was searched without success. `reason` is the error of the hub's client."""
     searched = f"{source} is neither a local folder nor a {what}"
     if hub_answers():
         return (

@@ -1,8 +1,8 @@
-"""Write rows, models and tokenizers of a Python program below the run directory. Equal content is written once.
+"""Save rows, models and tokenizers of a Python program in the run directory. Equal content is written once.
 
-In: an object that was given instead of a path. Out: a path. The name of a file contains a digest of its content, so a
-run that is resumed with equal objects finds its files again. Each file is written under a temporary name and then
-renamed, so no lock is needed. This module imports neither torch nor datasets, since objects save themselves.
+In: an object that a config has instead of a path. Out: a path. The name of a file contains a digest of its content, so
+a run that is resumed with equal objects finds its files again. Each file is written under a temporary name and then
+renamed, so no lock is needed. This module imports neither torch nor datasets, because objects save themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline_text.datasets.local_files import digest_of_file
 
 
 class Keeper:
-    """Writes the objects of one config below `run_dir`, an absolute path."""
+    """Saves the objects of one config in `run_dir`, which is an absolute path."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / KEPT
@@ -48,7 +48,7 @@ class Keeper:
         """
         if not callable(getattr(value, "save_pretrained", None)):
             text = f"is of type {type(value).__name__}, which is not a {what} of Hugging Face transformers"
-            raise CannotKeepError(f"{text}. Give one that `from_pretrained` returned, a folder or a hub name")
+            raise CannotKeepError(f"{text}. Give the result of `from_pretrained`, a folder or a hub name")
         if hasattr(value, "peft_config"):
             raise CannotKeepError(
                 "has adapters of PEFT, which alone are not a model. Give `model.merge_and_unload()`, or the base model "
@@ -58,7 +58,7 @@ class Keeper:
 
     def _kept(self, name: str, suffix: str, write: Callable[[Path], object]) -> str:
         """Write a file or folder under a temporary name. Then give it a name with the digest of its content."""
-        # The name differs for each thread and container. After a kill, the next run in the folder removes such files.
+        # The name is unique across threads and containers. After a kill, the next run here removes temporary files.
         temporary = self._folder / f".{name}.{uuid.uuid4().hex}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -68,14 +68,14 @@ class Keeper:
                 try:
                     temporary.rename(path)
                 except OSError:
-                    # Another program may have written the same file meanwhile.
+                    # Another program may have written the same file in the meantime.
                     if not path.exists():
                         raise
                 sync_file(self._folder)
             return str(path)
         except CannotKeepError:
             raise
-        except Exception as error:  # the class of an object may raise anything while it saves itself
+        except Exception as error:  # an object may raise any exception while it saves itself
             raise CannotKeepError(
                 f"cannot be written into {self._folder}: {type(error).__name__}: {error}. Choose another run_dir, or "
                 "save it by yourself and give the path"

@@ -2,7 +2,7 @@
 
 In: a chat, alpaca or prompt/completion row, with or without an answer. The column `reference` may hold the reference.
 Out: the tokens of the prompt, encoded as at inference, and the reference as plain text. Rollouts and held-out
-generation use both. Nothing here is trained on.
+generation use both. This module makes no training targets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChatQuestion:
 
     Attributes:
         messages: The whole conversation of the row.
-        answer_at: Index of the answer; the number of messages if the row ends with the question.
+        answer_at: Index of the answer in `messages`. If the row has no answer, it is the number of messages.
         reference: The expected answer, or None.
         tools: Schemas of tools in the row.
     """
@@ -122,11 +122,11 @@ def prompt_and_reference(
         tokenizer: Renders and encodes the prompt.
         data: Settings of the section `data`.
         location: Location of the row, for errors.
-        renderer: A renderer with this tokenizer, which many calls can share.
+        renderer: A renderer for this tokenizer that several calls share. If None, a new renderer is made.
 
     Raises:
         DataError: If the row is malformed or pretokenized, or if the prompt is longer than `data.max_length` and
-            `data.too_long` is `error`. With any other value, a long prompt is returned whole.
+            `data.too_long` is `error`. With other values of `data.too_long`, a long prompt is returned whole.
     """
     require_offsets(tokenizer)
     try:

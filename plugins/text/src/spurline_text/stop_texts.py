@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\ufffd"
-"""Tokenizers decode an incomplete character to this one."""
+"""Tokenizers decode an incomplete character to this replacement character."""
 
 
 class StopTexts:
     """Finds the token that completes a stop text in one response.
 
-    It keeps only the end of the response, where a stop text may have begun. So each token is decoded only a few times,
-    but the result is the same as for the whole response.
+    It keeps only the end of the response, where a stop text may have begun. So each token is decoded only a few times.
+    The result is the same as a search in the whole response.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]):
@@ -27,9 +27,9 @@ class StopTexts:
         self._unsettled: list[int] = []
 
     def completed_by(self, token: int) -> bool:
-        """Add the next token of the response. Returns whether a stop text is in the response now."""
+        """Add the next token of the response. Returns whether the response now contains a stop text."""
         self._unsettled.append(token)
-        # Many tokenizers decode the first token differently, so the tokens before are decoded too.
+        # Many tokenizers decode the first token of a text differently, so earlier tokens are decoded too.
         before = self._decode(self._context)
         seen = self._settled_text + self._decode(self._context + self._unsettled)[len(before) :]
         if any(text in seen for text in self._texts):

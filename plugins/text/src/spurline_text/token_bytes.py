@@ -1,9 +1,9 @@
-"""Encode texts without offsets, and mask tokens by their bytes.
+"""Encode texts without character offsets, and compute loss masks from the bytes of the tokens.
 
 Computing offsets takes a quarter of the time of an encoding. In a byte-level vocabulary each token stands for some
-bytes. If the joined bytes of all tokens equal the bytes of the text, the position of each token follows from the sizes
-of the tokens before it. This is checked for each text. A text that the tokenizer changed (a normalizer, an unknown
-character) fails the check and is declined.
+bytes. If the joined bytes of all tokens equal the bytes of the text, the sizes of the tokens give their positions.
+This is checked for each text. A text that the tokenizer changed (a normalizer, an unknown character) fails the check.
+Such a text is declined: it gets no mask here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _KEEP_OFFSETS = ("ByteLevel", "TemplateProcessing")
 """Post-processors that do not change the offsets of tokens."""
 
 _AT_ONCE = 1 << 18
-"""Tokens whose bytes are joined at once. This takes about ten times the memory of the bytes."""
+"""Tokens whose bytes are joined at once. Joining takes about ten times the memory of the bytes."""
 
 
 class TokenBytes:
@@ -46,7 +46,7 @@ class TokenBytes:
 
     @staticmethod
     def fits(tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Return whether the offsets of this tokenizer follow from the bytes of its tokens."""
+        """Return whether the offsets of this tokenizer can be computed from the bytes of its tokens."""
         kind: Any = type(tokenizer)
         plain = PreTrainedTokenizerFast
         if not tokenizer.is_fast or kind.__call__ is not plain.__call__ or kind._encode_plus is not plain._encode_plus:
@@ -59,10 +59,10 @@ class TokenBytes:
     def encode(self, texts: Sequence[str]) -> list[Encoding]:
         """Encode the texts without special tokens around them. The offsets of the result are meaningless.
 
-        Two threads must not call it at the same time, but one may call it while another is in `masked`.
+        Two threads must not call it at the same time. One thread may call it while another thread is in `masked`.
         """
         backend: Any = self._tokenizer.backend_tokenizer  # type: ignore[attr-defined]
-        # Change only settings that differ, because a tokenizer that another thread uses cannot be changed.
+        # Change only settings that differ, because a tokenizer cannot be changed while another thread uses it.
         if backend.truncation is not None:
             backend.no_truncation()
         if backend.padding is not None:
@@ -75,7 +75,7 @@ class TokenBytes:
     def masked(
         self, encodings: Sequence[Encoding], texts: Sequence[str], spans: Sequence[Sequence[Span]]
     ) -> list[Masked | None]:
-        """Return tokens and mask of each text that `encode` encoded, or None for a text that is declined."""
+        """Return tokens and mask of each text, or None for a declined text. `encodings` come from `encode`."""
         lists = [encoding.ids for encoding in encodings]
         ids = np.fromiter(chain.from_iterable(lists), np.int64)
         sizes = self._sizes_of(ids)
@@ -127,7 +127,7 @@ class TokenBytes:
 
 
 def _in_bytes(texts: Sequence[str], spans: Sequence[Sequence[Span]], first_byte: Sequence[int]) -> NDArray[np.int64]:
-    """Return the spans that are not empty as byte positions in the joined texts, [spans, 2]."""
+    """Return the non-empty spans as byte positions in the joined texts: int64 [spans, 2]."""
     bounds: list[int] = []
     for text, begin, found in zip(texts, first_byte, spans, strict=False):
         for start, stop in found:

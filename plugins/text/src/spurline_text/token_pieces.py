@@ -21,7 +21,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenPieces:
-    """The bytes of each token of a tokenizer, looked up once."""
+    """The bytes of each token of a tokenizer. Each token is looked up only once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -64,7 +64,7 @@ class TokenPieces:
 
 
 def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return how the vocabulary writes bytes and spaces. Tokens of kind `other` must be decoded."""
+    """Return how the vocabulary writes bytes and spaces. For kind `other`, the tokenizer must decode each token."""
     if not tokenizer.is_fast:
         return "other"
     decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def _names(decoder: Any) -> set[str]:
 
 @cache
 def _byte_of_sign() -> dict[int, int]:
-    """Map the characters of byte-level vocabularies (GPT-2) to bytes. Other characters below 256 map to 256."""
+    """Map the characters of byte-level vocabularies (GPT-2) to bytes. Others below 256 map to 256, which is no byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: byte for byte in printable} | {256 + place: byte for place, byte in enumerate(others)}

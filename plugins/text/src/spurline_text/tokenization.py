@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 _ROWS_WITH_COLUMNS = 1000
-"""Number of first rows that are searched for each column that the setting `columns` names."""
+"""Number of rows at the start of a dataset that are searched for the columns in the setting `columns`."""
 
 
 class DerivedDataset:
-    """A `Dataset` around another one. Rows and label are the same unless a subclass changes them."""
+    """A `Dataset` that wraps another dataset. A subclass may change the rows and the label."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.label = dataset.label
@@ -76,8 +76,8 @@ def open_datasets(
 ) -> list[DatasetToTokenize]:
     """Create the dataset components.
 
-    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Without this
-    check, a misspelled name would make a column such as the system prompt disappear.
+    Raises DataError for data that cannot be found or read, and for names in `columns` that no row has. Without the
+    check of names, a misspelled name of an optional column such as `system` would be ignored.
     """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
@@ -131,13 +131,13 @@ def plain_text_notes(
 
 
 def check_rows(dataset: Dataset) -> None:
-    """Raise DataError for the first unreadable row, if the dataset has a quick check for that."""
+    """If the dataset has a quick check of its rows, run it. It raises DataError for the first unreadable row."""
     if isinstance(dataset, CheckableDataset):
         dataset.check()
 
 
 def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
-    """Return for each dataset the share of its rows that are within `row_limit`."""
+    """Return the fraction of each dataset's rows that are within `row_limit`."""
     return [
         len(item.dataset) / max(1, item.dataset.whole) if isinstance(item.dataset, FirstRows) else 1.0
         for item in datasets
@@ -147,7 +147,7 @@ def share_read(datasets: Sequence[DatasetToTokenize]) -> list[float]:
 def tokenize(
     datasets: Sequence[DatasetToTokenize], config: RunConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase
 ) -> Tokenized:
-    """Return all usable samples of the datasets, made by the tokenization of the config."""
+    """Tokenize the datasets as the config says, and return all usable samples."""
     tokenization: Tokenization = registry.create(
         "tokenization", config.tokenization, tokenizer=tokenizer, data=config.data
     )
@@ -162,7 +162,7 @@ TRUNCATED = "truncated"
 
 
 def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> SampleBlock:
-    """Join outcomes of `RowEncoder` in order. `source` is the number of their dataset."""
+    """Join the results of a `RowEncoder` into one block, in order. `source` is the number of the dataset."""
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
@@ -189,7 +189,7 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
 
 
 class SampleCollector:
-    """Collects the samples of several datasets, one dataset after another. Without a sink they stay in memory."""
+    """Collects the samples of datasets, one dataset after another. If `sink` is None, the samples stay in memory."""
 
     def __init__(self, sources: Sequence[DatasetToTokenize], sink: SampleSink | None = None) -> None:
         self._datasets = [source.dataset for source in sources]
@@ -252,7 +252,7 @@ def store_labels(sources: Sequence[DatasetToTokenize]) -> list[str]:
 
 
 def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """Return the labels without repetition. A repeated label gets `#2`, `#3`, ..."""
+    """Return unique labels. A repeated label gets the suffix `#2`, `#3`, ..."""
     result: list[str] = []
     for label in labels:
         candidates = (label, *(f"{label}#{number}" for number in range(2, len(labels) + 2)))

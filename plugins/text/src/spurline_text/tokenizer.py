@@ -23,7 +23,7 @@ _MARKERS = {
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """Load the tokenizer of `model.tokenizer` or `model.path`, with `model.chat_template` if that is set.
 
-    A tokenizer without a padding token gets its end-of-sequence token as padding. Raises ModelError.
+    A tokenizer without a padding token pads with its end-of-sequence token. Raises ModelError if loading fails.
     """
     source = model.tokenizer or model.path
     key = "model.tokenizer" if model.tokenizer else "model.path"
@@ -37,7 +37,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 revision=None if model.tokenizer else model.revision,
                 trust_remote_code=model.trust_remote_code,
             )
-    # The last three come from JSON that is nested too deeply, or has values of the wrong type.
+    # The last three exceptions come from JSON that is nested too deeply or has values of the wrong type.
     except (OSError, ValueError, KeyError, ImportError, RecursionError, TypeError, AttributeError) as error:
         raise ModelError(describe_missing(key, source, "tokenizer", error, model.trust_remote_code)) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
@@ -45,7 +45,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ModelError(describe_missing(key, source, "tokenizer", OSError("there are no tokenizer files")))
     if model.chat_template is not None:
         tokenizer.chat_template = _read_template(model.chat_template)
-        # Messages name the template by this attribute.
+        # Error messages show this attribute as the template's name.
         tokenizer.chat_template_source = model.chat_template
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -82,7 +82,7 @@ def _split_markers(template: str, tokenizer: PreTrainedTokenizerBase) -> list[st
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that fills rows. It may be the end-of-sequence token, since padding never reaches the model."""
+    """Return the padding id. It may be the end-of-sequence token, because padding never reaches the model."""
     token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     assert isinstance(token_id, int), f"load_tokenizer gives every tokenizer a padding token, got {token_id!r}"
     return token_id

@@ -1,4 +1,4 @@
-"""Settings of the trackers. Imports none of their libraries."""
+"""Settings of the trackers. This module does not import the trackers' libraries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TensorboardTrackerConfig(TrackerConfig):
 
 
 class ServiceTrackerConfig(TrackerConfig):
-    """Settings of a service that keeps many runs."""
+    """Settings of a service that stores many runs."""
 
     run_name: str | None = None
     """Display name. The default is the name of the run directory."""
@@ -28,7 +28,7 @@ class ServiceTrackerConfig(TrackerConfig):
 
 
 class ProjectTrackerConfig(ServiceTrackerConfig):
-    """Settings of a service that keeps runs in projects."""
+    """Settings of a service that stores runs in projects."""
 
     project: str = "spurline"
     """The project of the run."""
@@ -90,7 +90,7 @@ class OpenTelemetryTrackerConfig(TrackerConfig):
     name: str = "opentelemetry"
     endpoint: str | None = None
     """Address without `/v1/metrics`. The default is OTEL_EXPORTER_OTLP_ENDPOINT, or else `http://localhost:4318`.
-    Headers, such as those with API keys, can be set only in OTEL_EXPORTER_OTLP_HEADERS."""
+    Headers, for example with API keys, can be set only in OTEL_EXPORTER_OTLP_HEADERS."""
     service_name: str = "spurline"
     """The resource attribute `service.name`."""
     timeout_s: float = Field(default=10.0, gt=0)

@@ -33,7 +33,7 @@ _LONGEST_NAME = 250
 
 
 class MlflowTracker(SendingTracker):
-    """Send metrics to an MLflow server or database."""
+    """A tracker that sends metrics to an MLflow server or database."""
 
     name = "mlflow"
     fix = (
@@ -75,7 +75,7 @@ class MlflowTracker(SendingTracker):
             self._client.log_batch(self._run_id, metrics=part)
 
     def close_run(self, *, is_finished: bool) -> None:
-        # MLflow prints the address of its page, and stdout is for the progress of the run.
+        # MLflow prints the address of its page, but stdout is reserved for the progress of the run.
         with redirect_stdout(sys.stderr):
             self._client.set_terminated(self._run_id, status="FINISHED" if is_finished else "KILLED")
 

@@ -18,7 +18,7 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 
 
 class OpenTelemetryTracker(SendingTracker):
-    """Send gauges `spurline.NAME`, and an event `spurline.step` with the step and all metrics as attributes."""
+    """A tracker that sends gauges `spurline.NAME`, and one event `spurline.step` with all metrics as attributes."""
 
     name = "opentelemetry"
     fix = (
@@ -81,7 +81,7 @@ class OpenTelemetryTracker(SendingTracker):
 
     def _check(self, result: Any) -> None:
         if result.name != "SUCCESS":
-            raise ConnectionError(f"the receiver at {self._events._endpoint} cannot be reached or has refused it")
+            raise ConnectionError(f"the receiver at {self._events._endpoint} cannot be reached or has refused the data")
 
 
 def instrument_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Register the trackers. Imports neither torch nor their libraries."""
+"""Register the trackers. This module imports neither torch nor the trackers' libraries."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
         self._run.log(dict(metrics), step=step)
 
     def close_run(self, *, is_finished: bool) -> None:
-        # Stdout is for the progress of the run.
+        # Stdout is reserved for the progress of the run.
         with redirect_stdout(sys.stderr):
             self.finish(is_finished=is_finished)
 
@@ -48,7 +48,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
 
 
 class WandbTracker(ProjectTracker[WandbTrackerConfig]):
-    """Send metrics to a W&B project. If a resumed run repeats steps, W&B keeps their first values."""
+    """A tracker that sends metrics to a W&B project. If a resumed run repeats steps, W&B keeps their first values."""
 
     name = "wandb"
     fix = "Log in with `wandb login`, set WANDB_API_KEY, or set mode: offline."
@@ -70,7 +70,7 @@ class WandbTracker(ProjectTracker[WandbTrackerConfig]):
 
 
 class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
-    """Send metrics to a Trackio project, in which the name of a run is its id."""
+    """A tracker that sends metrics to a Trackio project. Trackio uses the name of a run as its id."""
 
     name = "trackio"
     fix = "Make TRACKIO_DIR writable. If trackers.trackio.space_id is set, log in to the hub with `hf auth login`."
@@ -94,9 +94,9 @@ class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
 
 
 class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
-    """Send metrics to a SwanLab experiment, or write them for `swanlab sync` and `swanlab watch`.
+    """A tracker that sends metrics to a SwanLab experiment, or writes them for `swanlab sync` and `swanlab watch`.
 
-    Each start of the run has its own folder in RUN_DIR/swanlab.
+    Each start of the run writes into a new folder in RUN_DIR/swanlab.
     """
 
     name = "swanlab"
@@ -121,7 +121,7 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
                 # With these settings, SwanLab asks no questions and does not record the output of the run.
                 settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
             )
-        # `finish` reports the end of the run. SwanLab's hooks could wait at exit for a service that does not answer.
+        # Remove SwanLab's hooks, which could wait at exit for a silent service. `finish` reports the end of the run.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
 

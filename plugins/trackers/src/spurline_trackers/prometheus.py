@@ -1,4 +1,4 @@
-"""Serve metrics for Prometheus: the latest value of each, and counters of steps and tokens."""
+"""Serve metrics for Prometheus: the latest value of each metric, and counters of steps and tokens."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# Metrics with the name of a counter, and the names that they get instead.
+# New names for metrics whose names are used by the counters.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
 
 class PrometheusTracker:
-    """Serve `/metrics` from the start of the run to its end. Counters start at 0 in each process."""
+    """A tracker that serves `/metrics` until the run ends. Counters start at 0 in each process."""
 
     def __init__(self, config: PrometheusTrackerConfig) -> None:
         self._library = tracker_library("prometheus", "prometheus_client")
@@ -48,7 +48,7 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the values of one step. Metrics that the step does not have keep their last value."""
-        # Step 0 is an evaluation before training, and does not count.
+        # Step 0 is an evaluation before training. It is not counted.
         self._steps.inc(step > 0)
         self._tokens.inc(metrics.get("tokens", 0.0))
         for name, value in {**metrics, "step": step}.items():

@@ -1,7 +1,7 @@
-"""Send metrics to a store (a service or a database) on a thread of its own, without delaying training.
+"""Send metrics to a store (a service or a database) on a separate thread, so that training is not delayed.
 
-The run directory contains the id that the run has in the store. So a resumed run continues the same run there. A step
-that is trained again after a kill is sent again. Only core's metrics.jsonl has each step exactly once.
+The run directory contains the id of the run in the store, so a resumed run continues the same run there. If a run is
+killed and then repeats steps, these steps are sent again. Only metrics.jsonl has each step exactly once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SendingTracker(ABC):
     name: ClassVar[str]
     """The name of the tracker in the config."""
     fix: ClassVar[str]
-    """A sentence with advice if the store does not open."""
+    """Advice that the error message gives if the store cannot be opened."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, dict[str, float]] | None] = SimpleQueue()
@@ -43,7 +43,7 @@ class SendingTracker(ABC):
 
     @abstractmethod
     def open_run(self, info: RunInfo) -> None:
-        """Open the store. Continue the earlier run there if `info.is_resumed`, else begin a new one."""
+        """Open the store. If `info.is_resumed` is true, continue the earlier run there, else begin a new run."""
 
     @abstractmethod
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -54,7 +54,7 @@ class SendingTracker(ABC):
         """End the run in the store. Called on the tracker's thread. A run that is not finished may be resumed."""
 
     def start(self, info: RunInfo) -> None:
-        """Open the store. Raises ConfigError if it does not open."""
+        """Open the store. Raises ConfigError if it cannot be opened."""
         assert self._thread is None, f"{type(self).__name__} is already started"
         try:
             self.open_run(info)
@@ -76,7 +76,7 @@ class SendingTracker(ABC):
             self._say(f"{_LONGEST_QUEUE} steps wait to be sent, so step {step} is left out. It is in metrics.jsonl.")
 
     def flush(self) -> None:  # noqa: B027 - not abstract: there is nothing to do
-        """Do nothing. A checkpoint needs only metrics.jsonl, which core flushes."""
+        """Do nothing, because a checkpoint needs only metrics.jsonl, and the run itself flushes that file."""
 
     def close(self) -> None:
         """Send the waiting steps. Give up after a time limit. May be called twice, or without start."""
@@ -104,7 +104,7 @@ class SendingTracker(ABC):
 
 
 def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id in this file of the run directory, or None if the run is not resumed and needs a new id."""
+    """Return the id from this file of the run directory. If the run is not resumed or has no id, return None."""
     path = info.run_dir / file
     return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
 
@@ -122,7 +122,7 @@ def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
-    """Import the library of tracker `name`, or a module of it. Raises ConfigError with the command to install it."""
+    """Import the tracker's library or one of its modules. If it is missing, ConfigError shows how to install it."""
     try:
         return importlib.import_module(module or name)
     except ImportError as error:

@@ -15,7 +15,7 @@ _FLUSH_EVERY_S = 10
 
 
 class TensorboardTracker:
-    """Write scalars, and the settings of the run as a text."""
+    """A tracker that writes metrics as scalars, and the settings of the run as text."""
 
     def __init__(self, config: TensorboardTrackerConfig) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(name, value, global_step=step)
 
     def flush(self) -> None:
-        """Write all values to the disk, since the steps that a checkpoint covers are not logged again after a kill."""
+        """Write all values to disk. After a kill, steps before the last checkpoint are not logged again."""
         assert self._writer is not None, "TensorboardTracker.flush before start or after close"
         self._writer.flush()
 

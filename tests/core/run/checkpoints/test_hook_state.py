@@ -91,7 +91,7 @@ def test_what_cannot_be_kept_is_refused(name: Any, state: Any, message: str) -> 
 def test_keeping_state_once_training_began_is_refused_because_a_resume_would_miss_it() -> None:
     states = HookStates()
     states.close()
-    with pytest.raises(PluginError, match=r"came after training began.*Call it in on_run_start"):
+    with pytest.raises(PluginError, match=r"was called after training began.*Call it in on_run_start"):
         states.keep("late", "weights", Average())
 
 

@@ -147,7 +147,7 @@ def permit(tmp_path: Path) -> Permit:
 def test_less_memory_after_running_out_of_it_is_a_note(permit: Permit) -> None:
     resume = permit("backend.max_tokens_per_microbatch=512")
     (note,) = (note for note in resume.notes if "max_tokens_per_microbatch: None -> 512" in note)
-    assert "equal to rounding" in note
+    assert "differ by rounding errors" in note
     assert resume.history == ({"step": 40, "key": "backend.max_tokens_per_microbatch", "before": None, "now": 512},)
 
 
@@ -168,7 +168,7 @@ def test_an_allowed_change_is_kept_in_the_history(permit: Permit) -> None:
     resume = permit("optimizer.learning_rate=0.5", allowed=("optimizer",), history=[earlier])
     assert [note for note in resume.notes if "Changed" in note] == [
         "Changed at step 8: schedule: falling -> flat.",
-        "Changed since the checkpoint: optimizer.learning_rate: 2e-05 -> 0.5 (allowed by name).",
+        "Changed since the checkpoint: optimizer.learning_rate: 2e-05 -> 0.5 (permitted by --allow-change).",
     ]
     new = {"step": 40, "key": "optimizer.learning_rate", "before": 2e-5, "now": 0.5}
     assert resume.history == (earlier, new)

@@ -306,6 +306,6 @@ def test_losses_say_what_they_minimise() -> None:
     loss = Ppo(PpoConfig(clip_high=0.28, dual_clip=3.0, kl=KL, entropy_coefficient=0.01))
     assert loss.describe() == (
         "PPO: minus advantage times probability ratio to the policy before the update, clipped to 0.8..1.28 per "
-        "token, and at most 3 where it is negative; plus 0.3 times the KL divergence from the reference model (k3); "
+        "token, and at most 3 for negative advantages; plus 0.3 times the KL divergence from the reference model (k3); "
         "minus 0.01 times the entropy."
     )

@@ -271,7 +271,7 @@ def test_a_hub_name_that_cannot_be_loaded_says_so_in_one_line(monkeypatch):
         open_data("org/data")
     assert str(error.value) == (
         "org/data: cannot be loaded from the Hugging Face hub: Couldn't reach 'org/data' on the Hub. "
-        "There is no local file or folder org/data either. Begin a local path with ./ if you meant one."
+        "There is no local file or folder org/data either. If you meant a local path, write ./ before it."
     )
 
 

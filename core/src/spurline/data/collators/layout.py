@@ -1,7 +1,7 @@
 """Write segments into the columns of a TrainingBatch, one token at a time, for all reference collators.
 
-Data flow: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are written
-to be read, and vectorized collators are tested against them.
+Data flow: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are slow, but easy
+to read. Tests compare the results of vectorized collators with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RESPONSE_COLUMNS = {
     "values": "values",
     "returns": "returns",
 }
-"""Optional columns with one value per response token, and the field of `Turn` that each comes from."""
+"""The field of `Turn` from which each optional column with one value per response token is copied."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Segment:
     Attributes:
         tokens: [length].
         loss_weights: [length]; the first is ignored, since nothing predicts the first token.
-        start: Position of its first token in the row.
-        uid: Name of its sample or prompt.
+        start: Position of the segment's first token in the row.
+        uid: Name of the sample or prompt.
         sample: Number of the attempt at the prompt.
         turn: Number of the turn.
         extra: Further token columns, each [length, ...].
@@ -61,7 +61,7 @@ def lay_out(
 ) -> TrainingBatch:
     """Return a batch of these rows, `length` tokens wide. A row without segments becomes a padding row.
 
-    `info` has further numbers for metrics, besides `layout_info`.
+    `info` contains metrics to add to the result of `layout_info`.
     """
     extra = _shared_extra_columns(rows)
     written = [_write_row(segments, length, pad_token_id, extra) for segments in rows]
@@ -78,7 +78,7 @@ def lay_out(
 
 
 def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]:
-    """Return numbers about a layout for metrics. `num_tokens` is without padding, `length` with padding."""
+    """Return metrics of a layout. `num_tokens` is the batch's tokens without padding, `length` the width of a row."""
     return {
         "packing/fill": num_tokens / (num_rows * length) if num_rows and length else 0.0,
         "packing/rows": float(num_rows),
@@ -89,7 +89,7 @@ def layout_info(num_tokens: int, num_rows: int, length: int) -> dict[str, float]
 def _write_row(
     segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
-    """Return the columns of one row as lists. `extra` has the padding value of each extra column."""
+    """Return the columns of one row as lists. `extra` maps each extra column to its padding value."""
     input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
     loss_weights = [0.0] * length
     extra_columns = {name: [padding] * length for name, padding in extra.items()}
@@ -162,7 +162,7 @@ def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
 
 
 def turn_name(uid: str, sample: int, turn: int) -> str:
-    """Return the name of a turn in messages."""
+    """Return the name of a turn for messages."""
     return f"Turn {turn} of sample {sample} of prompt {uid}"
 
 

@@ -1,4 +1,4 @@
-"""Choose which samples share a packed row: the readable reference with which fast implementations are compared.
+"""Choose which samples share a packed row. This is the readable reference: tests compare fast implementations with it.
 
 In: sample lengths. Out: for each row, the samples in it.
 """
@@ -19,7 +19,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
-    """Return rows of sample positions, rank by rank. The number of rows is a multiple of `num_ranks`."""
+    """Return rows of sample positions, the rows of each rank together. Their number is a multiple of `num_ranks`."""
     if algorithm == "multifit":
         rows = multifit(lengths, capacity, num_ranks)
     else:
@@ -31,8 +31,8 @@ def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: Packi
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of sample positions whose lengths sum to at most `capacity` (Johnson 1973).
 
-    The longest sample comes first; of equally long ones, the sample at the higher position. Each goes into the first
-    row with enough space, else into a new row. No length may exceed `capacity`.
+    Samples are placed in the order of `_longest_first`. Each sample goes into the first row with enough space, or else
+    into a new row. No length may exceed `capacity`.
     """
     return _decreasing(
         lengths, capacity, lambda room, length: next((row for row, free in enumerate(room) if free >= length), None)
@@ -40,7 +40,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack like `first_fit_decreasing`, but put each sample into the row that has the least space left after it."""
+    """Pack like `first_fit_decreasing`, but put each sample into the row where it leaves the least space."""
 
     def choose(room: Sequence[int], length: int) -> int | None:
         fitting = [(free, row) for row, free in enumerate(room) if free >= length]
@@ -52,7 +52,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
 def _decreasing(
     lengths: Sequence[int], capacity: int, choose: Callable[[Sequence[int], int], int | None]
 ) -> list[list[int]]:
-    """Pack the longest samples first. `choose` gets the space in each row and a length; None opens a new row."""
+    """Pack the longest samples first. `choose(free space of each row, length)` returns a row, or None for a new row."""
     rows: list[list[int]] = []
     room: list[int] = []
     for position in _longest_first(lengths):
@@ -85,7 +85,7 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
 
 
 def even_capacities(least: int, capacity: int) -> Iterator[int]:
-    """Yield capacities to try: the lowest possible one, `least`, plus a margin that doubles each time; last `capacity`.
+    """Yield capacities to try: `least`, the lowest possible, plus a margin that doubles each time; finally `capacity`.
 
     The first margin, a 2048th of `least`, is enough for most batches of hundreds of samples. Bisection would find the
     exact capacity at ten times the cost.
@@ -100,7 +100,7 @@ def even_capacities(least: int, capacity: int) -> Iterator[int]:
 def straggler_factor(used: Sequence[int], num_ranks: int) -> float:
     """Return the tokens of the fullest rank divided by the mean of all ranks; 1.0 is perfectly even.
 
-    `used` has the tokens of each row, alignment included, rank by rank.
+    `used` is the number of tokens of each row, alignment included, with the rows of each rank together.
     """
     per_rank = len(used) // num_ranks
     totals = [sum(used[rank * per_rank : (rank + 1) * per_rank]) for rank in range(num_ranks)]
@@ -112,7 +112,7 @@ def refuse_what_cannot_fit(
 ) -> None:
     """Raise DataError for the first sample that is longer than a row.
 
-    `name` returns the name of the sample at a position. `shorter` is another fix, such as `lower data.max_length`.
+    `name(position)` names a sample. The message offers `shorter`, such as `lower data.max_length`, as a second fix.
     """
     for position, length in enumerate(aligned):
         if length > capacity:
@@ -130,9 +130,9 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 def spread_over_ranks(rows: Sequence[Sequence[int]], num_ranks: int) -> list[list[int]]:
     """Return the same samples in a number of rows that is a multiple of `num_ranks`, rank by rank.
 
-    Each missing row gets the last sample of another row: of the row with the most samples (the later one of equal
-    rows) until that has one sample left, and then of the next. With fewer samples than rows, some rows stay empty.
-    Row i of the packing goes to rank i mod num_ranks, and the rows of a rank are neighbours in the result.
+    Each missing row gets the last sample of the row with the most samples (among equal rows, the later one). When that
+    row has one sample left, the row with the next most samples takes its place. With fewer samples than rows, some rows
+    stay empty. Row i of the packing goes to rank i mod num_ranks. The result has the rows of each rank together.
     """
     balanced = [list(row) for row in rows]
     target = max(num_ranks, round_up(len(balanced), num_ranks))

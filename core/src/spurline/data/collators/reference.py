@@ -85,7 +85,7 @@ class PackedCollator:
 
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
-    """Return the segments of one row, each starting where the one before it ends, alignment included."""
+    """Return the segments of one row. Each starts where the aligned end of the segment before it is."""
     # `zip` leaves out the last value, which is the end of the last segment.
     starts = accumulate(aligned, initial=0)
     return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

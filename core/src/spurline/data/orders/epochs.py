@@ -20,7 +20,7 @@ from spurline.protocols.order import OrderConfig, SampleFacts
 Indices = NDArray[np.int64]
 
 _OF_BATCHES = _WITHIN_STAGES = 2**32
-"""Number of the random stream for further permutations. Smaller numbers are for whole epochs (0) and for datasets."""
+"""Number of a second random stream of each epoch. Whole epochs use stream 0, and dataset d uses stream d + 1."""
 
 
 def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
@@ -48,7 +48,7 @@ class EpochOrder(ABC):
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """If an epoch is not exactly one pass over a dataset: True draws its samples at random, False takes file order."""
+    """If True, each pass over a dataset is shuffled, unless an epoch takes exactly the whole dataset."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)
@@ -62,7 +62,7 @@ class EpochOrder(ABC):
 
     @abstractmethod
     def arrange(self, mixture: Indices, epoch: int) -> Indices:
-        """Return the samples of an epoch in the order of training. Epochs and samples are counted from 0. Pure.
+        """Return an epoch's samples in training order, as a pure function. Epochs and samples are counted from 0.
 
         `mixture` has the same samples in file order, int64 [samples_per_epoch], with repeats if weights are above 1.
         """

@@ -115,11 +115,11 @@ class CheckpointStore:
     def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Prepared:
         """Write one checkpoint under a hidden name, complete and durable, with these facts in its manifest.
 
-        Raises CheckpointWriteError if the disk cannot be written; earlier checkpoints are intact then.
+        Raises CheckpointWriteError if the disk cannot be written. Earlier checkpoints then stay intact.
         """
         temporary = self.root / f".writing-{self._folder(step).name}-{os.getpid()}-{next(_attempts)}"
         try:
-            # This does not create the run directory, so it fails if that was removed meanwhile.
+            # This does not create parent folders, so it fails if the run directory has been removed meanwhile.
             self.root.mkdir(exist_ok=True)
             remove(temporary)
             temporary.mkdir()
@@ -168,7 +168,7 @@ class CheckpointStore:
     def prune(self, keep_last: int, best: int | None = None) -> None:
         """Remove all checkpoints except the newest `keep_last` and the checkpoint of step `best`.
 
-        Checkpoints that were set aside are removed when their steps have been trained again.
+        Also remove the checkpoints that `set_aside_after` renamed, once their steps have been trained again.
         """
         paths = self.paths()
         for path in paths[:-keep_last]:
@@ -224,7 +224,7 @@ class CheckpointStore:
         """Return the chosen checkpoint. Raises CheckpointError.
 
         Args:
-            choice: `latest` (or None), `best`, or the path of a checkpoint, or of a run directory for its latest one.
+            choice: `latest` (also if None), `best`, or the path of a checkpoint or of a run directory (its latest one).
             option: The option of the command line that made the choice, for messages.
         """
         if choice is None or choice == LATEST:

@@ -1,6 +1,6 @@
 """Keep the state of hooks in the checkpoint, under `hooks/PLUGIN/NAME`.
 
-A hook calls `Run.keep_state` with an object before the first step. In a resumed run, this call restores the object.
+A hook registers an object with `Run.keep_state` before the first step. In a resumed run, this call restores the object.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class HookStates:
         self._is_closed = False
 
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
-        """Save this state in checkpoints from now on, and restore it on a resume.
+        """Save this state in every later checkpoint. If the run is resumed, restore the state now.
 
-        `plugin` is the name of the plugin whose hook called `Run.keep_state`, or None if the program called it.
+        `plugin` is the name of the plugin whose hook called `Run.keep_state`, or None if no plugin called it.
 
-        Raises PluginError if the state cannot be kept, and CheckpointError if the saved state does not fit.
+        Raises PluginError if training has begun or an argument is invalid, and CheckpointError if restoring fails.
         """
         asked = f"keep_state({name!r})"
         if self._is_closed:
-            raise PluginError(f"{asked} came after training began. Call it in on_run_start.")
+            raise PluginError(f"{asked} was called after training began. Call it in on_run_start.")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise PluginError(f"{asked}: use only letters, digits, dots, dashes and underscores, as in 'average'.")
         if isinstance(state, type) or not isinstance(state, Stateful):
@@ -77,7 +77,7 @@ class HookStates:
             ) from error
 
     def close(self) -> list[str]:
-        """Accept no more states. Return notes on states that only the checkpoint or only this run has."""
+        """Refuse further states. Return a note on each state that is only in the checkpoint or only in this run."""
         self._is_closed = True
         left = [
             f"The checkpoint has the state {_described(key)}, which nothing in this run uses. It is not restored."
@@ -86,7 +86,7 @@ class HookStates:
         return [f"The state {_described(key)} is new in this run." for key in self._new] + left
 
     def states(self) -> Iterator[tuple[str, Mapping[str, object], str]]:
-        """Yield (path in a checkpoint, content, words for messages) for each state.
+        """Yield (path in a checkpoint, content, description for messages) of each state.
 
         Raises HookFailedError if a state cannot be saved.
         """

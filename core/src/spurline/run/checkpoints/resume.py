@@ -1,7 +1,7 @@
 """Decide whether a run continues from a checkpoint, and restore its components from it.
 
-The mark of a setting (`OnResume`) decides whether the setting may differ from the checkpoint's. One error names all
-changes that are not permitted, and a command that permits them, where that is possible.
+Each setting's `OnResume` mark decides whether its value may differ from the value in the checkpoint. One error lists
+all changes that are not permitted. If the user can permit them, the error also shows the command for it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from spurline.run.evaluations.watched import BestSoFar, EarlyStop, is_same_data
 
 _REMARK = {
     OnResume.FREE: "",
-    OnResume.TO_ROUNDING: " (results are equal to rounding, not bit for bit; with dropout, random numbers differ)",
-    OnResume.BY_NAME: " (allowed by name)",
+    OnResume.TO_ROUNDING: " (results differ by rounding errors; with dropout, random numbers differ too)",
+    OnResume.BY_NAME: " (permitted by --allow-change)",
 }
 
 
@@ -43,8 +43,8 @@ class ResumeRequest:
     """The options of a resume.
 
     Attributes:
-        choice: `auto` (the latest checkpoint, if there is one), `never`, or an argument of `CheckpointStore.chosen`.
-        allow_change: Settings or sections that may differ although they change how the run trains.
+        choice: `auto` (the latest checkpoint if there is one), `never`, `latest`, `best` or the path of a checkpoint.
+        allow_change: Settings or sections that may differ from the checkpoint although they affect training.
     """
 
     choice: str = "auto"
@@ -61,9 +61,9 @@ class Resume:
     """The point at which a run continues.
 
     Attributes:
-        checkpoint: None for a new run.
+        checkpoint: The checkpoint to restore, or None for a new run.
         notes: Sentences about the resume for the user.
-        foreign: Whether the checkpoint belongs to another run.
+        foreign: Whether the checkpoint belongs to another run or was moved aside.
         history: Changes of settings since the run began, as `{step, key, before, now}`. `step` is the last step before
             the change.
     """
@@ -80,7 +80,7 @@ class Resume:
 
     @property
     def done(self) -> Done:
-        """Return the steps and optimizer steps before this point."""
+        """Return the numbers of steps and of optimizer steps that are trained before this point."""
         return Done() if self.checkpoint is None else Done(self.checkpoint.step, self.checkpoint.manifest["updates"])
 
 
@@ -132,9 +132,9 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
 
 
 def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:
-    """Return the settings that differ from the checkpoint's. Raises CheckpointError if one is not permitted."""
+    """Return the settings that differ from the checkpoint. Raises CheckpointError if a difference is not permitted."""
     changed = differences(checkpoint.config, loaded.config)
-    # If the same command runs again, the checkpoint's history may already have the change.
+    # If the same command runs a second time, the checkpoint's history may already list the change.
     known = [*changed, *map(_recorded, checkpoint.manifest.get("history", []))]
     for name in request.allow_change:
         if not any(change.is_named(name) for change in known):
@@ -172,9 +172,9 @@ def _recorded(entry: Mapping[str, Any]) -> Difference:
 
 
 def _is_foreign(checkpoint: Checkpoint, directory: RunDirectory) -> bool:
-    """Return whether a checkpoint belongs to another run or was set aside.
+    """Return whether a checkpoint belongs to another run or was moved aside when an earlier run resumed.
 
-    Raises RunDirectoryError for such a checkpoint if the run directory already has metrics or checkpoints.
+    Raises RunDirectoryError if this is so and the run directory already has metrics or checkpoints.
     """
     here = checkpoint.path.parent.resolve() == directory.checkpoints.resolve()
     own = here and checkpoint.path.name.startswith("step-")
@@ -191,10 +191,10 @@ def restore(
 ) -> list[str]:
     """Restore every component from the checkpoint, and return notes for the user.
 
-    Then set aside later checkpoints of the same run, since their steps will be trained again.
+    Then move later checkpoints of the same run aside, since their steps will be trained again.
 
     Raises:
-        CheckpointError: If the state of a component does not fit.
+        CheckpointError: If the state of a component is missing or cannot be restored.
         ConfigError: If the run would end before the checkpoint.
     """
     _refuse_shorter(checkpoint, components, loaded)

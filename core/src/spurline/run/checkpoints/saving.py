@@ -1,6 +1,6 @@
 """Save the checkpoints of a run, either within a step or on another thread while training goes on.
 
-Each complete checkpoint is reported to `RunState` and the hooks. The run decides which steps have a checkpoint.
+`RunState` and the hooks learn of each complete checkpoint. The module `session` decides when to save.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline.run.evaluations.evaluation import fingerprints
 WAIT_LIMIT_S = 3600.0
 """Longest time that a run waits for a checkpoint that is being written."""
 _ABANDON_LIMIT_S = 5.0
-"""Longest time that a run waits, when it ends, for a checkpoint that is being renamed."""
+"""Longest time that a run waits at its end for a checkpoint that is being renamed."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CheckpointContents:
     """The content of one checkpoint, and the rules for deleting older ones.
 
     Attributes:
-        step: The last step that the checkpoint covers.
+        step: The last step trained before the checkpoint.
         write: Function that writes the files into the checkpoint's folder.
         facts: Entries of the checkpoint's manifest.
         best: Step of the best evaluation so far. The checkpoint of this step is not deleted.
@@ -53,7 +53,7 @@ class CheckpointContents:
     def of(
         cls, step: int, components: Components, loaded: LoadedConfig, course: Mapping[str, Any], *, copied: bool
     ) -> Self:
-        """Return the contents of a step's checkpoint. `course` has facts about the run up to this step.
+        """Return the contents of a step's checkpoint. `course` has facts about the run so far, for the manifest.
 
         If `copied`, all state is copied now, so that another thread can write it while training goes on. Otherwise
         state is read while it is written.
@@ -93,7 +93,7 @@ class CheckpointContents:
 
 
 def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
-    """Yield (path in a checkpoint, state, words for messages) of components and hooks, reading one state at a time."""
+    """Yield (path in a checkpoint, state, name for messages) of components and hooks, reading one state at a time."""
     for name, component in stateful_components(components, loaded):
         yield f"components/{name}", component.state_dict(), None
     yield from components.hook_states.states()
@@ -131,7 +131,7 @@ class Writing:
         return self._done.wait(wait_s)
 
     def result(self) -> Path:
-        """Return the folder of the finished checkpoint, or raise the error with which writing failed."""
+        """Return the folder of the finished checkpoint, or raise the error that ended the writing."""
         if self._error is not None:
             raise self._error
         assert self._path is not None, f"step {self.step} was abandoned"
@@ -139,7 +139,7 @@ class Writing:
 
     def abandon(self) -> Path | None:
         """Prevent the checkpoint from being published. Returns its folder if it was published already."""
-        # If the complete checkpoint is being renamed, wait for that.
+        # If the complete checkpoint is being renamed, wait until the rename is done.
         held = self._publishing.acquire(timeout=_ABANDON_LIMIT_S)
         self._is_abandoned = True
         if held:
@@ -155,8 +155,8 @@ class Saving:
         directory: The run directory.
         components: The components whose state is saved.
         state: The progress of the run. This class sets its `checkpoint` and `saved_step`.
-        course: Returns facts about the run so far, for the manifest. Its argument is None, or the metrics of a step
-            that still must be evaluated.
+        course: A function that returns facts about the run so far, for the manifest. Its argument is the metrics of
+            the last step if this step still must be evaluated, else None.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Saving:
             error.add_note(f"Step {step} was trained and saved. The same command evaluates it again and goes on.")
 
     def take_written(self, *, wait: bool) -> None:
-        """Report the checkpoint that another thread has written, if any. If writing failed, raises that error."""
+        """If another thread has written a checkpoint, report it. If the writing failed, raise the thread's error."""
         writing = self._writing
         if writing is None:
             return

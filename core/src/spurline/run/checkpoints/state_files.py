@@ -1,8 +1,8 @@
 """Write and read the state of a component, without pickle.
 
-A state is nested dicts and lists of JSON values and numpy arrays. NAME.json holds the structure, and NAME.safetensors
-the arrays, under names made of their keys, such as `weights/embed`. Each part of a `StateParts`, such as a finished
-group of rollouts, is in separate files: NAME.parts/0/00000.json and so on. Parts are written and read one by one.
+A state is nested dicts and lists of JSON values and numpy arrays. NAME.json contains the structure. NAME.safetensors
+contains the arrays, each named after its keys, such as `weights/embed`. Each part of a `StateParts`, such as a
+finished group of rollouts, has its own files: NAME.parts/0/00000.json and so on. Parts are written and read one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 _REFERENCE = "__array__"
 """Key that refers to an array in the structure; its value is the name of the array."""
 _PARTS = "__parts__"
-"""Key that refers to a `StateParts`. Its value is the index of the `StateParts`, and the name of its folder."""
+"""Key that refers to a `StateParts`. Its value is the index of the `StateParts`, which is also its folder's name."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
 """Names that an array cannot have in a safetensors file."""
@@ -42,12 +42,12 @@ def write_state(path: Path, state: Mapping[str, object], owner: str | None = Non
     The JSON file is written last, so a state without it is incomplete.
 
     Args:
-        path: The files' path without their suffixes.
+        path: The common path of the files, without a suffix.
         state: The result of `state_dict`.
-        owner: Words for the state in messages, such as `'average' of plugin 'ema'`. The default is made from `path`.
+        owner: The state's name in messages, such as `'average' of plugin 'ema'`. If None, it is made from `path`.
 
     Returns:
-        The digests of the files by their path relative to the folder of `path`. The files have been forced to disk.
+        The digest of each file, by its path relative to the folder of `path`. All files are on disk (fsync).
 
     Raises:
         RunFailedError: If a value cannot be saved. The error names the value.
@@ -82,7 +82,7 @@ def copied_state(value: Any) -> Any:
 
 
 def _write(path: Path, state: Mapping[str, object], keys: tuple[str, ...], digests: dict[Path, FileDigest]) -> None:
-    """Write one state, and add the digests of its files. `keys` lead to it from the outermost state, for messages."""
+    """Write one state, and add the digests of its files. `keys` is its path in the outermost state, for messages."""
     structure, arrays_path, parts_path = _state_paths(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Remove an earlier state with its arrays and parts.
@@ -110,7 +110,7 @@ def _write_parts(folder: Path, parts: StateParts, keys: tuple[str, ...], digests
 def read_state(path: Path) -> dict[str, object]:
     """Read a state that `write_state` wrote. Parts are read while they are iterated over.
 
-    Raises FileNotFoundError if there is no such state, and DamagedCheckpointError if its files have changed.
+    Raises FileNotFoundError if there is no such state, and DamagedCheckpointError if its files are damaged.
     """
     structure, arrays_path, parts_path = _state_paths(path)
     text = structure.read_bytes()
@@ -132,14 +132,14 @@ def _read_parts(folder: Path, count: int) -> Iterator[Mapping[str, object]]:
 
 
 def _state_paths(path: Path) -> tuple[Path, Path, Path]:
-    # Do not use with_suffix, since a component's name may hold dots.
+    # Do not use with_suffix, since a component's name may contain dots.
     structure, arrays, parts = (path.with_name(path.name + suffix) for suffix in (".json", ".safetensors", ".parts"))
     return structure, arrays, parts
 
 
 @dataclass(frozen=True)
 class _TakenOut:
-    """The arrays (by name) and the `StateParts` (with their keys) of a state. JSON cannot hold them."""
+    """The arrays (by name) and the `StateParts` (with their keys) of a state, which JSON cannot represent."""
 
     arrays: dict[str, NDArray[Any]]
     parts: list[tuple[StateParts, tuple[str, ...]]]
@@ -174,7 +174,7 @@ def _way(keys: tuple[str, ...]) -> str:
 
 
 def _free_name(wanted: str, taken: Mapping[str, object]) -> str:
-    """Return a free name for an array. If `wanted` is taken, the name is `wanted~2`, or the next free number."""
+    """Return an unused name for an array: `wanted`, or else `wanted~N` with the smallest unused N from 2."""
     # UTF-8 cannot encode half of a surrogate pair.
     wanted = wanted.encode("utf-8", "replace").decode("utf-8")
     name, number = wanted, 1

@@ -17,21 +17,21 @@ Status = Literal["finished", "stopped"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """The result of a run that ended without an error.
 
     Attributes:
         status: `finished`, or `stopped` if a signal or a request ended the run early.
         step: The last finished step.
-        metrics: Metrics of that step; empty if this process trained no step.
+        metrics: Metrics of the last finished step. Empty if this process trained no step.
         checkpoint: The newest complete checkpoint.
         signal: The signal that stopped the run, if any.
         stop_reason: The reason given to `request_stop`, or the reason why `stop_when` ended the run early.
         go_on: A sentence on how to continue a stopped run.
         best: `metric`, `step` and `value` of the best evaluation so far, if `checkpoint.keep_best` is set.
-        warnings: Sentences about trouble that lasted until the end. The report also lists trouble that went away.
+        warnings: Sentences about problems that lasted until the end. The report also lists problems that went away.
         model: The folder of the model that a finished run exported, if `checkpoint.export_hf` is set.
         adapter: The folder of the exported adapter, if `checkpoint.export_adapter` is set.
-        files: Files that plugins made from the run's record, by name, such as `report`.
+        files: Files that plugins made from the run's metrics, by name, such as `report`.
     """
 
     status: Status
@@ -49,12 +49,12 @@ class RunResult:
 
     @property
     def report(self) -> Path | None:
-        """Return the HTML report; None if there is none."""
+        """Return the path of the HTML report, or None if there is no report."""
         return self.files.get("report")
 
 
 def explained(error: BaseException, state: RunState, how: str) -> BaseException:
-    """Return the error that ended a run. Its text or notes name the last checkpoint and how to continue.
+    """Return the error that ended a run. Errors of some types get a text or note that names the last checkpoint.
 
     Args:
         error: The error.

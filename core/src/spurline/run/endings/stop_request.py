@@ -1,4 +1,4 @@
-"""Stop a run after its current step, when SIGINT, SIGTERM or SIGHUP arrives or a hook gives a reason."""
+"""Stop a run after its current step, when SIGINT, SIGTERM or SIGHUP arrives or a hook requests it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopRequest:
-    """A request to end a run after its current step. It is true once a signal has arrived or a reason has been given.
+    """A request to end a run after its current step. It is truthy once it has a signal or a reason.
 
     It is a context manager that catches signals on the main thread.
 
@@ -77,7 +77,7 @@ class StopRequest:
 
     def _acknowledge(self, number: int) -> None:
         again = "press Ctrl-C again to stop now" if number == signal.SIGINT else "a second signal stops it now"
-        # A terminal has printed `^C` on this line. The signal may have interrupted a write to sys.stderr, so avoid it.
+        # A terminal has printed `^C` on this line. Avoid sys.stderr: the signal may have interrupted a write to it.
         begin = "\n" if os.isatty(2) else ""
         # The run must save even if the message cannot be written.
         with suppress(OSError):

@@ -37,8 +37,8 @@ class ScheduledEvaluation:
 
     Attributes:
         name: Key under `evaluations`; empty for `data.eval`.
-        every_steps: Steps between two evaluations; None evaluates only at the end of the run.
-        at_start: Whether the model is also measured before its first step.
+        every_steps: Steps between two evaluations. If None, it runs only at the end of the run.
+        at_start: Whether the model is also evaluated before the first step.
         held_out: The evaluation itself.
     """
 
@@ -58,14 +58,14 @@ class ScheduledEvaluation:
             return self.held_out.longest()
 
     def metrics(self) -> set[str] | None:
-        """Return the full names, `eval/...`, of all its metrics; None if they are not known before it runs."""
+        """Return the full names, `eval/...`, of all metrics, or None if they are unknown before the evaluation runs."""
         names = self.held_out.metrics()
         return None if names is None else {f"{self.label}/{name}" for name in (*names, "time")}
 
     def run(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return metrics by full name, `eval/...` or `eval/NAME/...`, and sample answers.
 
-        The metrics include `time` in seconds. The answers have the name of this evaluation, if it has one.
+        The metrics include `time` in seconds. Each answer includes the evaluation's name, unless the name is empty.
         """
         begin = time.perf_counter()
         measured: object = self.held_out.evaluate(backend)
@@ -81,7 +81,7 @@ class ScheduledEvaluation:
 
 
 class DataEvaluation(HeldOutEvaluation):
-    """Measures `data.eval` by the default evaluation, and by plugins that add settings to the section `evaluation`."""
+    """Measures `data.eval` with the default evaluation and with plugins that add settings to section `evaluation`."""
 
     def __init__(self, config: RunConfig, context: EvaluationContext) -> None:
         registry = context.run.host.registry
@@ -137,7 +137,7 @@ class DataEvaluation(HeldOutEvaluation):
 
 
 def build_evaluations(context: EvaluationContext, stack: ExitStack) -> tuple[ScheduledEvaluation, ...]:
-    """Build every evaluation of the run, first the one of `data.eval`. The stack closes them."""
+    """Build every evaluation of the run, beginning with `data.eval`. The stack closes them."""
     config, registry = context.run.config, context.run.host.registry
     built: list[ScheduledEvaluation] = []
 

@@ -1,6 +1,6 @@
 """Evaluate held-out data at a step. The scores decide which checkpoint is the best, and whether the run ends early.
 
-`StepScores` makes the evaluations. `BestSoFar` and `EarlyStop` each watch one metric. Their state is part of a
+`StepScores` runs the evaluations. `BestSoFar` and `EarlyStop` each watch one metric. Their state is part of a
 checkpoint's manifest, so a resumed run goes on as if it had never stopped.
 """
 
@@ -18,7 +18,7 @@ from spurline.run.evaluations.evaluation import ScheduledEvaluation
 
 
 class StepScores:
-    """Makes the evaluations of each step, one step after the other."""
+    """Runs the evaluations of each step, including those that hooks request with `Run.evaluate`."""
 
     def __init__(
         self, evaluations: Sequence[ScheduledEvaluation], backend: Backend, best: BestSoFar, early_stop: EarlyStop
@@ -28,10 +28,10 @@ class StepScores:
         self._best = best
         self._early_stop = early_stop
         self._asked: dict[str, float] | None = None
-        """Metrics of the evaluations that hooks asked for in the current step; None between two steps."""
+        """Metrics that hooks have evaluated in the current step. None between two steps."""
 
     def open(self) -> None:
-        """Begin a step. From now on, metrics that hooks evaluate are recorded with this step."""
+        """Begin a step. Metrics that hooks evaluate before `close` are recorded with this step."""
         self._asked = {}
 
     def close(self) -> None:
@@ -44,7 +44,7 @@ class StepScores:
         return MappingProxyType(self._asked or {})
 
     def measure(self, step: int, due: Sequence[ScheduledEvaluation]) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return metrics and sample answers of these evaluations. If `stop_when` ends the run, make the rest too."""
+        """Run the `due` evaluations, and all others if `stop_when` ends the run. Return metrics and sample answers."""
         scores, samples = self._measured(step, due)
         rest = [evaluation for evaluation in self._evaluations if evaluation not in due]
         if rest and self._early_stop.reason is not None:
@@ -54,13 +54,13 @@ class StepScores:
         return scores, samples
 
     def beside(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that hooks have evaluated in this step. Raises UserError if one is in `metrics` too."""
+        """Return the metrics that hooks evaluated in this step. Raises UserError if one of them is in `metrics`."""
         if taken := sorted(self.asked.keys() & metrics.keys()):
             raise UserError(f"run.evaluate: the step itself has a metric '{taken[0]}'. Evaluate under another prefix.")
         return dict(self.asked)
 
     def ask(self, prefix: str) -> dict[str, float]:
-        """Make every evaluation now, with metrics under PREFIX/. `Run.evaluate` lists the errors."""
+        """Run every evaluation now, and return metrics named PREFIX/NAME. `Run.evaluate` documents the errors."""
         if not self._evaluations:
             what = f"is empty, but run.evaluate({prefix!r}) needs held-out data. Set it, or add `evaluations`."
             raise ConfigError.at("data.eval", what)
@@ -104,7 +104,7 @@ class StepScores:
 
 
 class BestSoFar:
-    """The best evaluation of a run so far, by `checkpoint.keep_best`. Without a config, no step is ever the best."""
+    """The best evaluation of a run so far, by `checkpoint.keep_best`. If `config` is None, no step becomes the best."""
 
     def __init__(self, config: KeepBestConfig | None) -> None:
         self._config = config
@@ -117,7 +117,7 @@ class BestSoFar:
         """Restore the best evaluation from a checkpoint. If it no longer counts, return notes that say why.
 
         Args:
-            saved: The `facts` in the checkpoint's manifest.
+            saved: The result of `facts` that the checkpoint's manifest contains.
             kept_steps: Steps of the checkpoints in this run_dir.
             same_data: Whether the held-out data is unchanged since the checkpoint.
         """
@@ -139,12 +139,12 @@ class BestSoFar:
 
         Args:
             step: The step, or 0 before training. Step 0 has no checkpoint, so it is never the best.
-            scores: The metrics of the evaluations that were made at this step.
-            labels: Labels of the evaluations that were made at this step.
+            scores: The metrics of the evaluations that ran at this step.
+            labels: Labels of the evaluations that ran at this step.
             every: Labels of all evaluations of the run.
 
         Raises:
-            ConfigError: If `scores` lacks the watched metric although its evaluation was made.
+            ConfigError: If `scores` lacks the watched metric although its evaluation ran.
         """
         if self._config is None:
             return
@@ -153,7 +153,7 @@ class BestSoFar:
             self.step, self.value = step, value
 
     def facts(self) -> dict[str, Any] | None:
-        """Return facts for a manifest; None while there is no best evaluation."""
+        """Return facts for a manifest, or None while there is no best evaluation."""
         if self._config is None or self.step is None:
             return None
         return {
@@ -165,15 +165,15 @@ class BestSoFar:
 
 
 class EarlyStop:
-    """Ends a run when `stop_when` says so. Without a config, the run makes all its steps."""
+    """Ends a run early by the rules of `stop_when`. If `config` is None, the run trains all its steps."""
 
     def __init__(self, config: StopWhenConfig | None) -> None:
         self._config = config
         self._best: tuple[int, float] | None = None
-        """Step and value of the best evaluation so far. A new value must be better by more than `min_delta`."""
+        """Step and value of the best evaluation so far. A new best value must be better by more than `min_delta`."""
         self._last: tuple[int, float] | None = None
         self._waited = 0
-        """Evaluations since the best one."""
+        """Number of evaluations since the best evaluation."""
 
     def restore(self, saved: Mapping[str, Any] | None, *, same_data: bool) -> list[str]:
         """Restore the values from a checkpoint, as `BestSoFar.restore` does."""
@@ -220,7 +220,7 @@ class EarlyStop:
         return None
 
     def facts(self) -> dict[str, Any] | None:
-        """Return facts for a manifest; None while there are none."""
+        """Return facts for a manifest, or None before the first value."""
         if self._config is None or self._last is None:
             return None
         return {**self._measure(), "best": self._best, "last": self._last, "waited": self._waited}
@@ -233,7 +233,7 @@ class EarlyStop:
 
 
 def check_watched(run: RunConfig, evaluations: Sequence[ScheduledEvaluation]) -> None:
-    """Raise ConfigError if an evaluation will not measure the metric that is watched."""
+    """Raise ConfigError if `keep_best` or `stop_when` names a metric that its evaluation does not measure."""
     by_label = {evaluation.label: evaluation for evaluation in evaluations}
     for where, config in (("checkpoint.keep_best", run.checkpoint.keep_best), ("stop_when", run.stop_when)):
         if config is not None:
@@ -244,7 +244,7 @@ def check_watched(run: RunConfig, evaluations: Sequence[ScheduledEvaluation]) ->
 
 
 def is_same_data(config: WatchedMetricConfig | None, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Return whether the data that the metric is measured on has the same fingerprint as before.
+    """Return whether the held-out data of the watched metric has the same fingerprint as before.
 
     `before` and `now` have the fingerprints by label of the evaluation.
     """
@@ -261,7 +261,7 @@ def _measured(
     labels: Collection[str],
     every: Collection[str],
 ) -> float | None:
-    """Return the watched metric; None if the evaluation that measures it is not among `labels`."""
+    """Return the watched metric, or None if the evaluation that measures it is not among `labels`."""
     if _label_of(config.metric, every) not in labels:
         return None
     if config.metric not in scores:
@@ -284,5 +284,5 @@ def _is_better(config: WatchedMetricConfig, value: float, than: float, by: float
 
 
 def _label_of(metric: str, labels: Collection[str]) -> str:
-    """Return the label of the evaluation that measures a metric: the longest one that begins the metric's name."""
+    """Return the label of the evaluation that measures a metric: the longest label that begins the metric's name."""
     return next((label for label in sorted(labels, reverse=True) if metric.startswith(f"{label}/")), "eval")

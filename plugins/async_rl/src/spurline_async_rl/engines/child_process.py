@@ -1,6 +1,6 @@
 """Rollout engine `child_process`, which runs engine `in_process` in child processes.
 
-Generation then never delays the event loop or the training of the parent process. `ChildMember` in the parent and
+So generation never delays the event loop or the training of the parent process. `ChildMember` in the parent and
 `Child` in the child process exchange messages.
 """
 
@@ -89,7 +89,7 @@ class ChildMember:
         except EngineDiedError:
             raise
         except RunFailedError as error:
-            # The engine in the child has failed for good.
+            # The engine in the child cannot generate any more.
             raise EngineDiedError(str(error)) from error
 
     async def control(self, command: Command) -> None:
@@ -196,7 +196,7 @@ class Child:
             await self.engine.close()
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Start a task for this message, or cancel the task of an earlier one."""
+        """Start a task for this message, or cancel the task of an earlier message."""
         number = message["id"]
         if message["do"] == "abort":
             if number in self._tasks:
@@ -277,7 +277,7 @@ class Child:
         self._send(number, **tokens)
 
     def _send(self, number: int, **message: Any) -> None:
-        """Send a message, together with all others of the same iteration of the event loop."""
+        """Send a message together with all other messages of the same iteration of the event loop."""
         if not self._unsent:
             asyncio.get_running_loop().call_soon(self._flush)
         self._unsent.append({"id": number, **message})

@@ -12,7 +12,7 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import EngineMemory, TakesWeights
 
 PAUSE, UPDATE, SLEEP = "pause", "update", "sleep"
-"""The kinds of holds. During a hold, an engine does not generate: it is paused, its weights are updated, or it sleeps
+"""The kinds of holds. A hold is a time without generation: the engine is paused, its weights are updated, or it sleeps
 while the trainer uses the memory of its device."""
 
 
@@ -21,8 +21,8 @@ class Command:
     """Base of all commands.
 
     Attributes:
-        name: Name of the method of `RolloutEngine`, `TakesWeights` or `MaySleep` that carries out the command. Its
-            docstring explains the command. Its arguments are the fields of the command.
+        name: Name of the method of `RolloutEngine`, `TakesWeights` or `MaySleep` that carries out the command. The
+            method's docstring explains the command. The fields of the command are the method's arguments.
         hold: The hold that the command belongs to.
         begins: Whether the hold begins with this command.
     """
@@ -33,7 +33,7 @@ class Command:
 
     @property
     def ends(self) -> bool:
-        """Return whether the hold ends with this command. Without another hold, the engine generates again."""
+        """Return whether the hold ends with this command. If no other hold is left, the engine generates again."""
         return self.name in ("resume", "finish_update")
 
     @property
@@ -139,7 +139,7 @@ class Gate:
 
 
 class ControlledEngine(TakesWeights):
-    """Base of an engine that carries out all commands in one method, `control`."""
+    """Base of engines that carry out all commands in one method, `control`."""
 
     @abstractmethod
     async def control(self, command: Command) -> None:

@@ -26,13 +26,13 @@ class PoolConfig(RolloutEngineConfig):
     """Base of the settings of a pool of engines."""
 
     placement: Annotated[Literal["local", "ray", "colocated"], OnResume.FREE] = "local"
-    """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default with
-    `cluster.address`. `colocated`: on the trainer's devices; trainer and engines use their memory in turn."""
+    """`local`: on this machine, beside the trainer. `ray`: as actors of a Ray cluster, the default if
+    `cluster.address` is set. `colocated`: on the trainer's devices; trainer and engines take turns using the memory."""
     offload_trainer: Annotated[bool, OnResume.FREE] = False
     """Move the trainer's weights off the devices too while colocated engines generate. This leaves more memory for keys
     and values, but each change between training and generation takes longer."""
     engines: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
-    """Number of engines. A request goes to the least busy engine, or to the one that has its prompt in the cache."""
+    """Number of engines. A request goes to the least busy engine, or to an engine that has its prompt in the cache."""
     start_timeout_s: Annotated[float, OnResume.FREE] = Field(default=900.0, gt=0)
     """Seconds an engine may take to load."""
     generate_timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
@@ -45,7 +45,7 @@ class PoolConfig(RolloutEngineConfig):
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
-    """How often dead engines may be started again in the whole run. At the next death, the run ends with an error."""
+    """Maximum number of restarts of dead engines in the whole run. If one more dies, the run ends with an error."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """After an update of the weights, `recompute` the keys and values of unfinished responses, which is exact. `keep`
     uses the old ones, which is faster, but later tokens are then only approximate."""
@@ -157,7 +157,7 @@ class ChildProcessEngineConfig(PoolConfig):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Works as in engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """CPU threads of each engine; null is torch's default."""
+    """CPU threads of each engine; null means torch's default."""
 
     @property
     def notes_experts(self) -> bool:
@@ -211,7 +211,7 @@ class ChildProcessEngineConfig(PoolConfig):
 
 
 _OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
-"""Settings that apply to servers, besides the time limits."""
+"""Settings that apply to servers. The time limits apply too."""
 CPU_KV_CACHE_GB = 4.0
 """The number that `kv_cache_gb: null` means on a CPU."""
 
@@ -232,13 +232,13 @@ class VllmEngineConfig(PoolConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Largest number of tokens of prompt and response; null is the model's context, or less if the cache is small."""
+    """Largest number of tokens of prompt and response. null: the model's context, or less if the cache is small."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of GPUs of one engine."""
     enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Do not compile the model or capture CUDA graphs. null is false on GPUs, and true on CPUs."""
+    """Do not compile the model or capture CUDA graphs. null means false on GPUs and true on CPUs."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses that one engine decodes together; more requests wait."""
     chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
@@ -250,7 +250,7 @@ class VllmEngineConfig(PoolConfig):
     enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Compute a prompt only once for all its requests with the same weights."""
     cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Threads of an engine without a GPU. null divides all cores but one among the engines."""
+    """Threads of an engine without a GPU. null divides all cores except one among the engines."""
     engine_args: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
     """More engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They override all
     other settings."""
@@ -291,7 +291,7 @@ class VllmEngineConfig(PoolConfig):
         weights = value_bytes * _estimate("count_parameters")(run.model) // self.tensor_parallel_size
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
-        # gpu_memory_utilization also includes the memory for activations, so the cache gets at most this.
+        # gpu_memory_utilization also includes the memory for activations, so the cache gets at most this size.
         cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
 

@@ -1,7 +1,7 @@
 """Choose the GPUs of this machine that an engine sees.
 
-An engine gets GPUs that no rank of the backend has. With `placement: colocated` or `weight_sync: cuda_ipc`, it gets the
-GPUs of the ranks. A backend in this process shares its GPU with the engines.
+By default, an engine gets GPUs that no rank of the backend uses. With `placement: colocated` or `weight_sync:
+cuda_ipc`, it gets the GPUs of the ranks. If the backend trains in this process, it shares its GPU with the engines.
 """
 
 from __future__ import annotations

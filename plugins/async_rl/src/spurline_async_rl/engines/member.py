@@ -1,8 +1,8 @@
 """Run one engine of a pool, from its start to its death, with all time limits.
 
-A `PooledEngine` runs a member, which is a child process, a vLLM engine, an actor or a server. Members know nothing of
-other members, routing, retries and time limits. An error of a member ends its `PooledEngine`, and the pool makes a new
-one. The error does not end an update or a pause of the other engines.
+A `PooledEngine` runs a member, which is a child process, a vLLM engine, an actor or a server. Members know nothing
+about other members, routing, retries or time limits. An error of a member ends its `PooledEngine`, and the pool makes a
+new `PooledEngine`. The error does not end an update or a pause of the other engines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineDiedError(RunFailedError):
 
 
 class EngineMember(Protocol):
-    """One engine. All coroutines are awaited on one event loop, and cancelled at a time limit."""
+    """One engine. All coroutines are awaited on one event loop, and cancelled if they exceed a time limit."""
 
     name: str
     """The name in messages, such as `engine 0 (process 4711)`."""
@@ -45,7 +45,7 @@ class EngineMember(Protocol):
         ...
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        """Generate, and add tokens to `progress` as they come. Cancelling it aborts the request in the engine.
+        """Generate, and add tokens to `progress` as they come. Cancelling the call aborts the request in the engine.
 
         Raises:
             DataError: If the model cannot answer the request.
@@ -58,11 +58,11 @@ class EngineMember(Protocol):
         ...
 
     async def wait_dead(self) -> str:
-        """Return when the engine has died by itself, with the reason, such as the end of its log."""
+        """Wait until the engine dies by itself, and return the reason, such as the end of its log."""
         ...
 
     async def close(self) -> None:
-        """End the engine's processes. If this call is cancelled, kill them. May be called at any time, and again."""
+        """End the engine's processes. If this call is cancelled, kill them. May be called at any time, even twice."""
         ...
 
 
@@ -116,9 +116,9 @@ class PooledEngine(ControlledEngine):
         self.load = 0
         self.has_begun = False
         self.has_started = False
-        # Its processes have ended.
+        # True once the engine's processes have ended.
         self.has_ended = False
-        # It died because a command failed or took too long.
+        # True if the engine died because a command failed or took too long.
         self.has_refused = False
         self.transports = transports
         self._member = member
@@ -163,21 +163,21 @@ class PooledEngine(ControlledEngine):
 
     @property
     def reason(self) -> str:
-        """Return the reason for its death; empty while it lives."""
+        """Return why the engine died, or an empty text while it lives."""
         return self._end.result() if self._end.done() else ""
 
     async def live(self) -> str:
-        """Start the engine. When it has died, return the reason.
+        """Start the engine, wait until it dies, and return the reason.
 
         Raises:
-            UserError: If the user must correct something before it can start.
+            UserError: If the user must correct something before the engine can start.
         """
         self.has_begun = True
         if await self._ask("start", self._member.start(), "start_timeout_s"):
             self.has_started = True
             self._become("awaiting")
             death = asyncio.ensure_future(self._member.wait_dead())
-            # Checking all requests at times is cheaper than a timer for each.
+            # Checking all requests periodically is cheaper than a timer for each request.
             tick = self._config.generate_timeout_s / 4
             try:
                 while not self._end.done():
@@ -195,7 +195,7 @@ class PooledEngine(ControlledEngine):
         """Mark the engine as dead, and fail its requests with EngineDiedError. `close` ends its processes."""
         if not self._end.done():
             self._end.set_result(reason)
-            # Thousands of requests do not wait for `_end`, because each wakeup would search all other waiters.
+            # Requests do not wait for `_end`. With thousands of waiters, each wakeup would search all other waiters.
             for awaited in self._awaited:
                 awaited.fail(reason)
             self._become("dead")
@@ -247,7 +247,7 @@ class PooledEngine(ControlledEngine):
         """Have the member carry out the command. If this fails or takes too long, the engine dies.
 
         Raises:
-            BucketLostError: If a bucket did not reach the engine, which does not die of this error.
+            BucketLostError: If a bucket did not reach the engine. The engine does not die of this error.
         """
         if command.begins:
             self._holds.add(command.hold)
@@ -265,11 +265,11 @@ class PooledEngine(ControlledEngine):
             if command.hold == UPDATE:
                 self._become("ready")
         elif isinstance(command, Sleep) and not command.keep_weights:
-            # It has lost its weights.
+            # The engine has dropped its weights.
             self._become("awaiting")
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
-        """Return whether the work succeeded within the time limit of this setting. Otherwise kill the engine."""
+        """Await the work, and return whether it succeeded within the setting's time limit. If not, kill the engine."""
         if self._end.done():
             work.close()
             return False

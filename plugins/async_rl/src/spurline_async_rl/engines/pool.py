@@ -26,17 +26,17 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationRe
 T = TypeVar("T")
 
 _SLACK = 16
-"""A request goes to the engine that had its prompt before, unless another has fewer requests by more than this."""
+"""A request goes to the engine that had the prompt before, unless its load exceeds the lowest one by more than this."""
 _REMEMBERED = 8192
 """Number of prompts for which the router remembers the engine."""
 _LONGEST_BREAK_S = 60.0
-"""Longest wait before an engine is started again. The waits double from 1 s."""
+"""Longest wait before an engine is started again. The wait is 1 s at first, and doubles with each failed start."""
 _FIRST_TRIES = 3
 """If no engine has ever started, the run ends after this many failed starts of one engine."""
 
 
 class Router:
-    """Chooses the engine with the fewest requests, or the one that has the prompt in its cache."""
+    """Chooses the engine with the fewest requests, or the engine that had the prompt before and may have cached it."""
 
     def __init__(self) -> None:
         self._homes: OrderedDict[str, PooledEngine] = OrderedDict()
@@ -113,13 +113,13 @@ class EnginePool(ControlledEngine):
         return self._down_s + (0.0 if since is None else time.monotonic() - since)
 
     async def start(self) -> None:
-        """Return when all engines have started. Raises RunFailedError if that fails."""
+        """Wait until all engines have started. Raises RunFailedError if that fails."""
         self._open()
         # This needs no time limit, since the time of each start and the number of starts are limited.
         await self._until("start", lambda: len(self._started()) == len(self._engines))
 
     async def wait_for_one(self) -> None:
-        """Return when at least one engine has started, or the pool sleeps."""
+        """Wait until at least one engine has started, or the pool sleeps."""
         self._open()
         await self._until("a publish", lambda: SLEEP in self._held or self._started())
 
@@ -154,7 +154,7 @@ class EnginePool(ControlledEngine):
         """Send the command to all engines that take part in its hold.
 
         This does not wait for an engine that dies. A new engine takes its place and awaits the weights, so it never
-        generates with old ones. After `Sleep`, no process has device memory, not even a process of a dead engine.
+        generates with old weights. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -183,9 +183,9 @@ class EnginePool(ControlledEngine):
             raise error
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
-        """Return the engines for a hold that begins with this command. The first update waits for all engines."""
+        """Return the engines that take part in the hold of this command. The first update waits for all engines."""
         if command.hold == SLEEP:
-            # From now on no engine is started. But a start that has begun is not interrupted. Otherwise an engine that
+            # No further engine is started, but a start in progress is not interrupted. Otherwise an engine that
             # starts slowly might never finish its start between two sleeps.
             self._held[SLEEP] = []
             self._changed()
@@ -257,7 +257,7 @@ class EnginePool(ControlledEngine):
         return [engine for engine in self._engines if engine.state in ("awaiting", "ready")]
 
     async def _until(self, who: str, condition: Callable[[], T]) -> T:
-        """Return the value of the condition when it becomes true. `who` names the waiting call in errors."""
+        """Wait until the condition is true, and return its value. `who` names the waiting call in errors."""
         while True:
             self._check(who)
             if met := condition():
@@ -280,7 +280,7 @@ class EnginePool(ControlledEngine):
             self._down_since = time.monotonic()
 
     def _check(self, who: str) -> None:
-        """Raise the failure, if any, as a new error with its own traceback."""
+        """If the pool has failed, raise a new error. The failure is its cause."""
         if self._failure is not None:
             kind = "" if isinstance(self._failure, SpurlineError) else f"{type(self._failure).__name__}: "
             raise RunFailedError(f"{who}: the rollout engines have ended: {kind}{self._failure}") from self._failure

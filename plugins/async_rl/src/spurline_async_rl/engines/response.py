@@ -34,7 +34,7 @@ class Delta:
     """The next tokens of a response. The last delta has a `finish_reason`.
 
     `experts`, int16 [tokens, layers, top_k], has the chosen experts of consecutive tokens of prompt and response.
-    `experts_start` is the index of the first of these tokens. `experts` is None unless vLLM was asked for it.
+    `experts_start` is the index of the first of these tokens. `experts` is None unless vLLM was asked for experts.
     """
 
     token_ids: TokenIds
@@ -57,8 +57,8 @@ def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
 class Progress:
     """The tokens of one response so far.
 
-    The member adds tokens while it generates, so they are kept if the member dies. The columns are the columns of
-    `GenerationResult`, and are copied when they are read. `experts` begin at the first token of the prompt.
+    The member adds tokens while it generates, so they are kept if the member dies. The properties are columns of
+    `GenerationResult`, which are copied when they are read. `experts` begin at the first token of the prompt.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Progress:
 
     @property
     def raw_logprobs(self) -> NDArray[np.float32] | None:
-        """Return the model's own logprobs, or None if some of them are unknown."""
+        """Return logprobs without temperature, top_p and top_k, or None if some of them are unknown."""
         return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
 
     @property
@@ -104,7 +104,7 @@ class Progress:
             self._add(token_ids, logprobs, raw_logprobs, array("i", (version,)) * count)
 
     def extend(self, other: Progress) -> None:
-        """Add all tokens of `other`, which is the next part of the response, but not its experts."""
+        """Add all tokens of `other`, which is the next part of the response. Its experts are not added."""
         if len(other):
             self._add(other._token_ids, other._logprobs, other._raw_logprobs, other._versions)
 
@@ -129,7 +129,7 @@ class Progress:
 class Response:
     """The response to one request. Its tokens are added to `progress`.
 
-    With `finds_stop_texts`, this class finds all stop texts. Otherwise engines find them, and this class finds only
+    If `finds_stop_texts`, this class finds all stop texts. Otherwise engines find them, and this class finds only
     stop texts that begin in the tokens of one engine and end in the tokens of another one.
     """
 
@@ -187,7 +187,7 @@ class Response:
         # The engine's prompt included all earlier tokens, so these experts begin at the first token of the prompt.
         if (experts := part.experts.since(0)) is not None:
             self._so_far.experts.add(0, experts)
-        # An engine does not know the text before its own tokens.
+        # An engine does not know the text before its own tokens, so it may miss a stop text that begins there.
         if self._finds_stop_texts or was_continued or reason is None:
             self._has_stop_text = self._cut_behind_stop_text()
         return "stop" if self._has_stop_text else reason or self.ended
@@ -218,7 +218,7 @@ class Response:
 class VllmResponse(Response):
     """A response of vLLM.
 
-    Stop texts are found here, not by vLLM, so a response ends at the same token as with engine `in_process`.
+    This class finds stop texts, not vLLM, so a response ends at the same token as with engine `in_process`.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class VllmResponse(Response):
         max_model_len: int,
         vocabulary: int | None = None,
     ):
-        """Raise DataError if the prompt is too long, or has tokens outside the vocabulary."""
+        """Check the prompt. Raises DataError if it is too long, or has tokens outside the vocabulary."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
         if len(prompt) >= max_model_len:

@@ -1,9 +1,9 @@
-"""Limit the number of untrained groups, so that they are fresh and the trainer still has enough of them.
+"""Limit the number of untrained groups, so that groups are trained while fresh and the trainer still has enough groups.
 
-If training is slower than generation, groups that start early only get old in the buffer. The depth D is the number of
-untrained groups at which no more groups start. It applies only while the trainer is busy, because engines should never
-stand still while the trainer waits. B is the number of groups per batch, K the number of groups that may run at a time,
-and S the bound on staleness. After every batch, D
+If training is slower than generation, groups that start early only get old in the buffer. So no group starts while the
+number of untrained groups is at least the depth D. This limit applies only while the trainer is busy, because engines
+should never be idle while the trainer waits. B is the number of groups per batch, K the number of groups that may run
+at a time, and S the largest allowed staleness (`max_staleness`). After every batch, D
 
     rises by K / 4 + 2 B w     if the trainer lacked groups for a share w of the time, and D held a group back for this
                                batch or one of the 8 batches before,
@@ -20,16 +20,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Depth = Literal["auto", "full"] | int
-"""A number of untrained groups, or `auto` (enough to keep the trainer busy), or `full` (all that the bound allows)."""
+"""A number of untrained groups, `auto` (as many as keep the trainer busy), or `full` (as many as staleness allows)."""
 
 _LACKING = 1e-3
 """The trainer lacked groups if it waited for more than this share of the time."""
 _RISE_PER_WAIT = 2.0
-"""Batches by which D rises if the trainer waited all the time."""
+"""D rises by this many batches if the trainer waited all the time."""
 _FALL = 1 / 128
-"""Part of a batch by which D falls."""
+"""D falls by this part of a batch."""
 _MEMORY = 8
-"""Batches for which D may rise after it held a group back. A buffer empties slowly."""
+"""D may rise for this many batches after it held a group back, because a buffer empties slowly."""
 
 
 class AdmissionDepth:
@@ -52,11 +52,11 @@ class AdmissionDepth:
         return math.ceil(self.value)
 
     def note_held_back(self) -> None:
-        """Note that only the depth kept a group from starting."""
+        """Note that the depth alone kept a group from starting."""
         self._held_back_ago = 0
 
     def adapt(self, lacked_s: float, seconds: float) -> None:
-        """Adapt D after a batch. The trainer lacked groups for `lacked_s` of the `seconds` since the batch before."""
+        """Adapt D after a batch. The trainer lacked groups for `lacked_s` of the `seconds` since the previous batch."""
         held_back = self._held_back_ago <= _MEMORY
         self._held_back_ago += held_back
         if not self._adapts:

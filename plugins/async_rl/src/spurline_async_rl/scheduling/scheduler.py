@@ -1,8 +1,8 @@
-"""Decide which group may start and which batch may be trained, so that no token gets older than the bound.
+"""Decide which group may start and which batch may be trained, so that no token is trained beyond the staleness bound.
 
 The scheduler is a pure state machine. It alone knows the state of each drawn prompt. The caller tells it what happened
 (admitted, ended, published) and asks what may happen next. It has no clocks, threads or engines, so the source, the
-simulation and the tests can all run this code.
+simulation and the tests can all run this code. The bound is S (`max_staleness`), and a batch has B groups.
 
     pending -> running -> buffered -> trained at a step
                        -> filtered -> trained at a step (if draws run out)
@@ -11,30 +11,30 @@ simulation and the tests can all run this code.
 Batch d is trained after d updates, and weights of version v contain v updates. So a token of version v in batch d is
 d - v updates old. This is its staleness.
 
-Why the bound holds. A group admitted with version v has the deadline v + S. This is the last batch that may train it,
-because its oldest tokens can have version v. Let batch t be the next one. Then for every d >= t:
+Why no token gets older than S: A group that is admitted with version v has the deadline v + S. This is the last batch
+that may train the group, because its oldest tokens can have version v. If batch t is the next one, then for all d >= t:
 
     untrained groups with a deadline up to d  <=  (d - t + 1) * B                                              (1)
 
 So the batches t, t + 1, ..., d have room for these groups, and no deadline is before t.
 
 Admission keeps (1). A new group has the latest deadline of all, v + S. It is admitted only if there are fewer than
-(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side smaller. So does a
-restart: the interrupted groups are admitted again before all others, with later deadlines.
+(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. A restart
+does too, because the interrupted groups are admitted again before all others, with later deadlines.
 
-Taking a batch must keep (1) with d - t in place of d - t + 1.
-- `window` takes the groups with the earliest deadlines first, and waits until (1) would hold afterwards. (1) holds
-  as soon as the groups with the earliest deadlines are finished, so the waiting ends.
+After batch t is taken, (1) must hold for t + 1, that is, with d - t in place of d - t + 1.
+- `window` takes the groups with the earliest deadlines first, and waits until (1) would hold for the groups that are
+  left. This is so as soon as the groups with the earliest deadlines are finished, so the wait ends.
 - `fifo` takes groups in draw order, which is also their order of admission. A group that is admitted behind
   p < (v + S - t + 1) * B others never has more than p groups ahead of it, even after a restart. So it is trained no
   later than in batch t + p // B <= v + S.
-If draws run out, a batch takes all finished groups, and then groups that were filtered since the last batch. The
-deadlines of filtered groups are not before t either.
+If draws run out (`draw_limit`), a batch takes all finished groups, and then groups that were filtered since the last
+batch. No filtered group has a deadline before t either.
 
-AReaL (Fu et al. 2025, arXiv:2505.24298) has the same admission rule, but bounds the average age; (1) bounds all ages.
+AReaL (Fu et al. 2025, arXiv:2505.24298) has the same admission rule, but bounds the average age. (1) bounds every age.
 
-A group also starts only if there are fewer untrained groups than the depth D. The depth does not apply while training
-waits for a batch. It only refuses admissions, so (1) still holds.
+The depth D (see depth.py) is a second condition: a group starts only if there are fewer than D untrained groups. It
+does not apply while training waits for a batch. It can only delay admissions, so (1) still holds.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class SchedulerLimits:
     """Limits of the scheduler; see `AsyncRolloutsConfig` for `order`, `depth` and `at_bound`.
 
     Attributes:
-        max_staleness: S.
+        max_staleness: The bound on staleness, S.
         batch_size: Groups per batch, B.
         max_running: Groups generated at the same time, K.
         draw_limit: Prompts that may be drawn for one batch before filtered groups are used.
@@ -105,7 +105,7 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """The states of all prompts of one run, in four bytes each.
+    """The states of all prompts of one run, in four bytes each. A draw is the number of a prompt in draw order, from 0.
 
     `version` is the version of the newest published weights. `taken` is the number of batches taken so far.
     """
@@ -118,7 +118,7 @@ class Scheduler:
         self.num_drawn = 0
         self._states: NDArray[np.int32] = np.zeros(1024, np.int32)
         self._pending: deque[int] = deque()
-        # Draws with the version of the weights at their admission.
+        # The version of the weights at the admission of each group, by draw.
         self._running: dict[int, int] = {}
         self._buffered: dict[int, int] = {}
         # Draws filtered since the last batch.
@@ -171,7 +171,7 @@ class Scheduler:
         self._note_depth()
 
     def skip(self, draw: int) -> None:
-        """Drop the pending prompt, whose row cannot be used."""
+        """Drop the pending prompt, because its row cannot be used."""
         self._leave_pending(draw)
         self._move(draw, State.SKIPPED)
 
@@ -221,8 +221,8 @@ class Scheduler:
         """Take the next batch, which must be ready.
 
         Args:
-            wait_s: Seconds that training waited for it.
-            seconds: Seconds since the batch before.
+            wait_s: Seconds that training waited for this batch.
+            seconds: Seconds since the previous batch was taken.
         """
         self.check()
         chosen = self.next_batch()
@@ -233,8 +233,8 @@ class Scheduler:
             self._buffered.pop(draw, None)
         self._filtered, self._num_given_up = [], 0
         self._is_awaited = False
-        # With `window`, if finished groups are left, training waited for a group at its deadline. A larger depth would
-        # not help. With `fifo` it may have waited for a group that began too late.
+        # If `window` leaves finished groups, training waited for a group at its deadline, and a larger depth would not
+        # help. With `fifo`, training may have waited for a group that began too late.
         lacked_groups = not self._buffered or self.limits.order == "fifo"
         self.depth.adapt(wait_s if lacked_groups else 0.0, seconds)
         self._note_depth()
@@ -263,10 +263,10 @@ class Scheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, keep_groups: bool = True) -> None:
-        """Restore the state after the last batch taken.
+        """Restore a saved state. The run continues after the last batch that was taken.
 
-        Groups that were running become pending. Without `keep_groups`, finished groups become pending too, because (1)
-        of the module's docstring need not hold for them under this run's limits.
+        Groups that were running become pending. If `keep_groups` is false, finished groups become pending too. This is
+        needed if the limits have changed, because (1) of the module's docstring may not hold for the finished groups.
         """
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
@@ -335,7 +335,7 @@ class Scheduler:
         return len(self._filtered) + self._num_given_up
 
     def _draws_used_up(self) -> bool:
-        """Return whether no group runs and no more may be drawn for the next batch."""
+        """Return whether no group runs and no more prompts may be drawn for the next batch."""
         return self.num_running == 0 and not self._has_room() and self._num_used_up() > 0
 
     def _candidates(self) -> list[int]:

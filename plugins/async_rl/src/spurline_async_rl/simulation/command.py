@@ -31,7 +31,7 @@ def simulate(
         typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. source.max_staleness=1."),
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Earlier run whose measured times are used.")
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use the measured times of this earlier run.")
     ] = None,
     group_seconds: Annotated[
         float | None, typer.Option(min=1e-6, help="Mean time of a group, until its slowest attempt ends.")
@@ -39,14 +39,14 @@ def simulate(
     sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
     saturation: Annotated[
         int | None,
-        typer.Option(min=1, help="Groups that saturate one engine; by default as many as the config runs on each."),
+        typer.Option(min=1, help="Groups that saturate one engine. Default: the groups per engine in the config."),
     ] = None,
     step_seconds: Annotated[
         float | None, typer.Option(min=1e-6, help="Time of one step without waiting and publishing.")
     ] = None,
     publish_seconds: Annotated[float | None, typer.Option(min=0, help="Time to publish the weights.")] = None,
     pause_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of a publish in which engines stand still; by default all.")
+        float | None, typer.Option(min=0, help="Seconds of a publish in which engines are idle. Default: all.")
     ] = None,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default about 1,500 groups.")
@@ -137,7 +137,7 @@ def _cells(prediction: Prediction) -> list[str]:
         *map(str, (knobs.max_staleness, knobs.batch_size, knobs.max_running, knobs.engines)),
         f"{'~' if knobs.depth == 'auto' else ''}{figures.depth:.0f}",
         f"{figures.steps_per_second:.3g}",
-        # By chance, the counted groups can be faster than the average group.
+        # By chance the simulated groups can be faster than the average group, and the efficiency more than 1.
         f"{min(1.0, prediction.efficiency):.0%}",
         f"{figures.mean_staleness:.2f}/{figures.max_staleness}",
         " ".join(f"{figures.staleness.get(age, 0.0):.0%}" for age in ages),

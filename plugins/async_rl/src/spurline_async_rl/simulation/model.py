@@ -1,8 +1,8 @@
 """Simulate a whole asynchronous run on a virtual clock.
 
-The model uses the real scheduler, but engines and trainer only let time pass. An event is the end of a group or of a
-phase of the trainer. After each event all groups start that may start, and a waiting trainer takes the next batch if it
-is ready. Equal input gives the same run.
+The model uses the real scheduler. Its engines and its trainer do no work; they only take time. An event is the end of a
+group or of a phase of the trainer. After each event, every group that may start is started, and a waiting trainer takes
+the next batch if the batch is ready. Equal input gives the same run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from spurline_async_rl.timeline.records import STATE_NAMES, GroupSpan, Span, Spa
 
 _STATES = {name: state for state, name in STATE_NAMES.items()}
 _Phase = Literal["wait", "train", "transfer", "pause"]
-"""A phase of the trainer. Publishing is `transfer`, while engines still generate, and then `pause`."""
+"""A phase of the trainer. A publish has two: `transfer`, in which engines still generate, and then `pause`."""
 
 
 @dataclass
 class _Running:
     """A running group, admitted at `began` with weights of `version`.
 
-    `done` is the value of `Model._done` when the work of this group was last noted.
+    `done` is the value of `Model._done` when the work of this group was last added to `Model.work`.
     """
 
     fate: Fate
@@ -38,15 +38,15 @@ class _Running:
 class Model:
     """One simulated run of source `async_rollouts`.
 
-    All running groups share the engines equally and progress at the same speed. So the model keeps only one count: the
-    work of an imagined group that runs from the beginning of the run. The work of a real group is the difference of
-    this count between two times.
+    All running groups share the engines equally and progress at the same speed. So the model keeps only one counter:
+    the work of an imaginary group that has been running since the beginning. The work of a real group is the increase
+    of this counter (`_done`) while the group runs.
 
     Attributes:
         records: The timeline of the run.
-        work: The work of each group with each version of the weights, by draw, in the order of admission.
-        depths: The depth of admission after each batch was taken.
-        busy_s: The running times of all groups added up, without pauses, until the end of each record.
+        work: For each draw, in the order of admission, the work of its group with each version of the weights.
+        depths: The depth D (see depth.py) after each batch was taken.
+        busy_s: For each record, the sum of the running times of all groups until its end, without pauses.
     """
 
     def __init__(self, workload: Workload, limits: SchedulerLimits, engines: int = 1, publish_every: int = 1) -> None:
@@ -115,7 +115,7 @@ class Model:
         return True
 
     def close_record(self) -> None:
-        """Close the record of the step that has ended, if one has."""
+        """Append the record of the step that has ended. Do nothing if it is written already or no step has ended."""
         if self.step in self._taken:
             taken = self._taken.pop(self.step)
             self.records.append(StepRecord(self.step, self.now, tuple(self._groups), tuple(self._spans), (taken,)))
@@ -162,14 +162,14 @@ class Model:
         self.scheduler.end(draw, _STATES[outcome])
 
     def _note_work(self, draw: int) -> None:
-        """Count the work of this group since the last call as work with the current version of the weights."""
+        """Add the work of this group since the last call to its work with the current version of the weights."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
         if self._done > group.done:
             work[version] = work.get(version, 0.0) + self._done - group.done
         group.done = self._done
 
     def _begin(self, phase: _Phase, seconds: float) -> None:
-        """Begin the trainer's next phase. `wait` has no length; it ends when a batch is ready."""
+        """Begin the trainer's next phase. `wait` has no fixed length. It ends when a batch is ready."""
         if self._phase == "pause":
             self._note_span("publish", self._began["transfer"])
         elif self._phase != "transfer":

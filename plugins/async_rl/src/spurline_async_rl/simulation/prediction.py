@@ -1,6 +1,6 @@
-"""Compare settings of the scheduler, and recommend some.
+"""Compare settings of the scheduler by simulation, and recommend the best.
 
-Each prediction is one run of the model. The first steps of a run do not count, because the buffer is empty at first.
+Each prediction is one simulated run. The first steps of a run do not count, because the buffer is empty at first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spurline_async_rl.simulation.workload import Knobs, Workload
 from spurline_async_rl.timeline.records import staleness_of, trained_steps
 
 _GOOD_ENOUGH = 0.97
-"""A smaller bound is recommended if it reaches this share of the best throughput."""
+"""A smaller max_staleness is recommended if it reaches this share of the best throughput."""
 _ALIKE = 0.99
 _BALANCED = 1.15
 """Generation and training are balanced if the ratio of their capacities is smaller than this."""
@@ -33,7 +33,7 @@ class Figures:
         staleness: Shares of the trained tokens, by their age in updates.
         trainer_idle: The share of the time in which training waited for a batch.
         generation_idle: The share of `max_running` that no group used, as a mean over time.
-        depth: The mean depth of admission, in groups.
+        depth: The mean depth D (see depth.py), in groups.
     """
 
     seconds: float
@@ -51,9 +51,9 @@ class Figures:
 class Prediction:
     """The figures of a run with these knobs, without its first steps.
 
-    `generation_groups_per_second` and `training_groups_per_second` are the groups that engines could generate and
-    training could take if neither waited and nothing was published. `efficiency` is the throughput divided by the
-    smaller of these two numbers.
+    `generation_groups_per_second` is the speed of engines that never wait, and `training_groups_per_second` the speed
+    of training that never waits. Both leave out publishing. `efficiency` is the throughput divided by the smaller of
+    these two speeds.
     """
 
     knobs: Knobs
@@ -86,7 +86,7 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The output of `spurline simulate`. `alternatives` has predictions with one knob changed, by the knob's letter."""
+    """The output of `spurline simulate`. `alternatives` has predictions with one changed knob, by its letter."""
 
     basis: Sequence[str]
     steps_simulated: int
@@ -107,7 +107,7 @@ def compare(workload: Workload, knobs: Knobs, num_steps: int) -> Comparison:
 
 
 def steady_run(workload: Workload, knobs: Knobs, num_steps: int) -> tuple[Model, int]:
-    """Return a long run, and the index of its first record that counts."""
+    """Return a simulated run, and the index of its first record after the warm-up."""
     cold = 2 * (knobs.max_staleness + 1)
     limits = knobs.limits(cold + num_steps + knobs.max_staleness + 2)
     model = Model(workload, limits, knobs.engines, knobs.publish_every)
@@ -126,7 +126,7 @@ def figures_of(run: Model, first: int = 0) -> Figures:
     for _, age, work in trained_work(run, first):
         amounts[age] = amounts.get(age, 0.0) + work
     if not any(amounts.values()):
-        # If no group took time, all groups count the same.
+        # If the groups took no time, count the entries of `work` instead of the amounts.
         amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run, first)))
     total = sum(amounts.values())
     shares = {age: amounts[age] / total for age in sorted(amounts)}
@@ -145,7 +145,7 @@ def figures_of(run: Model, first: int = 0) -> Figures:
 
 
 def trained_work(run: Model, first: int = 0) -> Iterator[tuple[int, int, float]]:
-    """Yield step, age and amount of all trained work, from record `first` on."""
+    """Yield (step, age, amount of work) for each trained group and version of the weights, from record `first` on."""
     steps = trained_steps(run.records[first:])
     for draw, parts in run.work.items():
         if draw in steps:
@@ -188,7 +188,7 @@ def _bounds(knobs: Knobs) -> list[int]:
 
 
 def recommended(found: Sequence[Prediction]) -> Prediction:
-    """Choose the smallest bound with nearly the best throughput, and of its fastest predictions the freshest tokens."""
+    """Choose the smallest bound with nearly the best throughput, and among its fastest runs the freshest tokens."""
     best = max(item.per_s for item in found)
     bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)
     of_bound = [item for item in found if item.knobs.max_staleness == bound]

@@ -23,7 +23,7 @@ from spurline_async_rl.scheduling.scheduler import AtBound, Order, SchedulerLimi
 from spurline_async_rl.timeline.records import TIMELINE_FILE, GroupSpan, GroupState, read_timeline
 
 _DRAWS_PER_GROUP = 8
-"""Prompts that may be drawn for each group of a batch, which is also the default of a run."""
+"""Prompts that may be drawn for each group of a batch. Runs have the same default."""
 _FEWEST_GROUPS = 8
 """Fewest groups of an earlier run from which a workload can be measured."""
 
@@ -76,7 +76,7 @@ class Knobs:
 
 @dataclass(frozen=True)
 class Times:
-    """A random time for each number of a draw or step: one of `values`, multiplied by a lognormal factor of mean 1.
+    """Random times, by the number of a draw or step. Each is one of `values` times a lognormal factor of mean 1.
 
     `sigma` is the standard deviation of the factor's logarithm. A share `late_share` of the times is also multiplied by
     `late_factor`.
@@ -103,7 +103,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Fate:
-    """The work of a drawn prompt, in seconds on an engine that is not saturated, and its outcome.
+    """The work of a drawn prompt and its outcome. Work is the time in seconds on an engine that is not saturated.
 
     An `unreadable` prompt is skipped when it is drawn.
     """
@@ -117,15 +117,15 @@ class Workload:
     """The times of a run, in seconds.
 
     Attributes:
-        group_s: The time of a group by its draw, on an engine that is not saturated.
+        group_s: Maps a draw to the time of its group on an engine that is not saturated.
         train_s: The time of a step with `batch_size` groups, without waiting and publishing.
-        batch_size: Groups in a step of `train_s`.
+        batch_size: Groups in each step that `train_s` describes.
         saturation: Groups that saturate an engine. With more, each group gets slower; with fewer, none gets faster.
         filtered: The share of filtered groups.
         quarantined: The share of groups that are given up.
         transfer_s: The part of a publish in which engines generate.
-        pause_s: The part of a publish in which engines stand still.
-        basis: Sentences about the origin of the numbers.
+        pause_s: The part of a publish in which engines do not generate.
+        basis: Sentences for the user about where the numbers come from.
     """
 
     group_s: Callable[[int], float]
@@ -159,7 +159,7 @@ class Workload:
     def generation_per_s(self, knobs: Knobs, num_draws: int) -> float:
         """Return how many trainable groups the engines finish in a second if they are always full.
 
-        Only the first `num_draws` draws count, because with a heavy tail their mean may differ from that of all draws.
+        Only the first `num_draws` draws count, because times with a heavy tail may have another mean over all draws.
         """
         mean = sum(self.group_s(draw) for draw in range(num_draws)) / num_draws
         kept = 1 - self.filtered - self.quarantined
@@ -183,13 +183,13 @@ def workload_of(
     publish_s: float | None = None,
     pause_s: float | None = None,
 ) -> Workload:
-    """Return the workload of an earlier run, with times of the command's options in place of measured ones.
+    """Return the measured workload of an earlier run, changed to the times that the command's options give.
 
     Args:
         knobs: The settings of the config.
         measured: The workload of an earlier run. If None, `group_s` and `step_s` are required.
         origin: The name of the config in errors.
-        group_s: See option `--group-seconds`; the remaining arguments are options too.
+        group_s: The option `--group-seconds`. The arguments after it are the command's other options about times.
 
     Raises:
         UserError: If a time is missing or contradicts another one.
@@ -262,7 +262,7 @@ def measured_workload(run_dir: Path) -> Workload:
     paused_share = pause_s / publish_s if publish_s else 0.0
 
     def generating_s(group: GroupSpan) -> float:
-        """Return the seconds of a group without those in which engines stood still."""
+        """Return the seconds of a group, less the time in which engines stood still."""
         overlaps = (min(span.ended, group.ended) - max(span.began, group.began) for span in publishes)
         return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
 

@@ -1,15 +1,15 @@
-"""Pass the memory of devices between the trainer and colocated engines.
+"""Pass device memory back and forth between the trainer and colocated engines.
 
 The engines get the memory in these steps, one after the other:
 1. The trainer frees the optimizer's state.
 2. The engines load their weights, and the new weights are published.
-3. The trainer frees the memory of the publish, and with `offloads_trainer` its weights.
+3. The trainer frees the memory that the publish used, and with `offloads_trainer` also its weights.
 4. The engines allocate their cache.
 The trainer gets the memory back when the engines have freed their cache and weights. So the cache and the optimizer's
-state are never on a device together.
+state are never on a device at the same time.
 
-If a step fails, the run ends. If an engine dies, the others go on, and the dead one is started again in the engines'
-next turn.
+If a step fails, the run ends. If an engine dies, the other engines continue, and the dead engine is started again in
+the engines' next turn.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Colocation:
 
     def take_back(self, *, keep_weights: bool) -> None:
         """Give the memory to the trainer. With `keep_weights`, the engines keep their weights in host memory."""
-        # If only adapters are published, the engines could not get their other weights again.
+        # If only adapters are published, engines keep their weights, because no publish sends the base weights again.
         keeps = keep_weights or self._engine.takes_adapters
         with self._passing("trainer", "giving it back to the trainer"):
             if not keeps:
@@ -91,7 +91,7 @@ class Colocation:
             self._backend.take_device()
 
     def serve(self, version: int, engines: Sequence[TakesWeights]) -> None:
-        """Publish the weights of this version to engines that were started again in the engines' turn."""
+        """Publish the weights of this version to engines that were started again while the engines have the memory."""
         if not self._offloads_trainer:
             with self._passing("engines", "publishing to an engine that was started again"):
                 self._publisher.publish(version, cast("Backend", self._backend), engines)
@@ -103,13 +103,13 @@ class Colocation:
         self.give(version)
 
     def take_seconds(self) -> dict[str, float]:
-        """Return how many seconds passing the memory took since the last call, as metrics."""
+        """Return the seconds spent on passing the memory since the last call, as metrics."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     @contextmanager
     def _passing(self, to: Literal["trainer", "engines"], what: str) -> Generator[None]:
-        """Time the code inside, which passes the memory. After an error, all later calls fail too."""
+        """Time the code in this context, which passes the memory. After an error, all later calls fail too."""
         if self._failure is not None:
             raise RunFailedError(
                 f"Passing the memory of the devices failed earlier, before {what}: {self._failure}"

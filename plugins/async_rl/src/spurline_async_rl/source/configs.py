@@ -28,16 +28,16 @@ class AsyncRolloutsConfig(PromptSourceConfig):
 
     name: str = "async_rollouts"
     max_staleness: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Largest age of a trained token: the number of model updates since the weights that generated it. Each step is one
-    update, even if it has several optimizer steps. 0 is synchronous training."""
+    """Largest age of a trained token, in updates of the model since the weights that generated the token. Each step is
+    one update, even if it has several optimizer steps. 0 is synchronous training."""
     max_concurrent_groups: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Groups that run at the same time, at most prompts_per_step x (max_staleness + 1). Few groups finish sooner; many
     keep the engines busier. `spurline simulate` shows the trade-off. null is prompts_per_step if max_staleness is 0,
     and otherwise a quarter of prompts_per_step."""
     depth: Annotated[Literal["auto", "full"] | Annotated[int, Field(gt=0)], OnResume.FREE] = "auto"
-    """Number of untrained groups, finished or running, at which no more groups start while the trainer is busy. While
-    the trainer waits, only max_staleness limits the number. `auto` finds the smallest number that keeps the trainer
-    busy. `full` is prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives
+    """While the trainer is busy, no group starts if this many groups, finished or running, are untrained. While the
+    trainer waits, only max_staleness limits their number. `auto` finds the smallest number that keeps the trainer busy.
+    `full` is prompts_per_step x (max_staleness + 1). If training is slower than generation, a smaller depth gives
     fresher tokens."""
     order: Annotated[Literal["fifo", "window"], OnResume.BY_NAME] = "window"
     """`window` lets a finished group overtake slower ones, unless that would make one of them too old. `fifo` trains in
@@ -52,9 +52,9 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
-    """Seconds without a finished group or an answered request after which a waiting run reports what it waits for."""
+    """A waiting run reports what it waits for after this many seconds without a finished group or answered request."""
     stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=7200.0, gt=0)
-    """Seconds without a finished group or an answered request after which a waiting run ends."""
+    """A waiting run ends with an error after this many seconds without a finished group or answered request."""
 
     @model_validator(mode="before")
     @classmethod
@@ -91,7 +91,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         return ColocatedEngine(memory, self.engine.offloads_trainer, self.engine.takes_less, bucket)
 
     def group_terms(self) -> dict[str, Any]:
-        """Return the settings under which groups are made, as plain values for a checkpoint."""
+        """Return the settings on which generated groups depend, as plain values for a checkpoint."""
         bound = {name: getattr(self, name) for name in ("max_staleness", "order", "at_bound")}
         return {**bound, "sampling": self.sampling.model_dump(mode="json")}
 
@@ -102,7 +102,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
         return alike and terms["max_staleness"] <= self.max_staleness
 
     def describe_bound(self) -> list[str]:
-        """Return sentences about the guaranteed bound."""
+        """Return sentences about the staleness that is guaranteed."""
         bound, most = self.max_staleness, self.prompts_per_step * (self.max_staleness + 1)
         ahead = f"At most {most} groups are ahead of training, and {self.groups_at_once} of them run at a time."
         if bound == 0:
@@ -145,13 +145,13 @@ class AsyncRolloutsConfig(PromptSourceConfig):
             if (value := getattr(self, name)) > 1:
                 yield Problem(
                     name,
-                    f"is {value}, but with engine.placement: colocated engines and trainer take turns, and each turn "
-                    "of the engines begins with new weights. Set it to 1, or placement: local.",
+                    f"is {value}, but engine.placement is colocated: engines and trainer take turns, and each turn of "
+                    "the engines begins with new weights. Set it to 1, or set engine.placement: local.",
                 )
         if self.at_bound == "mask" and self.order == "fifo":
             yield Problem(
                 "at_bound",
-                "is mask, but with order: fifo no token can get too old. Set order: window, or remove at_bound.",
+                "is mask, but order is fifo, so no token can get too old. Set order: window, or remove at_bound.",
             )
         if not isinstance(self.depth, str) and not self.prompts_per_step <= self.depth <= most:
             yield Problem(

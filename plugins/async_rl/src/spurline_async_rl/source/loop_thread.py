@@ -1,4 +1,4 @@
-"""Run an event loop on its own thread, and keep the garbage collector from stopping it."""
+"""Run an event loop on its own thread, and keep the garbage collector from blocking the loop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from spurline.errors import RunFailedError, SpurlineError
 T = TypeVar("T")
 
 GRACE_S = 60.0
-"""Extra seconds for work on the loop that has its own time limit, because the error of that limit says more."""
+"""Seconds by which an outer time limit is longer than an inner limit, because the inner limit's error says more."""
 _THRESHOLDS = 4_000, 5, 1_000_000
-"""Thresholds of the garbage collector with which it never visits old objects by itself."""
+"""Thresholds of the garbage collector with which Python practically never starts a full collection by itself."""
 _MANY_ATTEMPTS = 2048
-"""With this many attempts, full collections by Python itself would stop the loop for too long."""
+"""With this many attempts, Python's automatic full collections would stop the loop for too long."""
 _STEPS_PER_COLLECTION = 100
 
 
 @contextmanager
 def ends_the_run(what: str) -> Generator[None]:
-    """Turn an unexpected error inside into a RunFailedError."""
+    """Turn an unexpected error in this context into a RunFailedError."""
     try:
         yield
     except SpurlineError:
@@ -138,7 +138,7 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
-            # If code blocks the loop, a daemon thread cannot keep a failed run alive.
+            # A daemon thread cannot keep a failed run alive, even if some code blocks the loop.
             self._thread = threading.Thread(target=self._live, args=(ready,), name=self._name, daemon=True)
             self._thread.start()
             self._loop = ready.result(30.0)

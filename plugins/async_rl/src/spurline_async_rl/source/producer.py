@@ -1,4 +1,4 @@
-"""Generate groups as the scheduler allows, and keep finished ones until a batch takes them.
+"""Generate groups as the scheduler allows, and keep finished groups until a batch takes them.
 
 Everything here runs on one event loop. The training thread calls it through `LoopThread`.
 """
@@ -22,14 +22,14 @@ from spurline_rl.prompt_source import Collected
 from spurline_rl.trajectory import Group, has_equal_returns
 
 _ADMITTED_AT_ONCE = 32
-"""Groups that start before other work of the loop gets its turn. A publish may let thousands of attempts start."""
+"""Groups that start without a break for other work on the loop. A publish may let thousands of attempts start."""
 
 
 class Producer:
-    """Generates groups on an event loop, and keeps the finished ones.
+    """Generates groups on an event loop, and keeps the finished groups.
 
     Attributes:
-        began_at: When each running group began, by uid, on the monotonic clock.
+        began_at: The time at which each running group began, by uid, on the monotonic clock.
 
     Args:
         filters: Whether groups with equal returns are filtered and replaced.
@@ -59,7 +59,7 @@ class Producer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="spurline-groups")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
-        # Counts since the last batch. Prompts that were given up are `quarantined` in checkpoints.
+        # Counts since the last batch. `quarantined` is the name in checkpoints for prompts that were given up.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
@@ -76,15 +76,15 @@ class Producer:
         self._admit()
 
     def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
-        """Return the groups of this step and their retries, or None if they are not ready.
+        """Return the groups of this step and the number of their retries, or None if the groups are not ready.
 
         Args:
             step: The 1-based step.
             wait_s: Seconds that training waited for these groups.
-            seconds: Seconds since the last groups were taken.
+            seconds: Seconds since the previous step's groups were taken.
 
         Raises:
-            RunFailedError: If the step cannot be filled. If an error has ended generation, that error is raised.
+            RunFailedError: If the step cannot be filled. If generation has failed, its error is raised instead.
         """
         scheduler = self.scheduler
         if self._failure is not None:
@@ -121,7 +121,7 @@ class Producer:
         self._worker.shutdown(cancel_futures=True)
 
     def snapshot(self) -> tuple[dict[str, object], Sequence[Group]]:
-        """Return the state without the finished groups, and the finished groups. Encoding these groups takes long."""
+        """Return the state and, separately, the finished groups, because encoding the groups takes long."""
         kept = [self._groups[draw] for draw in sorted(self._groups)]
         return {**self.scheduler.state_dict(), "costs": dict(self._costs)}, kept
 
@@ -133,7 +133,7 @@ class Producer:
         self._groups = {group.draw: self._ready(group) for group in groups}
 
     def _admit(self) -> None:
-        """Start all groups that may start: some at once, and the others after other work of the loop."""
+        """Start all groups that may start. If there are many, let the loop do other work in between."""
         try:
             for _ in range(_ADMITTED_AT_ONCE):
                 if self._stopped or self._failure is not None or not self.scheduler.may_admit():
@@ -195,7 +195,7 @@ class Producer:
         self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
 
     def _fail(self, error: BaseException) -> None:
-        """Start no more groups. The training thread gets the error when it asks for the next batch."""
+        """Start no more groups. `take` raises this error in the training thread."""
         self._failure = self._failure or error
         self._notify()
 

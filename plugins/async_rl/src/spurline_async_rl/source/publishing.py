@@ -48,15 +48,15 @@ class Publisher:
         return self._engine.awaiting_weights
 
     def start_engines(self) -> None:
-        """Start the engines. The time limit of a publish does not include this."""
+        """Start the engines. This has a time limit of its own, which differs from the limit of a publish."""
         limit = self._engine.longest_start_s + GRACE_S
         self._loop.run(self._engine.start(), limit, f"Starting rollout engine '{self._name}'")
 
     def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights] | None = None) -> SyncReport:
-        """Publish the backend's weights to these engines, or to all. Return when engines generate with these weights.
+        """Publish the backend's weights to `engines` (None means all). Return when they generate with these weights.
 
         Raises:
-            RunFailedError: If that fails. Nothing may be trained afterwards.
+            RunFailedError: If the publish fails. Nothing may be trained afterwards.
         """
         what = f"Publishing the weights of version {version} over {self._sync.transport}"
         if engines is None:
@@ -77,9 +77,9 @@ class Publisher:
 def choose_sync(
     given: WeightSyncConfig | None, engine: RolloutEngine, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
-    """Return the config's own `weight_sync`, or else the engine's first transport that works here.
+    """Return `given`, the `weight_sync` of the config, or if it is None the engine's first transport that works here.
 
-    `on_gpu` says whether the weights are on GPUs.
+    `on_gpu` is true if the trainer's weights are on GPUs.
 
     Raises:
         ConfigError: If the engine takes no weights, or does not support the transport.
@@ -87,7 +87,7 @@ def choose_sync(
     if not isinstance(engine, TakesWeights):
         raise ConfigError.at(
             "source.engine.name",
-            "chooses an engine whose weights cannot be replaced while it generates. Choose another one, such as "
+            "chooses an engine that cannot replace its weights while it generates. Choose another engine, such as "
             "child_process or vllm.",
         )
     supported = listing(engine.transports)

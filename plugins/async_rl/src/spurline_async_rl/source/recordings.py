@@ -1,7 +1,7 @@
 """Record the groups that a run trained on, and train on them again.
 
 Checkpoints and recordings store groups as plain arrays and JSON, which are read back bit for bit. Groups are written in
-blocks, so that only one block is in memory twice. In a block, the arrays of all turns are joined into a few long ones.
+blocks, so that only one block is in memory twice. A block joins the arrays of all its turns into a few long arrays.
 
 A run with source `recorded_rollouts` generates nothing. It depends only on its config and the recording. It can show
 the effect of another loss on the same data. With the settings of the recorded run, it trains the same weights, bit for
@@ -34,7 +34,7 @@ from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
-"""Fields of a turn before it is prepared for training."""
+"""The stored fields of a turn. Fields that the preparation for training adds are not stored."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
@@ -42,7 +42,7 @@ _BLOCK_BYTES = 32 << 20
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Return the state of groups. The groups must not change, because each block is made only when it is written."""
+    """Return the state of groups. They must not change until it is written, because blocks are made while writing."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 
@@ -122,7 +122,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, object]:
         "turns": len(trajectory.turns),
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "retries": trajectory.retries,
-        # As text, an environment's values cannot be mistaken for arrays of this state.
+        # `info` is stored as text, so that no value of an environment can be mistaken for an array of this state.
         "info": json.dumps(dict(trajectory.info), default=str),
     }
 

@@ -179,8 +179,8 @@ class AsyncRolloutSource(PromptSource):
     def _load(self) -> dict[str, float]:
         """Return the load of the loop since the last call.
 
-        `controller/cpu_share` is the CPU time per second of the loop's thread. If it is near 1, it limits generation,
-        because all tokens come through the loop.
+        `controller/cpu_share` is the CPU time per second of the loop's thread. If it is near 1, the thread limits the
+        speed of generation, because all tokens come through the loop.
         """
         began, cpu_s, tokens = self._looked
         self._looked = now, now_cpu_s, now_tokens = time.perf_counter(), time.thread_time(), self._observed.num_tokens
@@ -191,7 +191,7 @@ class AsyncRolloutSource(PromptSource):
         }
 
     def epoch(self, step: int) -> float:
-        # `plan` asks before any prompt has been drawn.
+        # `spurline plan` calls this before any prompt has been drawn.
         done = self._producer.scheduler.num_ended or step * self._config.prompts_per_step
         return done / self._prompts.prompts_per_epoch
 
@@ -243,7 +243,7 @@ class AsyncRolloutSource(PromptSource):
         self._collector.close()
         ended_by = failure = sys.exception()
         if not self._loop.responds(_BLOCKED_AFTER_S):
-            # The loop cannot end the engines. They end when this process ends.
+            # A blocked loop cannot close the engines, but they end when this process ends.
             steps = (self._end_transport, super().close)
         else:
             steps = (self._end_generation, self._end_transport, self._loop.close, super().close)
@@ -278,7 +278,7 @@ class AsyncRolloutSource(PromptSource):
         while True:
             self._changed.clear()
             now = time.perf_counter()
-            # The wait counts from the first None of `take`: a busy loop may answer late although groups are ready.
+            # The wait begins when `take` first returns None. Until then, groups may be ready and only the loop is busy.
             wait_s = 0.0 if missing_since is None else now - missing_since
             taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
             if taken is not None:
@@ -300,7 +300,7 @@ class AsyncRolloutSource(PromptSource):
 
     @contextmanager
     def _engines_turn(self, *, keep_weights: bool) -> Generator[None]:
-        """Let colocated engines generate inside, with the current weights. See `Colocation.take_back`."""
+        """Let colocated engines generate within this context, with the current weights; see `Colocation.take_back`."""
         if self._colocation is None:
             yield
             return
@@ -312,7 +312,7 @@ class AsyncRolloutSource(PromptSource):
         self._colocation.take_back(keep_weights=keep_weights)
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
-        """Note a publish. `is_update` says whether the engines had older weights before."""
+        """Note a publish. `is_update` is true if the engines had older weights before."""
         if is_update:
             self._hooks.on_weights_synced(step=self._updates, report=report)
         seen = self._synced

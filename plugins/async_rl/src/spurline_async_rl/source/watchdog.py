@@ -96,7 +96,7 @@ class Watchdog:
         self._moved_at = self._reported_at = time.monotonic()
 
     def wait(self, changed: threading.Event) -> None:
-        """Return when something has changed, or after a report."""
+        """Wait for a change. If none comes in time and no request was answered, report."""
         if changed.wait(self._patience()):
             self._moved_at = self._reported_at = time.monotonic()
         elif (answered_at := self._engine.answered_at) > self._moved_at:

@@ -2,7 +2,7 @@
 
 Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, and panel `staleness` reads the metrics. The timeline has two
 plots over the same seconds. One shows groups in lanes, coloured by the age of their oldest token when they were
-trained. The other one shows what the training loop did. This module imports no torch, because it contains configs.
+trained. The other plot shows what the training loop did. This module imports no torch, because it contains configs.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _LEVELS = (
     ("async/depth", "depth of admission", "--series-6"),
 )
 _MAX_GROUPS = 1500
-"""More bars would be slow to draw and impossible to read."""
+"""Most groups to draw. More bars would be slow to draw and impossible to read."""
 _MAX_LANES = 128
 _STALENESS_COLORS = ("#f4b942", "#ee7b30", "#d1495b", "#9b3a8c", "#5b4bb5", "#39548f")
-"""The colours from fresh to old. All older groups have the last one."""
+"""The colours of staleness 0, 1, 2, ... The last colour is also the colour of all higher values."""
 _UNTRAINED = {
-    "buffered": ("not trained by then", "--series-8-faint"),
+    "buffered": ("not trained yet", "--series-8-faint"),
     "filtered": ("filtered", "--series-8"),
     "quarantined": ("given up", "--series-6"),
     "skipped": ("skipped", "--series-7"),
@@ -58,7 +58,7 @@ _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "evaluate": ("evaluation", 0, "--series-4"),
     "publish": ("publishing weights", 1, "--series-1"),
 }
-"""Name in the legend, row and colour."""
+"""The name in the legend, the row and the colour of each kind of span."""
 
 _STYLE = "<style>.rollout-timeline > .plot { height: 520px; }</style>"
 
@@ -70,7 +70,7 @@ class TimelinePanelConfig(ReportPanelConfig):
 
     name: str = "rollout_timeline"
     steps: int = Field(default=8, gt=0)
-    """Steps to draw at most. Fewer are drawn if they have too many groups."""
+    """Largest number of steps to draw. Fewer steps are drawn if they have too many groups."""
 
 
 class StalenessPanelConfig(ReportPanelConfig):
@@ -80,7 +80,7 @@ class StalenessPanelConfig(ReportPanelConfig):
 
 
 class TimelinePanel:
-    """The last steps of the run over time."""
+    """A plot of the last steps of the run over time."""
 
     title = "Timeline"
 
@@ -172,7 +172,7 @@ def _histogram(tokens: dict[int, float]) -> str:
 
 
 def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
-    """Return a line for each (metric, name, color) that the run has. With `is_share`, values are shares of a step."""
+    """Return a line for each (metric, name, color) that the run has. `is_share` divides values by the step's time."""
     seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
     style: Trace = {"hovertemplate": "%{y:.1%}"} if is_share else {}
     traces: list[Trace] = []
@@ -208,7 +208,7 @@ def last_window(records: Sequence[StepRecord], num_steps: int) -> Window:
 
 
 def lanes_of(records: Sequence[StepRecord], window: Window) -> list[tuple[int, GroupSpan]]:
-    """Return the groups in the window. Each gets the lowest lane that is free when it begins."""
+    """Return (lane, group) for each group in the window. A group gets the lowest lane that is free when it begins."""
     shown = _within((group for record in records for group in record.groups), window)
     free_from: list[float] = []
     lanes: list[tuple[int, GroupSpan]] = []

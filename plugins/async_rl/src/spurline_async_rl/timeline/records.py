@@ -1,7 +1,7 @@
 """Record the timeline of an asynchronous run, one line of JSON per step in RUN_DIR/timeline.jsonl.
 
-The panels of the report and `spurline simulate --from` read it. Times are in seconds since the run began. After a
-resume the clock continues at the time of the last line that was kept.
+The report panels and `spurline simulate --from` read this file. Times are in seconds since the run began. After a
+resume, the clock continues from the time of the last line that was kept.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupSpan(NamedTuple):
     """The time of one group, from its admission with weights of `version` to its last token or reward.
 
     `tokens` is the sum over all its attempts. `oldest` and `newest` are the oldest and the newest version of the
-    weights that generated these tokens. In a group without tokens, both are the published version at its end.
+    weights that generated these tokens. In a group without tokens, both are the version that was published at its end.
     """
 
     draw: int
@@ -96,7 +96,7 @@ def encode_record(record: StepRecord) -> bytes:
 
 
 def read_timeline(path: Path) -> list[StepRecord]:
-    """Return the records of all complete lines. A missing file has none.
+    """Return the records of all complete lines, or [] if the file is missing.
 
     Raises:
         RunDirectoryError: If a complete line is unreadable.

@@ -1,7 +1,7 @@
 """Publish weights in buckets: the base of all transports, the transport within a process, and the packing of buckets.
 
-A transport has two parts. Its maker makes buckets in the process that has the weights: this one, or a rank of the
-backend. Its sync sends each bucket to all engines at once.
+A transport has two parts. A `BucketMaker` makes buckets in a process that has the weights: the controller or a rank of
+the backend. A `BucketSync` in the controller sends each bucket to all engines at once.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class BucketSync:
     """A `WeightSync` that sends buckets of a `BucketMaker`.
 
     Attributes:
-        maker: The maker, as "module:Class".
+        maker: The class of the `BucketMaker`, as "module:Class".
         made_by: The ranks that make buckets; see `MakerChoice`.
-        makes_ahead: Whether the next bucket is made while engines still take the last one.
+        makes_ahead: Whether the next bucket is made while engines still load the current bucket.
     """
 
     transport: str
@@ -72,7 +72,7 @@ class BucketSync:
     _own_choice: MakerChoice | None = None
 
     def __init__(self, config: BucketSyncConfig, run: RunConfig | None = None) -> None:
-        """Prepare to send the weights of this run's backend. Without a run, the weights are in this process.
+        """Prepare to send the weights of this run's backend. If `run` is None, the weights are in this process.
 
         Raises:
             ConfigError: If the transport needs weights on GPUs, and they are on CPUs.
@@ -133,10 +133,10 @@ class BucketSync:
         """Prepare to send to these receivers; see `TakesWeights`. `is_lost` is true after a lost bucket."""
 
     def note_receivers(self, receivers: Mapping[str, int]) -> None:
-        """Note the receivers that are left. This is called every second while buckets are sent."""
+        """Note the receivers that still run. This is called every second while buckets are sent."""
 
     def check(self, bucket: WeightBucket) -> None:
-        """Raise BucketLostError if this is no bucket, but a message that the last one was lost."""
+        """Raise BucketLostError if this bucket has, instead of weights, a message that the previous bucket was lost."""
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
         limit_s = self._config.timeout_s
@@ -182,7 +182,7 @@ class BucketSync:
     async def _send_all(
         self, version: int, backend: Backend, engines: Sequence[TakesWeights], part: PublishedPart
     ) -> int:
-        """Send all weights, and return their bytes. A lost bucket is sent again to the engines that are left."""
+        """Send all weights, and return the bytes sent. A lost bucket is sent again to the engines that still run."""
         # Adapters are small, so they are sent in their own dtype.
         dtypes = {engine.weights_dtype for engine in engines} if part == "model" else set()
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -207,7 +207,7 @@ class BucketSync:
                 watch.cancel()
 
     async def _watch(self, engines: Sequence[TakesWeights]) -> None:
-        """Tell the transport which engines are left, so it does not wait long for a dead one."""
+        """Tell the transport which engines still run, so that it does not wait long for a dead engine."""
         while True:
             await asyncio.sleep(_LOOK_S)
             self.note_receivers(_receivers(engines))
@@ -244,7 +244,7 @@ class BucketSync:
         names = _receivers(engines)
         self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
-        # A lost bucket is sent again only if nothing else went wrong.
+        # Other errors are raised before a BucketLostError: a bucket is sent again only if nothing else went wrong.
         for answer in sorted(filter(None, answers), key=lambda answer: isinstance(answer, BucketLostError)):
             raise answer
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
-"""Keys of a bucket's `where`: the `Meeting`, and (version, number) of the bucket; or why the last bucket was lost."""
+"""Keys of a bucket's `where`: the `Meeting` and [version, number], or instead why the previous bucket was lost."""
 _DEFAULT_LIMIT_S = 60.0
 _JOIN_AND_SEND = 2.5
 """Joining and sending end within this multiple of the time limit, unless a call hangs. NCCL hangs if a process dies."""
@@ -43,7 +43,7 @@ _FAR_AWAY = "192.0.2.1"
 
 
 class CollectiveSync(BucketSync):
-    """A `WeightSync`."""
+    """A `WeightSync` that broadcasts buckets."""
 
     transport = "collective"
     maker = f"{__name__}:BroadcastMaker"
@@ -112,7 +112,7 @@ class CollectiveSync(BucketSync):
 class BroadcastMaker:
     """A `BucketMaker`. `meeting` has the fields of a `Meeting`. Each sender has its own group.
 
-    If a broadcast failed, the next bucket contains the reason instead of weights. An error would end the training.
+    If a broadcast failed, the next bucket has the reason instead of weights, because an error would end the training.
     """
 
     def __init__(self, meeting: Mapping[str, Any], sender: int = 0, senders: int = 1) -> None:
@@ -199,7 +199,7 @@ class BroadcastReader:
 
         Raises:
             BucketLostError: If the bucket does not arrive.
-            RunFailedError: If it is sent with NCCL and this worker is on a CPU.
+            RunFailedError: If the bucket is sent with NCCL, and this worker is on a CPU.
         """
         where = bucket.where
         meeting = Meeting(**where[_MEETING])
@@ -219,7 +219,7 @@ class BroadcastReader:
             self._groups.pop(meeting.group)
             raise
         if where[_NUMBER] == self._last:
-            # It was sent again, because another engine did not get it.
+            # This bucket was sent again, because another engine did not get it.
             return []
         self._last = where[_NUMBER]
         return unpack(buffer, bucket.places)
@@ -227,7 +227,7 @@ class BroadcastReader:
     def end_update(self) -> None:
         """Free the memory, and forget the last bucket.
 
-        This is also called before an update, because an earlier run may have been killed during one.
+        This is also called before an update, because an earlier run may have been killed during an update.
         """
         self._buffer = None
         self._last = ()

@@ -68,9 +68,9 @@ class CollectiveSyncConfig(BucketSyncConfig):
 
     name: str = "collective"
     exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Time limit in seconds for all engines to join the group, and for all engines to receive one bucket. After it, the
-    bucket is sent again to the engines that still run. Must be less than `engine.update_timeout_s`; null is half of
-    that."""
+    """Time limit in seconds for all engines to join the group, and also for all engines to receive one bucket. After
+    this time, the bucket is sent again to the engines that still run. The limit must be less than
+    `engine.update_timeout_s`; null means half of `engine.update_timeout_s`."""
     address: Annotated[str | None, OnResume.FREE] = None
     """Host name or IP address of this machine in the network of ranks and engines; null finds it automatically."""
 

@@ -21,7 +21,7 @@ from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 
 _HANDLES = "handles"
-"""Key of a bucket's `where`. It has the handle of the buffer on each GPU, by the GPU's name."""
+"""Key of a bucket's `where`. Its value maps the name of each GPU to the handle of the buffer on that GPU."""
 _PARTS = ("memory", "bytes", "offset", "counter", "counter_offset", "event", "has_event")
 """Names of the values in a handle. torch takes them in this order, after the number of the GPU."""
 _EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)True", re.IGNORECASE)
@@ -77,7 +77,7 @@ class HandleMaker:
 
     def __init__(self, sender: int = 0, senders: int = 1, gpu: CurrentGpu | None = None) -> None:
         self._gpu = gpu or CurrentGpu()
-        # Keeps the buffer alive until the engines have copied it. The handle does not.
+        # This reference keeps the buffer alive until the engines have copied it, because a handle would not.
         self._buffer: Tensor | None = None
         self._handle: Handle | None = None
 
@@ -117,17 +117,17 @@ def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tu
 
 @contextmanager
 def fixed_segments() -> Iterator[None]:
-    """Turn expandable segments of GPU memory off inside.
+    """Turn off expandable segments of GPU memory within this context.
 
-    Such segments cannot be exported in most containers, because a process there cannot get file descriptors from
-    another process.
+    Such segments cannot be exported in most containers, because processes in these containers cannot pass file
+    descriptors to each other.
     """
     before: str = torch._C._accelerator_getAllocatorSettings()  # pyright: ignore[reportPrivateUsage]
     fixed = _EXPANDABLE.sub(r"\1False", before)
     if fixed == before:
         yield
         return
-    # All settings are given again, because missing ones may be reset.
+    # The call gets all settings, because it may reset a setting that is missing.
     torch._C._accelerator_setAllocatorSettings(fixed)  # pyright: ignore[reportPrivateUsage]
     try:
         yield

@@ -29,7 +29,7 @@ _PREFIX = "spurline-weights-"
 
 
 class DiskSync(BucketSync):
-    """A `WeightSync`."""
+    """A `WeightSync` that writes each bucket into a file."""
 
     transport = "disk"
     maker = f"{__name__}:FileMaker"
@@ -51,7 +51,7 @@ class DiskSync(BucketSync):
 
 
 class FileMaker:
-    """A `BucketMaker`."""
+    """A `BucketMaker` that has one file at a time."""
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)

@@ -1,7 +1,7 @@
 """Make process groups for a sender of weights and the workers of engines, with NCCL for GPUs and gloo for CPUs.
 
-The members meet in a TCP store of the controller. A member that notices a failure writes it into the store, and the
-others check the store while they wait, because neither library reports failures reliably.
+The members find each other through a TCP store of the controller. A member that notices a failure writes it into the
+store. The others check the store while they wait, because neither NCCL nor gloo reports failures reliably.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _LOOK_S = 0.1
 _HERE, _GOT, _FAILED = "here", "got", "failed"
 """Keys of the store. `here/RANK` says that a member has joined, and `got/RANK` how many broadcasts it has received."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""torch's own time limits are ours times these factors. They must be longer, because NCCL's ends the whole process."""
+"""torch's time limit is ours times this factor. It is longer, because NCCL ends the whole process at torch's limit."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """A description, as plain data, of where and how groups meet.
+    """The plain data with which members of process groups find each other.
 
     Attributes:
         host: Host of the store.
         port: Port of the store.
-        name: Unique name in the store. If one group of a meeting fails, all of them fail.
+        name: Unique name of the meeting in the store. If one group of a meeting fails, all its groups fail.
         receivers: The number of workers of each engine. The sender has rank 0, and the workers follow in this order.
-        device: Where the sender's weights are.
-        limit_s: Seconds that joining, or one broadcast, may take.
+        device: The device of the sender's weights. Groups use NCCL for `cuda` and gloo for `cpu`.
+        limit_s: Time limit in seconds, both for joining a group and for each broadcast.
         group: Name of one sender's group within the meeting.
     """
 
@@ -77,7 +77,7 @@ class Meeting:
 
 
 class ExchangeGroup:
-    """The membership of a process in a group. The constructor waits for all members, or raises BucketLostError."""
+    """A process's membership in a group. The constructor waits until all join, or raises BucketLostError."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting, self._rank = meeting, rank
@@ -96,17 +96,17 @@ class ExchangeGroup:
             raise self._lost("cannot join the group that brings weights", error) from None
 
     def broadcast(self, buffer: Tensor) -> None:
-        """Send a uint8 tensor from rank 0 to all others. Its size and type of device are the same in all members.
+        """Send a uint8 tensor from rank 0 to all others. All members need tensors of equal size and type of device.
 
         Raises:
-            BucketLostError: If that fails or takes too long. The error names the members that did not get it.
+            BucketLostError: If the broadcast fails or takes too long. The error names the members that did not get it.
         """
         self._count += 1
         try:
             self._broadcast(buffer)
             self._keys.set(f"{_GOT}/{self._rank}", str(self._count))
         except Exception as error:  # noqa: BLE001 - raised as another
-            # `lost` is raised outside, because the frames of `error` would keep the group alive.
+            # `lost` is raised after this block, because the frames of `error` would keep the group alive.
             lost = self._lost(f"{'did not get' if self._rank else 'lost'} a bucket of weights", error)
         else:
             return
@@ -180,7 +180,7 @@ class ExchangeGroup:
 
 
 class _LateError(Exception):
-    """An error whose class is not shown in messages."""
+    """An error that messages show without the name of its class."""
 
 
 _LEFT: list[tuple[Any, Any]] = []
@@ -188,7 +188,7 @@ _LEFT: list[tuple[Any, Any]] = []
 
 
 def _keep_left() -> None:
-    """When the process ends, do not free these groups, because that would delay the end."""
+    """Keep the groups of `_LEFT` from being freed when the process ends, because that would delay the end."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
@@ -211,7 +211,7 @@ def _make(store: Any, rank: int, meeting: Meeting) -> Any:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine in the network of the host, without sending anything."""
+    """Return the address from which this machine would reach the host. Nothing is sent."""
     family, kind, protocol, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(place)

@@ -1,7 +1,7 @@
 """Weight sync `shared_memory`: send weights through shared memory to engines on the trainer's machine.
 
 The memory is a file that is in no folder (`memfd_create`). Readers open it through its owner's entry in /proc. The
-system frees it when the last process that has opened it ends, even by a kill. All buckets use the same memory.
+system frees it when the last process that uses it ends or is killed. All buckets use the same memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STEP = 1 << 20
 
 
 class SharedMemorySync(BucketSync):
-    """A `WeightSync`."""
+    """A `WeightSync` through shared memory."""
 
     transport = "shared_memory"
     maker = f"{__name__}:MemoryMaker"
@@ -36,7 +36,7 @@ class SharedMemorySync(BucketSync):
 
 
 class MemoryMaker:
-    """A `BucketMaker`. `size` is the first size of the memory, which may grow. Unused pages of it take no memory."""
+    """A `BucketMaker`. `size` is the initial size of its file, which may grow. Unused pages of the file take no RAM."""
 
     def __init__(self, size: int) -> None:
         self._size = max(size, 1)
@@ -68,7 +68,7 @@ class MemoryMaker:
             os.ftruncate(self._file, self._size)
             self._memory = _mapped(self._file, self._size)
         try:
-            # This reserves the pages. Without it, too little memory would kill this process with SIGBUS.
+            # Reserve the pages. Otherwise this process would be killed with SIGBUS if there is too little memory.
             os.posix_fallocate(self._file, 0, max(size, 1))
         except OSError as error:
             raise RunFailedError(

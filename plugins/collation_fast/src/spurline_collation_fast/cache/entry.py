@@ -78,7 +78,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Return the size of the file of each array."""
+        """Return the size in bytes that the file of each array must have."""
         tokens, samples = self.summary["tokens"], sum(self.summary["sources"].values())
         entries = {"tokens": tokens, "loss_mask": tokens, "offsets": samples + 1}
         return {name: entries.get(name, samples) * dtype.itemsize for name, dtype in ARRAYS.items()}
@@ -107,11 +107,11 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bo
 
     Args:
         folder: The entry.
-        labels: Current names of its datasets; None takes the names in the manifest.
+        labels: Current names of the entry's datasets. If None, the names in the manifest are used.
         whole: Whether to compare even a large entry with its digests. This reads the whole entry.
 
     Returns:
-        The samples in mapped files, with the counts from the time when the tokens were made.
+        The samples in memory-mapped files, and the counts of dropped and truncated rows in the manifest.
 
     Raises:
         DamagedEntry: If a file is missing or has another size or content, or if the offsets do not divide the tokens.
@@ -166,7 +166,7 @@ def _map_array(folder: Path, array: str, expected: int | None = None) -> NDArray
 def _check_places(
     folder: Path, summary: Mapping[str, Any], offsets: NDArray[np.int64], source: NDArray[np.int32]
 ) -> None:
-    """Raise DamagedEntry for offsets or sources beyond the entry. Compiled loops would read the memory there."""
+    """Raise DamagedEntry for wrong offsets or sources, because compiled loops would read memory outside the arrays."""
     if offsets[0] != 0 or offsets[-1] != summary["tokens"] or (offsets[:-1] > offsets[1:]).any():
         raise DamagedEntry(f"{array_path(folder, 'offsets')} does not divide the tokens")
     if len(source) and (source.min() < 0 or source.max() >= len(summary["sources"])):
@@ -174,9 +174,9 @@ def _check_places(
 
 
 class EntryWriter:
-    """Streams samples into the files of a new entry, and computes their digests on the way.
+    """Streams samples into the files of a new entry, and computes the digests of these files.
 
-    Its methods raise DataError when the disk is full or fails; the caller removes the folder.
+    Its methods raise DataError if the disk is full or fails. The caller then removes the folder.
     """
 
     def __init__(self, folder: Path, key: CacheKey) -> None:
@@ -184,7 +184,7 @@ class EntryWriter:
         self._tokens = 0
         self._digests = {name: xxhash.xxh3_128() for name in ARRAYS}
         with disk_errors(folder.parent):
-            # Unbuffered: a failed write leaves nothing that closing the file would try to write again.
+            # The files are unbuffered, because closing a buffered file after a failed write would try to write again.
             self._files = {name: array_path(folder, name).open("xb", buffering=0) for name in ARRAYS}
             self._append("offsets", np.zeros(1))
 
@@ -198,7 +198,7 @@ class EntryWriter:
         self._tokens += len(block.tokens)
 
     def build(self) -> TokenStore:
-        """Return all samples, on disk but not yet in the cache. Nothing can be appended afterwards."""
+        """Return all samples, which are on disk but not yet in the cache. No samples can be appended afterwards."""
         with disk_errors(self.folder.parent):
             self.close()
             return TokenStore(**{name: _map_array(self.folder, name) for name in ARRAYS}, labels=self._key.labels)
@@ -222,7 +222,7 @@ class EntryWriter:
         content = values.view(np.uint8).data if values.size else memoryview(b"")
         self._digests[array].update(content)
         while content:
-            # A nearly full disk takes a part and refuses the rest.
+            # If the disk is nearly full, only a part may be written. The next write then raises an error.
             content = content[self._files[array].write(content) or 0 :]
 
 

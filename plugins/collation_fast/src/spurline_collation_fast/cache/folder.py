@@ -1,9 +1,9 @@
-"""The folder of the token cache: find an entry by its key, commit a new one, list and remove entries.
+"""The folder of the token cache: find an entry by its key, commit a new entry, list and remove entries.
 
 Data flow: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
 own folder and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry or
-none, on shared folders too. A process that has mapped an entry keeps reading it. Folders that are not entries
-have names that begin with a dot.
+no entry, on shared folders too. A process that has mapped a removed entry can still read it. Folders that are not
+entries have names that begin with a dot.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from spurline.files import sync_file
 from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, EntryWriter, disk_errors, open_entry
 
 _WRITING = ".writing-"
-"""Prefix of the folders that writers fill. A writer locks its folder, and the lock ends with its process."""
+"""Prefix of the folders that writers fill. A writer locks its folder, and its lock is freed when its process ends."""
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
-"""Attempts to commit an entry while other processes commit or remove the same one."""
+"""Attempts to commit an entry while other processes commit or remove the same entry."""
 
 
 def default_cache_folder() -> Path:
@@ -49,8 +49,8 @@ class TokenCache:
     def open(self, key: CacheKey) -> Tokenized | None:
         """Return the tokens of this key, or None if there are none. A damaged entry is removed, with a note.
 
-        `Tokenized.examples` names files as they were called when the tokens were made. Raises OSError for an entry that
-        cannot be read or removed now; such an entry may be undamaged.
+        `Tokenized.examples` has the names that files had when the tokens were made. Raises OSError if the entry cannot
+        be read or removed now. The entry may be undamaged then.
         """
         entry = self.folder / key.digest
         try:
@@ -68,7 +68,7 @@ class TokenCache:
         return replace(found, notes=tuple(self.notes))
 
     def discard(self, key: CacheKey) -> None:
-        """Remove the entry of this key. Raises OSError if that is not possible."""
+        """Remove the entry of this key, if it exists. Raises OSError if it cannot be removed."""
         remove(self.folder / key.digest)
 
     def check_writable(self) -> None:
@@ -78,7 +78,7 @@ class TokenCache:
 
     @contextmanager
     def writer(self, key: CacheKey) -> Iterator[EntryWriter]:
-        """Yield a sink for the samples of a new entry. Unless the entry is committed, its files are removed.
+        """Yield a sink for the samples of a new entry. If the entry is not committed, its files are removed.
 
         Raises DataError if the disk is full or fails.
         """
@@ -122,13 +122,13 @@ class TokenCache:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """Make the folder of a writer. Returns it with a file descriptor that holds its lock."""
+    """Make and lock the folder of a writer. Returns the folder and the file descriptor that holds the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_WRITING, dir=parent))
         # Another process may sweep the folder away before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # On a file system without locks the folder stays unlocked, and no sweep can remove it.
+            # On a file system without locks the folder stays unlocked, and `sweep` cannot lock and remove it either.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():
@@ -139,7 +139,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
 def sweep(folder: Path) -> None:
     """Remove the folders of killed writers, which have no lock, and entries whose removal was interrupted."""
     for path in folder.glob(f"{_WRITING}*"):
-        # Folders that belong to other users, or are in use, stay.
+        # Skip folders that are in use or belong to other users.
         with suppress(OSError):
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -166,12 +166,12 @@ def entry_paths(folder: Path) -> list[Path]:
 
 
 def remove(entry: Path) -> None:
-    """Remove an entry by renaming it first. Does nothing if it is gone. Raises OSError if it cannot be renamed."""
+    """Rename an entry and then remove it, if it exists. Raises OSError if it cannot be renamed."""
     aside = entry.with_name(f"{_REMOVED}{entry.name}-{secrets.token_hex(4)}")
     try:
         entry.rename(aside)
     except FileNotFoundError:
         return
-    # Readers no longer find it. Over NFS, mapped files keep the folder until a later sweep.
+    # Readers cannot find the renamed entry. Over NFS, files that a process has mapped stay until a later sweep.
     with suppress(OSError):
         remove_path(aside)

@@ -38,10 +38,10 @@ _CLOCK = re.compile(r"\b(strftime_now|datetime)\b")
 """Names that a chat template uses to print the date, as Llama 3.2 does in the system prompt."""
 
 _UNUSED_OF_DATASET = {"weight", "label"}
-"""Settings that act after tokenization, so the key does not contain them. The key contains no paths either."""
+"""Settings that act only after tokenization, so the key does not contain them. The key contains no paths either."""
 
 _UNUSED_OF_DATA = {"train", "eval", "order"}
-"""Settings that act after tokenization, or that the key contains for each dataset."""
+"""Settings that act only after tokenization, or that the key already contains for each dataset."""
 
 
 def cache_key(
@@ -56,7 +56,7 @@ def cache_key(
         datasets: The datasets to tokenize.
         tokenizer: The tokenizer that encodes them.
         data: Settings of the section `data`.
-        today: The date, which matters if the chat template prints it; None asks the clock.
+        today: The date, which matters only if the chat template prints it. If None, the current date is used.
 
     Raises:
         ModelError: If no loss mask can be made with the tokenizer.
@@ -108,7 +108,7 @@ def _dataset_part(source: DatasetToTokenize) -> dict[str, Any]:
 
 def _tokenizer_part(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())  # type: ignore[attr-defined]
-    # Every call of the tokenizer sets these two, so they depend on the last call.
+    # Each call of the tokenizer sets these two values, so they say nothing about the tokenizer itself.
     del backend["truncation"], backend["padding"]
     kind = type(tokenizer)
     source = inspect.getsourcefile(kind)

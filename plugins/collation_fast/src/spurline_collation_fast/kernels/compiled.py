@@ -1,7 +1,7 @@
-"""The loops of `loops.py`, compiled by numba. They run without the interpreter lock.
+"""The loops of `loops.py`, compiled by numba. They release the interpreter lock (GIL) while they run.
 
-They are compiled once per machine. The machine code is cached beside the source, or in the user's cache folder if the
-package is read-only.
+They are compiled once per machine. The machine code is cached next to the source file, or in the user's cache folder if
+the package is read-only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _fetch_in_compiled_code(values, place):
 
 
 class _Cache(FunctionCache):
-    """numba's cache. If the disk fails or is full, each process compiles for itself."""
+    """A cache of numba that ignores a full or broken disk. Each process then compiles the loops itself."""
 
     def _guard_against_spurious_io_errors(self) -> Any:
         return suppress(OSError)

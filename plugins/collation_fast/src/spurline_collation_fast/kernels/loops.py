@@ -1,7 +1,7 @@
 """The innermost loops of collation, in plain Python that `compiled.py` compiles.
 
-All tables are int64. No loop makes an array, and the packing loops slice none. Compiling code that makes or slices
-arrays takes seconds; compiling code that only reads and writes them takes a tenth of a second.
+All tables are int64. No loop creates an array, and the packing loops do not slice arrays either. Compiling code that
+creates or slices arrays takes seconds. Compiling code that only reads and writes them takes a tenth of a second.
 
 `write_rows` and `write_values` write segments into the columns of a batch, row by row. Row r holds the segments
 `row_offsets[r] : row_offsets[r + 1]`. Segment s is sample `positions[s]`. `begins` and `lengths` locate the values of
@@ -19,7 +19,7 @@ LINE = 64
 AHEAD = 4
 """Number of segments to fetch ahead. A core can wait for about this many cache lines at the same time."""
 FETCHED_LINES = 16
-"""Lines to fetch of each segment. The processor itself fetches the lines after these."""
+"""Cache lines to fetch at the beginning of each segment. The processor itself fetches the lines after these."""
 
 
 def fetch(values, place):
@@ -30,7 +30,7 @@ def fetch(values, place):
 
 
 def fetch_ahead(values, begins, lengths, positions, segment):
-    """Fetch the first lines of a segment that is written soon. Segments are scattered over a store."""
+    """Fetch the first lines of the segment that is read `AHEAD` segments later. Segments are scattered in memory."""
     if segment + AHEAD >= positions.shape[0]:
         return
     sample = positions[segment + AHEAD]
@@ -45,7 +45,7 @@ def fill(out, value):
 
 
 def zero(out):
-    # Unlike `fill(out, 0)`, a literal is compiled to one memset.
+    # The compiler makes one memset of this loop, because the 0 is a literal. It would not do so for `fill(out, 0)`.
     for place in range(out.shape[0]):
         out[place] = 0
 
@@ -113,8 +113,8 @@ def write_values(values, begins, skips, lengths, positions, columns, row_offsets
 def longest_first(lengths, free, order):
     """Write the positions of the samples into `order`, longest first. Among equal lengths the higher position is first.
 
-    This counting sort takes linear time. `free` holds zeros and has two more entries than the longest sample has
-    tokens.
+    This counting sort takes linear time. `free` must contain zeros. Its length is the tokens of the longest sample
+    plus 2.
     """
     longest = free.shape[0] - 2
     for length in lengths:
@@ -128,11 +128,11 @@ def longest_first(lengths, free, order):
 
 
 def first_fit(lengths, order, row_of, room):
-    """Put each sample into the first row with room, and return the number of rows.
+    """Put each sample into the first row into which it fits, and return the number of rows.
 
-    `room` is a binary tree [2 * leaves] with one leaf for each possible row. Every node holds the most room below it,
-    so a row is found in log2(rows) steps. At first every node holds the capacity of a row. If some sample fits into no
-    row, the result is larger than the number of leaves.
+    `room` is a binary tree [2 * leaves] with one leaf for each possible row. A leaf is the free tokens of its row. Each
+    other node is the larger of its two children, so a row is found in log2(rows) steps. At first every node is the
+    capacity of a row. If some sample fits into no row, the result is larger than the number of leaves.
     """
     leaves = room.shape[0] // 2
     num_rows = 0
@@ -159,8 +159,8 @@ def first_fit(lengths, order, row_of, room):
 def best_fit(lengths, order, capacity, row_of, keys):
     """Put each sample into the row where it leaves the least room, and return the number of rows.
 
-    Among equal rows the earlier one is taken. `keys` has one entry for each sample. It keeps the rows sorted by
-    (room, number); each entry is one integer that contains both.
+    Among rows with equal room, the first row is taken. `keys` has one entry for each sample. The loop keeps rows there,
+    sorted by (room, number of the row). Each entry is one integer that contains both values.
     """
     scale = order.shape[0]
     num_rows = 0
@@ -191,9 +191,9 @@ def best_fit(lengths, order, capacity, row_of, keys):
 def fill_missing_rows(order, row_of, num_rows, counts, donors, last, before):
     """Fill each row beyond `num_rows` with the last sample of a row with the most samples.
 
-    Core's `spread_over_ranks` does the same. `counts` holds zeros, one for each row of the result, and receives the
-    number of samples. `donors` and `last` have the length of `counts`, `before` has the length of `order`. All three
-    are overwritten.
+    Core's `spread_over_ranks` does the same. `counts` must contain zeros, one for each row of the result, and receives
+    the number of samples in each row. `donors` and `last` have the length of `counts`, and `before` has the length of
+    `order`. All three are overwritten.
     """
     for sample in order:
         row = row_of[sample]

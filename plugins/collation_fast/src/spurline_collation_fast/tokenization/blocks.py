@@ -37,9 +37,9 @@ from spurline_text.encoding import RowEncoder
 from spurline_text.tokenization import block_of_outcomes
 
 _STARTED = 2
-"""Chunks that are given to the tokenizer before the first result is awaited."""
+"""Number of later chunks that are already started while the block of a chunk is awaited."""
 _WAITING = 2
-"""Chunks in flight for each worker: the one that it encodes, and the next."""
+"""Number of submitted chunks for each worker: one that it encodes, and one that waits in the queue."""
 _LOOK_S = 1.0
 """Seconds between two checks that all workers are alive."""
 _STALL_TIMEOUT_S = 1800.0
@@ -65,7 +65,7 @@ def chunks_of(sizes: Sequence[int], first: int, rows_at_most: Callable[[], int])
 
     Args:
         sizes: Rows of each dataset.
-        first: The first row, counted from 0 over all datasets.
+        first: The row to begin with, counted from 0 over all datasets.
         rows_at_most: Returns the maximum number of rows of the next chunk.
     """
     for source, size in enumerate(sizes):
@@ -125,7 +125,7 @@ class BlockEncoder:
                 yield started.popleft()()
 
     def _start(self, chunk: Chunk, executor: ThreadPoolExecutor | None) -> Callable[[], SampleBlock]:
-        """Start encoding a chunk. The returned function waits for the block, or raises the chunk's error."""
+        """Start encoding a chunk. Return a function that waits for the block, and returns it or raises an error."""
         encoder = self._encoder(chunk.source)
         prepared = encoder.prepare(range(chunk.start, chunk.stop))
         if executor is None:
@@ -141,11 +141,11 @@ class BlockEncoder:
 
 
 class UnsharableDataError(Exception):
-    """Raised if a dataset or tokenizer cannot be sent to another process. The text says why."""
+    """Raised if a dataset or tokenizer cannot be sent to another process. The message says why."""
 
 
 class WorkerPool:
-    """A context manager with processes that encode chunks. Leaving it ends all of them.
+    """A context manager that starts worker processes, which encode chunks. Leaving the context ends all workers.
 
     Entering the context, or asking for the first block, raises UnsharableDataError if the encoder cannot be sent to
     other processes.
@@ -153,7 +153,7 @@ class WorkerPool:
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
         self._encoder, self._num_workers = encoder, num_workers
-        # The workers by process id: the executor's own dict, once the context is entered.
+        # Maps process ids to workers. Entering the context replaces it by the executor's own dict.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
@@ -169,11 +169,11 @@ class WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Nobody needs the results of the workers any more.
+        # The results of the workers are no longer needed.
         for process in list(self._processes.values()):
             process.kill()
         # The executor's thread may wait for the second half of a block from a killed worker. The thread sees the end of
-        # the pipe, and `shutdown` returns, only when all writing ends are closed. This process holds one of them.
+        # the pipe, and `shutdown` returns, only when all write ends are closed. This process holds one write end.
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
@@ -202,7 +202,7 @@ class WorkerPool:
             ) from error
 
     def _submit(self, chunk: Chunk) -> Future[SampleBlock]:
-        # The executor starts a process only if no worker is idle. So until all are started, any submit may start one.
+        # The executor starts a process only if no worker is idle. Until all workers run, each submit may start another.
         starts = len(self._processes) < self._num_workers
         with _without_main_module() if starts else nullcontext():
             return self._executor.submit(_encode, chunk)
@@ -259,19 +259,19 @@ def _encode(chunk: Chunk) -> SampleBlock:
     if _encoder is None:
         try:
             _encoder = pickle.loads(_pickled_encoder)  # noqa: S301 - made by the parent
-        except Exception as error:  # noqa: BLE001 - the class may be missing here, or raise anything
+        except Exception as error:  # noqa: BLE001 - a foreign class may raise anything
             raise UnsharableDataError(f"{type(error).__name__}: {error}") from None
         assert _encoder is not None
     return next(_encoder.blocks([chunk]))
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles configs whose classes were made for one run and exist in no module."""
+    """A pickler for configs whose classes were created for one run, and cannot be imported from a module."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, Section):
             return NotImplemented
-        # The class that its author wrote: the nearest base that can be imported.
+        # Pickle the nearest base class that can be imported. This is the class in the source code.
         written = next(
             base
             for base in type(value).__mro__

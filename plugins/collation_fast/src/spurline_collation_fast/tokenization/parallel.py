@@ -40,8 +40,8 @@ TOKENS_PER_CHUNK = 1 << 16
 
 ROWS_WORTH_WORKERS = 100_000
 CORES_WORTH_WORKERS = 4
-"""`workers: auto` starts workers if there are at least so many rows and cores. Starting them takes 2 s. With fewer rows
-or cores, the threads of the tokenizer are as fast."""
+"""`workers: auto` starts workers if there are at least this many rows and cores. Starting workers takes 2 s. With fewer
+rows or cores, the threads of the tokenizer are as fast."""
 MAX_WORKERS = 64
 """More workers are not faster, since one process collects the blocks of all workers."""
 
@@ -64,7 +64,7 @@ def show_progress(num_rows: int) -> Iterator[Advance]:
 
 
 class ParallelTokenization:
-    """Tokenizes datasets on all cores. Each sample equals that of `text/sequential`."""
+    """Tokenizes datasets on all cores. `text/sequential` makes exactly the same samples."""
 
     def __init__(
         self, config: ParallelTokenizationConfig, *, tokenizer: PreTrainedTokenizerBase, data: DataConfig
@@ -72,7 +72,7 @@ class ParallelTokenization:
         self._config, self._tokenizer, self._data = config, tokenizer, data
 
     def tokenize(self, datasets: Sequence[DatasetToTokenize]) -> Tokenized:
-        """Return all samples of all datasets, in order. If the cache has the tokens, no row is read."""
+        """Return all samples of all datasets, in order. If the cache has the tokens, this reads no rows."""
         config = self._config
         if config.disable_cache:
             return self._in_memory(datasets)
@@ -112,7 +112,7 @@ class ParallelTokenization:
     def _encode(
         self, datasets: Sequence[DatasetToTokenize], sink: SampleSink | None = None
     ) -> tuple[SampleCollector, list[str]]:
-        """Send the samples of all rows to the sink, or to memory if it is None. Return notes for the user too."""
+        """Send the samples of all rows to `sink`, or keep them in memory if it is None. Also return notes for users."""
         for dataset in datasets:
             check_rows(dataset.dataset)
         encoder = BlockEncoder(datasets, self._tokenizer, self._data)
@@ -131,7 +131,7 @@ class ParallelTokenization:
 def _blocks(
     encoder: BlockEncoder, sizes: Sequence[int], workers: int | Literal["auto"], notes: list[str]
 ) -> Generator[SampleBlock, None, None]:
-    """Yield the blocks of all rows, in order. If the data cannot be sent to workers, `notes` gets a line about it."""
+    """Yield the blocks of all rows, in order. If the data cannot be sent to workers, add a line to `notes`."""
     done, rows_per_chunk = 0, ROWS_PER_CHUNK
     if num_workers := _num_workers(workers, sum(sizes)):
         try:
@@ -144,7 +144,7 @@ def _blocks(
                 f"tokenized in one process instead of {num_workers}: the data cannot be sent to another process "
                 f"({error}). Define the dataset in a module that can be imported, and make it picklable."
             )
-    for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - it must see new values
+    for block in encoder.blocks(chunks_of(sizes, done, lambda: rows_per_chunk)):  # noqa: B023 - reads the newest value
         fitting = TOKENS_PER_CHUNK * block.num_rows // max(1, len(block.tokens))
         rows_per_chunk = max(ROWS_PER_CHUNK, min(fitting, MOST_ROWS_PER_CHUNK))
         yield block

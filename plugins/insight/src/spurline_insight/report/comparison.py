@@ -24,7 +24,7 @@ from spurline_insight.report.record import distinct_names, read_record
 from spurline_insight.report_panel import RunRecord
 
 COMPARISON_FILE = "comparison.html"
-"""The page in the working directory, if no other file is given."""
+"""The default file name of the page, which is written to the working directory."""
 MOST_RUNS = 20
 """Largest number of runs. More curves in one plot cannot be told apart."""
 
@@ -114,7 +114,7 @@ def _results(runs: Sequence[ComparedRun]) -> str:
 
 
 def _usual(names: Iterable[str]) -> list[str]:
-    """Return those of the names that are headlines or evaluation metrics, without times of evaluations."""
+    """Return the given names that are in `_HEADLINES` or belong to evaluation metrics, except evaluation times."""
     given = set(names)
     evaluations = sorted(name for name in given if name.startswith("eval/") and not name.endswith("/time"))
     return [name for name in _HEADLINES if name in given] + evaluations
@@ -144,7 +144,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Return each setting as YAML writes it, by its path. Items of lists have their number in the path."""
+    """Map the path of each setting to its value in YAML. If a list has nested items, paths contain the item's index."""
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):

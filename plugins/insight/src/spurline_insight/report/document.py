@@ -1,4 +1,4 @@
-"""Write one HTML file that opens without a network: style, scripts, plotly.js and figures around a body.
+"""Write one HTML file that needs no network, since it contains style, scripts, plotly.js and figures.
 
 plotly.js and the figures are compressed with gzip and written in base 85, so that most pages take less than 2 MB. A
 script on the page unpacks them. A content security policy forbids the page to load anything.
@@ -27,7 +27,7 @@ _TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
 def document(title: str, body: str) -> str:
-    """Return the page with this title and body. The body is HTML, with figures that `figure` has made."""
+    """Return the page with this title and body. The body is HTML, and may contain figures made by `figure`."""
     figures: list[str] = []
 
     def take(found: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ SMOOTHED_FROM = 10
 """Series with at least this many points are smoothed."""
 
 _MARKUP = frozenset({"hovertext", "hovertemplate", "texttemplate"})
-"""Attributes whose values are plotly's markup, and are not escaped."""
+"""Attributes whose values contain markup of plotly. They are not escaped."""
 
 Trace = dict[str, Any]
 
@@ -33,7 +33,7 @@ def series_color(index: int) -> str:
 
 
 def thinned(steps: Sequence[int], values: Sequence[float], most: int = MAX_POINTS) -> tuple[list[int], list[float]]:
-    """Return at most `most` points of a series: the first, the last, and the lowest and highest of each stretch."""
+    """Return at most `most` points of a series: the first, the last, and the lowest and highest of each interval."""
     if len(steps) <= most:
         return list(steps), list(values)
     stretches = (most - 2) // 2
@@ -52,7 +52,7 @@ def smoothing_span(num_points: int) -> int:
 
 
 def moving_means(values: Sequence[float]) -> list[float]:
-    """Return the mean of the `smoothing_span` points around each point, and of fewer points at the ends.
+    """Return the mean of the `smoothing_span` points around each point. The ends have fewer points to average.
 
     The window is centred, since a trailing mean would lag behind a steep start.
     """
@@ -98,7 +98,7 @@ def line(
 
 
 def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], color: str) -> list[Trace]:
-    """Return a faint line of the values and a strong line of their moving mean, or one line of a short series."""
+    """Return a faint line of the values and a strong line of their moving mean. A short series gets one line."""
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
     means = moving_means(values)

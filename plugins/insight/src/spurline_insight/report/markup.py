@@ -25,7 +25,7 @@ def text(value: Any) -> str:
 
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
-    """Return a row of cards. Each is a label, a value in large type, and a smaller line below."""
+    """Return a row of cards. Each card has a label, a value in large type, and a smaller line below."""
     rendered = "".join(
         f'<div class="card"><dt>{text(label)}</dt><dd>{text(value)}</dd><dd class="detail">{text(detail)}</dd></div>'
         for label, value, detail in items

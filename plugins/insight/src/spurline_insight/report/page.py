@@ -21,7 +21,7 @@ from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPan
 def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | str) -> Path:
     """Render `panels` in order, write the page to `out`, and return its path.
 
-    If a panel raises an error, the page shows the error in its place.
+    If a panel raises an error, the page shows the error in place of the panel.
 
     Raises:
         RunFailedError: If panels raised errors. The page is written first. The error names the panels.
@@ -81,13 +81,13 @@ def _header(record: RunRecord, name: str) -> str:
 
 
 def steps_of(record: RunRecord) -> tuple[int, int | None]:
-    """Return the last recorded step, or 0, and the number of steps of the whole run, if it is known."""
+    """Return the last recorded step (0 if there is none) and the total number of steps (None if unknown)."""
     total = record.summary.get("total_steps")
     return int(record.metrics[-1]["step"]) if record.metrics else 0, total if isinstance(total, int) else None
 
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
-    """Return model, training data, loss, backend and device of a run, without those that are not known."""
+    """Return model, training data, loss, backend and device of a run. Unknown facts are left out."""
     data = setting(config, "data", "train")
     entries = data if isinstance(data, (list, tuple)) else []
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]

@@ -1,7 +1,7 @@
 """Read the files of a finished or running run, and sort its evaluation metrics into held-out losses and scores.
 
-Rollouts of held-out prompts record `eval/pass@1`, mean rewards and the number of prompts given up. These rewards are
-not scores. They are drawn beside the rewards of training.
+Rollouts of held-out prompts record `eval/pass@1`, mean rewards and the number of prompts given up. These rewards do
+not count as scores. Plots show them beside the training rewards.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_summary(run_dir: Path) -> Mapping[str, Any]:
 
 
 def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
-    """Return a different name for each run: its folder, with folders above it where they are needed."""
+    """Return a unique name for each run: the name of its folder, with parent folders where necessary."""
     parts = [run_dir.resolve().parts for run_dir in run_dirs]
 
     def name_of(own: tuple[str, ...]) -> str:
@@ -53,7 +53,7 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
 GIVEN_UP = "failed"
 """Metric of an evaluation that counts the prompts given up."""
 REWARD = "reward/mean"
-"""Metric that every step of reinforcement learning has, and no other step."""
+"""Metric that every step of reinforcement learning records. Steps of other training never record it."""
 OF_PAIRS = "dpo/"
 """Prefix of the metrics of preference pairs."""
 
@@ -71,7 +71,7 @@ def recorded_names(record: RunRecord, prefix: str) -> list[str]:
 
 
 def evaluations_of(record: RunRecord) -> list[str]:
-    """Return the prefixes of the run's evaluations: `eval/` for `data.eval`, and `eval/NAME/` for each named one."""
+    """Return the prefixes of the run's evaluations: `eval/` for `data.eval`, and `eval/NAME/` for a named one."""
     named = setting(record.config, "evaluations")
     return ["eval/", *(f"eval/{name}/" for name in (named if isinstance(named, Mapping) else ()))]
 
@@ -84,8 +84,8 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     """Return the names of evaluation metrics except losses: first shares, for which more is better, then the others.
 
-    A score of answers is a share if all its values are within 0..1. For a metric that training records too, the name of
-    the metric decides: a margin of 0.4 is not 40 %.
+    A score of answers is a share if all its values are within 0..1. If training records the metric too, the name of the
+    metric decides instead of its values, since a margin of 0.4 is not 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = evaluation_metrics(record)
@@ -104,7 +104,7 @@ def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
 
 
 def label_of(name: str, kind: str = "") -> str:
-    """Return `exact match` for `eval/exact_match`, after the word `kind` if it is given."""
+    """Return a label such as `exact match` for `eval/exact_match`. If `kind` is given, the label begins with it."""
     label = name.removeprefix("eval/").replace("_", " ")
     return f"{kind} {label}" if kind else label
 

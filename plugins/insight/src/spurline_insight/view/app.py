@@ -1,8 +1,8 @@
 """Answer the requests of the page: three files of the package, and JSON about the runs that the command line names.
 
 Other packages answer further requests through the entry-point group `spurline.view`. An entry point `module:function`
-gets the run directories, and returns functions by their names below `/api/`. A request names a run by its number, and
-cannot name a path.
+gets the run directories, and returns a mapping from names below `/api/` to functions. A request names a run by its
+number, and cannot name a path.
 """
 
 from __future__ import annotations

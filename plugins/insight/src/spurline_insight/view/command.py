@@ -1,4 +1,4 @@
-"""The command `spurline view`: listen on the loopback, print the address, and serve until Ctrl-C."""
+"""The command `spurline view`: listen on 127.0.0.1, print the address, and serve until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Show the page only to a browser that has the token and asks for a host of `HOSTS`.
+"""Show the page only to a browser that has the token, and whose request names a host in `HOSTS`.
 
-The guard is an ASGI application around another. The address of the first visit contains the token. The browser gets a
-cookie, and is redirected to the same address without the token. Later requests pass with the cookie. The headers of
-every answer forbid scripts and styles from elsewhere, frames, and reading by other sites.
+The guard is an ASGI application that wraps another. The address of the first visit contains the token. The browser
+gets a cookie, and is redirected to the same address without the token. Later requests pass with the cookie. The
+headers of every answer forbid scripts and styles from elsewhere, frames, and reading by other sites.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HOSTS = ("127.0.0.1", "localhost")
-"""Host names that are answered. Other names may point to this machine too (DNS rebinding)."""
+"""Host names in requests that the guard allows. Other names may point to this machine too (DNS rebinding)."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; "
@@ -32,14 +32,14 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """An application that passes requests with the cookie on to `app`. `port` is a part of the cookie's name."""
+    """An application that forwards requests with the cookie to `app`. The name of the cookie contains `port`."""
 
     def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app = app
         self._token = token
         self._cookie = f"spurline_view_{port}"
         self.one_visit = secrets.token_urlsafe(24)
-        """A token for one visit. Other users of the machine can see the address with which a browser is started."""
+        """A token for one visit, since other users of the machine can see the address with which a browser starts."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]

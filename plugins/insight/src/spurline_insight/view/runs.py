@@ -14,11 +14,11 @@ from spurline_insight.report.record import distinct_names, evaluation_metrics, r
 from spurline_insight.report_panel import RunRecord
 
 MAX_POINTS = 2000
-"""Points of a curve that are sent to the page."""
+"""Largest number of points of a curve that are sent to the page."""
 
 
 class ViewedRun:
-    """A finished or running run. Each method reads the run's files again. Several threads may call them.
+    """A finished or running run. Each call reads the run's files again. Several threads may call its methods.
 
     Raises RunDirectoryError if the folder is missing or is not a run directory.
     """

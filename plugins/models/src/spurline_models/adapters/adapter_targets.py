@@ -36,6 +36,6 @@ def unadaptable(causal: PreTrainedModel) -> dict[str, str]:
 
 
 def is_target(name: str, lora: LoraConfig) -> bool:
-    """Return whether the settings ask for an adapter on the module of this name. It must not be the output layer."""
+    """Return whether the settings ask for an adapter on this module, which must not be the output layer."""
     targets = lora.target_modules
     return targets == "all-linear" or any(name == target or name.endswith(f".{target}") for target in targets)

@@ -48,7 +48,7 @@ class AdapterWeights(GroupedWeights):
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Names in files lack the name of the adapter. PEFT adds it when it loads the files.
+            # Names in files lack the name of the adapter. PEFT adds the name when it loads the files.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
             tensors[source] = parameter
@@ -70,7 +70,7 @@ def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
     try:
         save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
     except SafetensorError as error:
-        # The library raises this for a full disk too.
+        # safetensors raises this error for a full disk too.
         raise OSError(str(error)) from error
     # Write the settings last, so that a folder with settings always has its tensors.
     text = json.dumps(dict(adapter.settings), indent=2, sort_keys=True)

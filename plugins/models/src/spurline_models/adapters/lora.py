@@ -1,7 +1,7 @@
 """Add low-rank adapters to a model, and read merged weights or the adapters from it.
 
-peft replaces linear layers in place, so the causal model stays the same object. peft is an optional dependency. Only
-runs with adapters import this module.
+peft replaces linear layers in place, so the model stays the same object. peft is an optional dependency, so only runs
+that train adapters import this module.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ except ImportError as error:
     raise no_peft() from error
 
 ADAPTER = "default"
-"""The name of a model's only adapter, as PEFT names it by default."""
+"""PEFT's default name of an adapter. Each model here has one adapter, with this name."""
 
 
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
-    """Freeze the weights and add trainable adapters, in fp32 or in the weights' dtype if it is wider.
+    """Freeze the weights and add trainable adapters, which are fp32 unless the weights have a wider dtype.
 
     The adapters get the values of `initial_adapters`, unless the model is on device `meta`.
 
@@ -75,7 +75,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
             # These warnings are about calls that users cannot change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            # Without `low_cpu_mem_usage`, PEFT would draw values on the host first.
+            # Without `low_cpu_mem_usage`, PEFT would initialise adapters on the host even for a model on `meta`.
             peft.get_peft_model(causal, settings, low_cpu_mem_usage=causal.device.type == "meta")
     except ValueError as error:
         _refuse_unmatched(settings, lora, names, linear)
@@ -95,8 +95,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, initial value in fp32 on CPU) of every adapter matrix, one at a time.
 
-    A value depends only on the seed and the name, so that all ranks draw the same. As in peft, an adapter changes
-    nothing at first.
+    A value depends only on the seed and the parameter's name, so all ranks draw equal values. As in peft, one of the
+    two matrices of an adapter is zero at first, so the adapter does not change the model's outputs yet.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
@@ -116,7 +116,7 @@ def adapter_parameters(causal: nn.Module) -> Iterator[tuple[str, str, nn.Paramet
     """Yield (layer name, name in the layer, parameter) for every parameter of every adapter."""
     for layer_name, _ in adapted_layers(causal):
         for part, parameter in causal.get_submodule(layer_name).named_parameters():
-            # The weight under an adapter may have an adapter itself, which is yielded with its own layer.
+            # `base_layer` may be an adapted layer itself. Then `adapted_layers` yields it separately.
             if not part.startswith("base_layer."):
                 yield layer_name, part, parameter
 
@@ -144,12 +144,12 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the sum of a base weight and its adapter as a new tensor, in the wider dtype of both.
+    """Return a base weight plus its adapter's update as a new tensor, in the widest of their dtypes and fp32.
 
     Args:
         layer: The layer that carries the adapter.
         base: The name of the adapted weight in the layer.
-        tensors: The layer's tensors by their names in the layer. They must not be sharded.
+        tensors: The layer's tensors, keyed by their names within the layer. They must not be sharded.
     """
     dtype = torch.float32
     for tensor in tensors.values():
@@ -159,7 +159,7 @@ def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor
 
 
 class _Delta(nn.Module):
-    """A module for `functional_call` that returns peft's product of an adapter's matrices."""
+    """A module whose forward pass returns peft's product of an adapter's matrices, for `functional_call`."""
 
     def __init__(self, layer: BaseTunerLayer):
         super().__init__()
@@ -191,7 +191,7 @@ def notes(model: ModelConfig, lora: LoraConfig) -> list[str]:
         reasons.setdefault(reason, set()).add(name.rpartition(".")[2])
     add_adapters(causal, lora, 0)
     adapted = Counter(
-        # If experts are stored as one tensor, the adapter has the name of this tensor.
+        # An adapter of experts that are stored as one tensor has the tensor's name in `parameter_name`.
         str(getattr(layer, "parameter_name", name.rpartition(".")[2]))
         for name, layer in adapted_layers(causal)
     )
@@ -215,7 +215,7 @@ def _refuse_unmatched(settings: peft.LoraConfig, lora: LoraConfig, names: list[s
         if not is_parameter and not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError.at(
                 f"backend.lora.target_modules.{number}",
-                f"is {target!r}, and no module of the model has such a name.{suggestion(target, linear)} "
+                f"is {target!r}, but no module of the model has this name.{suggestion(target, linear)} "
                 f"Linear modules: {listing(linear)}.",
             )
 

@@ -1,7 +1,7 @@
 """The functions of `spurline generate`: open a model, read prompts, answer them, and print the answers.
 
-The weights of a checkpoint are those that `spurline export` would write. Each prompt is computed alone, so that no
-padding can change an answer.
+For a checkpoint, the model gets the weights that `spurline export` would write. Prompts are answered one at a time,
+since padding could change an answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _RESET = "/reset"
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling. Temperature 0 always chooses the most likely token. A text in `stop` ends an answer."""
+    """Sampling settings. At temperature 0, the most likely token is chosen. Each text in `stop` ends an answer."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -81,7 +81,7 @@ class Target:
         words: A description of the model.
         causal: The model.
         tokenizer: Its tokenizer.
-        sampling: The default sampling: that of the run, or else of the model's files.
+        sampling: The default sampling settings, from the run's source or else from the model's files.
         stops: Tokens that end an answer.
         context: The largest number of tokens of prompt and answer together, or None if there is no limit.
     """
@@ -101,11 +101,11 @@ def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: st
         config: Any = json.loads((path / "config.json").read_bytes())
     except (OSError, ValueError):
         config = None
-    # Models have a config.json too.
+    # A model folder has a config.json too, but without `run_dir`.
     if isinstance(config, dict) and "run_dir" in config:
         return open_run(load_run(path), checkpoint, progress)
     if checkpoint != "latest":
-        raise UserError(f"--checkpoint is for runs, and {target} is not one.")
+        raise UserError(f"--checkpoint is for runs, but {target} is not a run.")
     return open_model(target, progress)
 
 
@@ -129,7 +129,7 @@ def open_model(path: str, progress: Progress) -> Target:
 
 
 def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
-    """Open a model. If `weights` are given, they are used instead of those in its files."""
+    """Open a model with `weights`, or with the weights of the model's files if `weights` is None."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")
@@ -152,7 +152,7 @@ def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | N
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
     """Open the dataset at `path` as a run opens `data.train`, with these `columns`. Raises DataError if it is empty."""
     train = {"path": path, "columns": dict(columns)}
-    # Only `data` is used. A config must have the other settings.
+    # Only `data` is used, but a config must also set `model` and `steps`.
     loaded = load_config({"model": {"path": "none"}, "steps": 1, "data": {"train": train}})
     [rows] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(rows.dataset):
@@ -168,7 +168,7 @@ def text_of_input() -> str:
 
 
 class Prompts:
-    """Makes prompts for a model.
+    """An encoder that turns prompts into tokens for one model.
 
     Args:
         target: The model.
@@ -209,7 +209,7 @@ class Prompts:
         return list(self._encoded(text, is_chat=True).ids)
 
     def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """Yield (question, prompt tokens) of each row. Raises UserError, which names the row, if one has no prompt."""
+        """Yield (question, prompt tokens) of each row. If a row has no prompt, raises UserError, which names it."""
         for number in range(len(rows.dataset)):
             try:
                 yield self._of_row(rows.dataset[number], rows.config)
@@ -252,10 +252,10 @@ def answer(
         prompt: Tokens of the prompt, fewer than `target.context`.
         sampling: The settings of sampling.
         count: The number of answers.
-        seen: A function that is called with each new piece of text while a single answer is generated.
+        seen: A function that gets each new piece of text during generation, if `count` is 1.
 
     Raises:
-        UserError: If the prompt has no tokens, or several answers are asked for without sampling.
+        UserError: If the prompt has no tokens, or if `count` is above 1 at temperature 0.
     """
     if not prompt:
         raise UserError("the prompt has no tokens. Write something.")
@@ -292,14 +292,14 @@ def answer(
 
 
 def _read(target: Target, tokens: list[int], most: int | None) -> Answer:
-    """Read an answer up to its end token. Padding may follow, since all answers have the length of the longest."""
+    """Decode an answer up to its end token. Padding may follow, since `generate` pads all answers to one length."""
     end = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
     text = str(target.tokenizer.decode(tokens[:end], skip_special_tokens=True))
     return Answer(text, len(tokens[:end]), "length" if end is None and len(tokens) == most else "stop")
 
 
 class _Watched(TextStreamer):
-    """Passes each finished piece of text to a function."""
+    """A streamer that passes each finished piece of text to a function."""
 
     def __init__(self, target: Target, seen: Callable[[str], None]) -> None:
         super().__init__(target.tokenizer, skip_prompt=True, skip_special_tokens=True)  # pyright: ignore[reportArgumentType]
@@ -320,7 +320,7 @@ def answer_all(
 ) -> None:
     """Print the answers to prompts, given as pairs (question, tokens). With `as_json`, each line is a JSON object.
 
-    If each prompt gets one answer, a terminal shows its text while it is generated.
+    If `count` is 1 and `as_json` is false, a terminal shows each answer while it is generated.
     """
     watches = not as_json and count == 1 and sys.stdout.isatty()
     for number, (asked, prompt) in enumerate(prompts):

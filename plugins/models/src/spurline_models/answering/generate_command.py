@@ -17,13 +17,13 @@ ColumnOption = Annotated[
     typer.Option(
         "--column",
         metavar="NAME=COLUMN",
-        help="Read `prompt`, `messages`, ... from this column of the data. May be given several times.",
+        help="Read NAME (`prompt`, `messages`, ...) from the data's COLUMN. May be given several times.",
     ),
 ]
 
 
 def columns_of(given: list[str] | None) -> dict[str, str]:
-    """Return the setting `columns` of a dataset from `--column` options."""
+    """Convert `--column` options to the dataset setting `columns`."""
     columns = {item.partition("=")[0]: item.partition("=")[2] for item in given or ()}
     if not all(name and column for name, column in columns.items()):
         raise UserError("--column takes NAME=COLUMN, with the expected name first, such as --column prompt=question.")
@@ -34,7 +34,7 @@ def generate(
     target: Annotated[str, typer.Argument(help="Folder of a run, or of a model, or a model's name on the hub.")],
     prompts: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[PROMPT]...", help="Without it: a conversation in a terminal, or else standard input."),
+        typer.Argument(metavar="[PROMPT]...", help="If none is given: a chat in a terminal, or else standard input."),
     ] = None,
     file: Annotated[
         str | None, typer.Option(metavar="DATA", help="Rows of prompts, in any form that `data.train` takes.")
@@ -43,8 +43,8 @@ def generate(
     checkpoint: Annotated[str, typer.Option(help="The checkpoint of a run: latest, best, or a path.")] = "latest",
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue plain text, without a chat template.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0: no sampling.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", min=1, help="Token limit of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", min=0, help="0 means no sampling.")] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", min=0, max=1)] = None,
     top_k: Annotated[int | None, typer.Option(metavar="K", min=0)] = None,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="Text that ends an answer.")] = None,
@@ -52,7 +52,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, help="The seed of sampling.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print an object for each answer.")] = False,
 ) -> None:
-    """Answer prompts with a run's checkpoint or a model. By default, sample as the run or the model's files say."""
+    """Answer prompts with a run's checkpoint or a model. Sampling defaults come from the run or the model."""
     from spurline.trackers.start_lines import StartLines
 
     given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}

@@ -1,7 +1,7 @@
 """Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-The loss of a sequence depends only on its own tokens. So it does not depend on packing, micro-batches and ranks. A loss
-over all tokens of a batch would.
+The loss of a sequence depends only on its own tokens, so packing, micro-batches and ranks do not change it. They would
+change a loss over all tokens of a batch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 @dataclass(frozen=True)
 class BalanceLoss:
-    """A term of an objective: coefficient * (sum of the balance of sequences) / num_sequences.
+    """A term of an objective: coefficient * (sum of the sequences' balances, see `StreamBalance`) / num_sequences.
 
     `num_sequences` counts the sequences with loss in the whole mini-batch, over all micro-batches and ranks.
     """
@@ -30,7 +30,7 @@ class BalanceLoss:
 
 
 def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
-    """Return the coefficient of `model.router_aux_loss`. Raises ModelError if the model has no routers."""
+    """Return the coefficient that `model.router_aux_loss` sets. Raises ModelError if the model has no routers."""
     wanted = model.router_aux_loss
     assert wanted is not None
     if not find_routers(causal):
@@ -52,10 +52,10 @@ def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:
 class StreamBalance:
     """The balance of the sequences of one stream, summed while routers run.
 
-    In a layer with E experts, of which each token gets k, the balance of a sequence of T tokens is the sum over experts
-    of f * P. f is E / (k T) times the number of tokens that the expert gets, without gradient. P is the mean share of
-    the expert over the tokens. If all experts get equally many tokens, the balance is 1. The balances of all
-    layers are averaged.
+    A layer has E experts, and each token gets k of them. The layer's balance for a sequence of T tokens is the sum of
+    f * P over experts. f is E / (k T) times the number of tokens that the expert gets, and has no gradient. P is the
+    mean of the expert's share (`Choice.shares`) over the tokens. If all experts get equally many tokens, the balance
+    is 1. The balance of the sequence is the mean over all layers.
     """
 
     def __init__(self, stream: TokenStream) -> None:
@@ -68,13 +68,13 @@ class StreamBalance:
         self._weights = has_loss.double() / lengths.square()
         self._sum: Tensor | None = None
         self.unknown = ""
-        """The class of a router whose shares are not known. It is empty if there is no such router."""
+        """The class name of a router whose shares are not known, or empty if all are known."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
         """Add the choice that one router made in one pass.
 
         Args:
-            choice: The choice.
+            choice: The router's choice.
             counted: The tokens of the pass that are not padding.
             tokens: The positions of these tokens in the stream.
             num_layers: Number of layers with a router.

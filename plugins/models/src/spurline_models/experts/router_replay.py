@@ -29,7 +29,7 @@ from spurline_models.experts.routers import Choice, RouterTest, RouterWatch, fin
 Watcher = TypeVar("Watcher")
 
 Loads = Mapping[int, NDArray[np.int64]]
-"""The number of tokens of each expert, int64 [E], by the number of the layer."""
+"""The number of tokens of each expert, int64 [E], keyed by the number of the layer."""
 
 
 class ExpertLoads:
@@ -41,7 +41,7 @@ class ExpertLoads:
     @torch.no_grad()
     def add(self, layer: int, experts: Tensor, num_experts: int, counted: slice | Tensor) -> None:
         """Count the experts [T, top_k] of a layer, for the `counted` tokens only. The others are padding."""
-        # In the backward pass, layers only repeat choices that have been counted.
+        # In the backward pass, recomputed layers repeat choices that have already been counted.
         if torch._C._current_graph_task_id() != -1:
             return
         chosen = experts[counted].flatten()
@@ -58,7 +58,7 @@ class ExpertLoads:
 
 
 def load_metrics(parts: Iterable[Loads]) -> dict[str, float]:
-    """Return the metrics of all ranks' loads, or none for a model without experts.
+    """Return the metrics of the loads of all ranks together, or {} for a model without experts.
 
     The imbalance of a layer is the load of its busiest expert, divided by the mean load. `moe/imbalance` is the mean
     over layers, and `moe/imbalance/max` the worst layer. `moe/idle_experts` is the share of experts without a token.
@@ -97,7 +97,7 @@ class ExpertRouting:
         self.counted: slice | Tensor = slice(None)
         """The tokens of the next pass that are not padding."""
         self.stream_tokens: slice = slice(None)
-        """The positions of these tokens in the stream."""
+        """The positions of the `counted` tokens in the stream."""
         self.num_layers = len(layers)
         self.routers = find_routers(causal)
         if not self.routers:
@@ -111,13 +111,13 @@ class ExpertRouting:
             router = self.routers.get(number)
             if router is not None:
                 # Replace `forward` instead of adding a hook. If experts are divided over ranks, other hooks translate
-                # the numbers of experts, and a hook might see the translated numbers.
+                # the numbers of experts, and a hook here might see the translated numbers.
                 router.forward = partial(self._run, number, router, router.forward)
                 layer.register_forward_pre_hook(partial(self._enter, number))
                 layer.register_forward_hook(partial(self._leave, number))
 
     def noting(self) -> AbstractContextManager[dict[int, Tensor]]:
-        """Record the experts [T, top_k] of every forward pass in the context, by layer."""
+        """Record the chosen experts [T, top_k] of a forward pass in the context, keyed by the number of the layer."""
         return self.watching("_noted", {})
 
     def testing(self) -> AbstractContextManager[RouterTest]:
@@ -142,13 +142,13 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # If an earlier recomputation stopped before the router, its experts are still here. Remove them.
+        # If an earlier recomputation stopped before the router, the router's experts are still here. Remove them.
         self._given.pop(number, None)
 
     def _take(
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # The experts are an argument of the layer, so that recomputation in the backward pass gets the right ones.
+        # The experts are an argument of the layer, so that recomputation in the backward pass gets the same experts.
         if ROUTED_EXPERTS not in kwargs:
             return None
         experts: Tensor = kwargs[ROUTED_EXPERTS]
@@ -164,7 +164,7 @@ class ExpertRouting:
             return forward(*args, **kwargs)
         with RouterWatch(router, given) as watch:
             outputs = forward(*args, **kwargs)
-        # In the backward pass, layers only repeat choices that have been seen.
+        # In the backward pass, recomputed layers repeat choices that have already been seen.
         if torch._C._current_graph_task_id() == -1:
             self._see(number, router, watch.choice(outputs))
         return outputs
@@ -207,13 +207,14 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
         beyond = row[(row >= count) | (row < -1) | (known != known[..., :1])]
         if len(beyond):
             raise DataError(
-                f"The rollouts have expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}. (A "
-                "token with -1 in a layer may have only -1 there.) The rollouts come from another model. Record others."
+                f"The rollouts have expert {int(beyond[0])} for a token, and the model has 0 to {count - 1}. (If an "
+                "expert is -1, the token's others in the layer must be too.) The rollouts come from another model. "
+                "Record them again."
             )
 
 
 def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
-    """Raise DataError if experts [T, layers, top_k] have another number of layers or another top_k."""
+    """Raise DataError unless experts [T, layers, top_k] have this number of layers and this top_k."""
     if tuple(experts.shape[1:]) != (num_layers, top_k):
         raise DataError(
             f"The rollouts have {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
@@ -222,7 +223,7 @@ def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
 
 
 def no_routers(model: str) -> ModelError:
-    """Return the error for a model without routers, when experts are to be replayed."""
+    """Return the error to raise if `source.router_replay` is true and the model has no known routers."""
     return ModelError(
         f"source.router_replay is true, and no router is known in the model {model}. Set source.router_replay: false, "
         "or choose a mixture-of-experts model."

@@ -1,7 +1,7 @@
 """Watch the routers of a mixture of experts, and replace the experts that they choose.
 
-Every class of routers chooses with one call of `topk`, on scores [T, E]. That call is watched while the router's own
-code runs, and its result may be replaced. The router's own code then computes the weights of the replaced experts.
+Routers choose experts with one call of `topk` on scores [T, E]. `RouterWatch` watches this call while the router's own
+code runs, and may replace the result of the call. The router's code then computes weights for the replaced experts.
 `RouterTest` tests whether this works for a router.
 """
 
@@ -20,7 +20,7 @@ from spurline_models.architecture import decoder_layers, experts_per_token, num_
 
 
 def find_routers(causal: PreTrainedModel) -> dict[int, nn.Module]:
-    """Return the routers by the number of their decoder layer.
+    """Return the routers, keyed by the number of their decoder layer.
 
     A router is a module for which `router_sizes` finds sizes, and which contains no other such module. A layer with
     several routers is left out, since engines do not distinguish them.
@@ -64,7 +64,7 @@ class Choice:
     Attributes:
         experts: int64 [T, top_k].
         scores: [T, E], the differentiable scores of all experts.
-        kind: The function that computed the scores from logits. `logits` if the scores are logits, empty if not known.
+        kind: The function that computed the scores from logits, or `logits` if they are logits, or "" if unknown.
     """
 
     experts: Tensor
@@ -74,8 +74,8 @@ class Choice:
     def shares(self) -> Tensor:
         """Return the shares of all experts for each token [T, E], at least in fp32. Rows sum to 1.
 
-        A share is a softmax of the logits, or a sigmoid divided by the sum of sigmoids. With gradients, call it only
-        outside of recomputed layers, which must save the same tensors both times.
+        A share is a softmax of the logits, or a sigmoid divided by the sum of sigmoids. If gradients are on, call
+        this only outside of recomputed layers: a layer must save the same tensors in both passes.
         """
         assert self.kind, "the kind of scores is not known"
         scores = self.scores.to(torch.promote_types(self.scores.dtype, torch.float32))
@@ -110,12 +110,12 @@ class RouterWatch(TorchFunctionMode):
         return result
 
     def choice(self, outputs: Any) -> Choice | None:
-        """Return the choice of the router that returned these outputs, or None unless it chose exactly once."""
+        """Return the choice of the router that returned these outputs, or None if it did not choose exactly once."""
         if len(self._experts) != 1 or self._chosen_from is None:
             return None
         if self._scores is not None:
             return Choice(self._experts[0], *self._scores)
-        # Routers that choose by logits return them. Anything else is a score of an unknown kind.
+        # Routers that choose by logits return these logits. Scores that are not returned are of an unknown kind.
         is_logits = any(output is self._chosen_from for output in _tensors(outputs))
         return Choice(self._experts[0], self._chosen_from, "logits" if is_logits else "")
 
@@ -143,24 +143,24 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
 
 @dataclass
 class RouterTest:
-    """A test of every router that runs.
+    """A test of whether choices can be replayed in every router that runs.
 
-    If a router's own choice is replayed, its results must stay the same. If it gets other experts, it must give them
-    weights. `failed` has a reason for each class of routers that failed. `tried` counts the routers that have run.
+    If a router gets its own choice back, its results must stay the same. If it gets other experts, it must give them
+    weights. `failed` has a reason for each router class that failed. `tried` counts the routers that have run.
     """
 
     failed: dict[str, str] = field(default_factory=dict[str, str])
     tried: int = 0
 
     def try_out(self, router: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        """Run the router a few times on its input, and note if it fails."""
+        """Run the router a few times on its input, and add its class to `failed` if it fails."""
         self.tried += 1
         reason = self._what_fails(router, forward, args, kwargs)
         if reason is not None:
             self.failed.setdefault(type(router).__name__, reason)
 
     def problem(self, num_routers: int) -> str | None:
-        """Return why a model with `num_routers` routers cannot be replayed, or None."""
+        """Return why the choices in a model with `num_routers` routers cannot be replayed, or None if they can."""
         if self.tried < num_routers:
             return f"has {num_routers} routers, and uses {self.tried} of them"
         return next((f"has a {name}, which {reason}" for name, reason in sorted(self.failed.items())), None)
@@ -172,7 +172,7 @@ class RouterTest:
         again, _ = _run(router, forward, args, kwargs, choice.experts)
         if not all(torch.equal(one, other) for one, other in zip(_tensors(own), _tensors(again), strict=True)):
             return "gives other results for the experts that it chose itself"
-        # The experts after the chosen ones are different from each other, too.
+        # Like the chosen experts, the experts after them are distinct.
         others = (choice.experts + 1) % sizes_of(router).num_experts
         replaced, _ = _run(router, forward, args, kwargs, others)
         weights = [one for one in _tensors(replaced) if one.shape == others.shape and one.is_floating_point()]

@@ -1,6 +1,6 @@
 """The local backend: one process trains the whole model, on CPU or one GPU.
 
-It is the reference for other backends. It knows no algorithm: the loss comes with each call.
+It is the reference for tests of other backends. It depends on no algorithm, since each call passes a loss.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _CRITIC_FOLDER = "critic"
 
 
 class LocalBackend:
-    """A `Backend` in this process. The protocol describes its methods."""
+    """An implementation of `Backend` in this process. The protocol `Backend` describes the methods."""
 
     def __init__(self, config: LocalBackendConfig, run: RunConfig, registry: Registry, total_updates: int):
         if config.num_threads is not None:
@@ -121,7 +121,7 @@ class LocalBackend:
         trained = self._model_to_train(role)
         self._memory.check_here("asked for gradients")
         try:
-            # Restore the generators, so that the next update draws the same dropout.
+            # Restore the generators, so that this call does not change the dropout of the next update.
             with self._profile.keeping_generators():
                 self._accumulate(trained, batch, objective, role)
             result = trained.gradients()
@@ -160,7 +160,7 @@ class LocalBackend:
 
     @contextmanager
     def swapped(self, role: Role, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Swap parameters. The former values are kept as copies."""
+        """Give parameters other values in the context. Copies of the former values are restored at its end."""
         self._memory.check_here("given other parameters")
         with self._model_to_train(role).swapped(values):
             self._open_swaps += 1
@@ -260,7 +260,7 @@ class LocalBackend:
         return stop_tokens(self._model.causal, self._run.model)
 
     def _states(self) -> dict[str, TrainingState]:
-        """Return the state that a checkpoint holds, by folder."""
+        """Return the states of the trained models for a checkpoint, keyed by folder."""
         models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
         return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
 
@@ -306,7 +306,7 @@ class LocalBackend:
 
 
 def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDigest]:
-    """Write each state into its folder, and return digests by path."""
+    """Write each state into its folder, and return the files' digests, keyed by path."""
     return {
         f"{folder}/{name}".lstrip("/"): digest
         for folder, state in states.items()

@@ -4,7 +4,7 @@
 - optimizer.safetensors: the optimizer's state of each parameter.
 - rng.safetensors: the random generators.
 - state.json: the update count, the optimizer's name and numbers, a digest of the frozen weights, and a digest of the
-  weights that the run started from. Frozen weights are not saved.
+  weights that the run started from. The frozen weights themselves are not saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Digests = dict[str, FileDigest]
 
 
 class HostCopies:
-    """Copies of tensors in the memory of the host, from which a checkpoint is written while training goes on.
+    """Copies of tensors in host memory. A checkpoint is written from the copies while training continues.
 
     The memory is allocated once, and reused for later copies.
     """
@@ -97,10 +97,10 @@ class TrainingState:
 
         Args:
             trained: The model and its optimizer.
-            read: A function that returns a given tensor itself, or a copy on the host while engines have its memory.
+            read: A function that returns a tensor itself, or a copy on the host while engines use the tensor's memory.
 
         Raises:
-            CheckpointWriteError: If a checkpoint cannot hold the optimizer's state.
+            CheckpointWriteError: If the optimizer's state cannot be saved in a checkpoint.
         """
         optimizer = trained.optimization.state()
         own = {"model": _model_tensors(trained), "optimizer": optimizer.tensors}
@@ -118,12 +118,12 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Return this state with its tensors copied into `copies`. `owner` names the model there."""
+        """Return this state with its tensors copied into `copies`. `owner` keeps different models apart."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
     def write(self, path: Path) -> Digests:
-        """Write the state into this folder, and return the digests of the files by name.
+        """Write the state into this folder, and return the digests of the files, keyed by file name.
 
         Raises:
             CheckpointWriteError: If the files cannot be written.
@@ -182,7 +182,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
     """Read a saved state, and return a function that puts it into the model, its optimizer and the random generators.
 
     Raises:
-        CheckpointError: If the state does not fit this model and optimizer. They are unchanged then.
+        CheckpointError: If the state does not fit this model and optimizer. Then nothing has been changed.
     """
     content = read_facts(path, "local", _FORMAT)
     model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))

@@ -20,10 +20,10 @@ class LocalBackendConfig(TransformersBackendConfig):
     """One process, on CPU or one GPU."""
 
     missing_settings: ClassVar[Mapping[str, str]] = {
-        "ranks": "It is one process. To use several: `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
+        "ranks": "It runs in one process. To use more: `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' has it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "The backend 'megatron' has this: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     beyond: ClassVar[str] = (
@@ -37,25 +37,25 @@ class LocalBackendConfig(TransformersBackendConfig):
     """`bf16` computes under autocast. `fp64` is for numerical tests."""
     weights: Annotated[Literal["fp32", "bf16_masters"], OnResume.BY_NAME] = "fp32"
     """The dtype of trained weights with `precision: bf16`. `bf16_masters` holds matrices in bf16. The optimizer then
-    steps on fp32 copies of them."""
+    steps on fp32 copies of these matrices."""
     offload_optimizer: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Keep the optimizer's state and fp32 copies of weights in host memory, and compute optimizer steps on the CPU."""
     rows_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Rows of a micro-batch. Gradients are accumulated over micro-batches. null sets no limit."""
+    """Limit on the rows of a micro-batch. Gradients are accumulated over micro-batches. null sets no limit."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
-    """Most tokens of a micro-batch, without padding. Rows stay whole. If this and `rows_per_microbatch` are null,
-    all rows are one micro-batch. Only one of the two may be set."""
+    """Limit on the tokens of a micro-batch, without padding. Rows are not split. If neither this nor
+    `rows_per_microbatch` is set, all rows are one micro-batch. Only one of the two may be set."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
     """Number of positions whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads. null lets torch choose."""
     probe: Annotated[bool, OnResume.FREE] = True
-    """Check at start-up that packed rows and chunked logits are exact for this model."""
+    """Check at start-up that packed rows and chunked logits do not change the results of this model."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
-        # A config with `auto` may be for another machine, so check it for a GPU.
+        # A config with `auto` may be meant for another machine, so check it as if there was a GPU.
         yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.precision)
         if self.narrow_weights and self.precision != "bf16":
             yield Problem(
@@ -68,7 +68,7 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def narrow_weights(self) -> bool:
-        """True if trained matrices are held in half precision, beside fp32 masters."""
+        """True if trained matrices are held in half precision, and the optimizer has fp32 masters of them."""
         return self.weights != "fp32"
 
     @property
@@ -146,7 +146,7 @@ class LocalBackendConfig(TransformersBackendConfig):
                 yield {"max_tokens_per_microbatch": bound}
 
     def microbatch_tokens(self, row_length: int, tokens: int) -> int:
-        """Return the tokens of a micro-batch in a step of `tokens` tokens."""
+        """Return the largest number of tokens that a micro-batch may have, in a step of `tokens` tokens."""
         if self.rows_per_microbatch is not None:
             tokens = min(tokens, self.rows_per_microbatch * row_length)
         return min(tokens, self.max_tokens_per_microbatch or tokens)

@@ -56,7 +56,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
             host += copy
 
     several = microbatch < tokens
-    # Sums over several micro-batches are in full precision.
+    # Sums of gradients over several micro-batches are in full precision.
     gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
     on_device, on_host = shapes.activation_bytes(
         computed, wide, checkpointing=config.activation_checkpointing, offloading=config.offloads_activations
@@ -64,7 +64,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     host += microbatch * on_host
     forward = {
         "activations": microbatch * on_device,
-        # The backward pass has the log-softmax and two gradients, at full precision.
+        # The backward pass needs the log-softmax and two gradients, all in full precision.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
     }
     if rounded:

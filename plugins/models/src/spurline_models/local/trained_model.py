@@ -1,4 +1,4 @@
-"""Load the models of a run in the dtypes and on the devices of the config, and join them with optimizers.
+"""Load the models of a run in the dtypes and on the devices of the config, and combine them with optimizers.
 
 Matrices may be in half precision, with fp32 masters. Weights under adapters may be rounded or quantized. The optimizer
 may step in host memory. The reference model has the policy's initial weights, in the same dtypes.
@@ -41,7 +41,7 @@ class TrainedModel:
         parameters: Its trained parameters by name.
         masters: The tensors that the optimizer steps on instead of the parameters.
         optimization: The optimizer of `masters`.
-        weight_dtype: The dtype of sums of gradients and of digests. Weights may be held in a narrower dtype.
+        weight_dtype: The dtype of gradient sums, and of weights in digests. The model may hold narrower weights.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class TrainedModel:
             gradients = self._gradients()
             # Now only `gradients` refers to the gradients, so each is freed when it has been used.
             self.drop_gradients()
-            # This is the factor by which torch clips.
+            # torch clips by the same factor.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._masters.step(self.optimization.optimizer.step, gradients, factor)
@@ -124,7 +124,7 @@ class TrainedModel:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The trained parameters by name, or their masters. They are not copies."""
+        """The tensors that the optimizer steps on, parameters or masters, by name. They are not copies."""
         return self._masters.values
 
     @property
@@ -141,7 +141,7 @@ class TrainedModel:
         self._masters.publish(self.parameters)
 
     def tensors(self) -> DeviceTensors:
-        """Return the tensors that lie on the device between two updates."""
+        """Return the tensors that occupy the device between two updates."""
         causal = self.model.causal
         state = list(tensors_in(self.optimization.optimizer.state))
         return DeviceTensors([*causal.parameters(), *causal.buffers()], [*self._masters.kept(), *state])
@@ -153,7 +153,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give parameters other values in the context. Only their content changes, since engines hold the tensors."""
+        """Copy other values into parameters in the context. The tensor objects stay, since engines refer to them."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(
@@ -180,12 +180,12 @@ class TrainedModel:
 
     @cached_property
     def frozen_weights(self) -> str:
-        """Digest of the frozen weights, which a checkpoint does not hold."""
+        """Digest of the frozen weights, which are not saved in a checkpoint."""
         return weights_digest(self.model.causal, self._weight_dtype, only_frozen=True)
 
 
 class WeightPlacement:
-    """Loads models, with their weights on the devices and in the dtypes that the config asks for."""
+    """A loader of models that puts weights on the devices and in the dtypes of the config."""
 
     def __init__(self, config: LocalBackendConfig, run: RunConfig, profile: DeviceProfile) -> None:
         self._config = config
@@ -211,7 +211,7 @@ class WeightPlacement:
         """Load a frozen model with the weights that the run started from. Runs with adapters do not need it.
 
         Raises:
-            CheckpointError: If their digest is not `initial_weights`.
+            CheckpointError: If the digest of the loaded weights is not `initial_weights`.
         """
         model, dtype = self._run.model, self._profile.weight_dtype
         narrow = torch.bfloat16 if self._config.narrow_weights else None
@@ -221,7 +221,7 @@ class WeightPlacement:
         return StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
 
     def train(self, model: StreamModel, optimization: OptimizationRecipe, masters: Masters) -> TrainedModel:
-        """Join a model that `load_trainable` returned with its optimizer."""
+        """Combine a model from `load_trainable` with an optimizer."""
         config = self._config
         if config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())

@@ -19,7 +19,7 @@ class CrossEntropyConfig(LossConfig):
 
 
 class DynamicFineTuningConfig(LossConfig):
-    """Cross-entropy weighted by the token's own probability (DFT, Wu et al. 2025, arXiv:2508.05629)."""
+    """Cross-entropy weighted by the token's probability (DFT, Wu et al. 2025, arXiv:2508.05629)."""
 
     name: str = "dft"
 
@@ -27,11 +27,11 @@ class DynamicFineTuningConfig(LossConfig):
 class LossEvaluationConfig(EvaluationConfig):
     """Mean negative log-likelihood of held-out samples, in nats per token, with the metrics of the training loss.
 
-    If a run trains on preference pairs, this is the mean of its training loss.
+    If a run trains on preference pairs, the evaluation computes the mean of the training loss instead.
     """
 
     needs_token_loss = True
 
     name: str = "loss"
     batch_size: int | None = Field(default=None, gt=0)
-    """Samples of an evaluation batch. null takes the training `batch_size`."""
+    """Number of samples in an evaluation batch. If null, it is the training `batch_size`."""

@@ -1,4 +1,4 @@
-"""Evaluate the mean negative log-likelihood of held-out tokens. It can be compared between runs with different losses.
+"""Evaluate the mean negative log-likelihood of held-out tokens. It is comparable between runs with different losses.
 
 The training loss and its metrics are reported too.
 """

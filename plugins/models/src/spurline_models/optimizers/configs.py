@@ -21,7 +21,7 @@ Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamWConfig(OptimizerConfig):
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), as one fused kernel."""
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101), with a fused kernel."""
 
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
@@ -43,7 +43,7 @@ class SgdConfig(OptimizerConfig):
 
     name: str = "sgd"
     momentum: Annotated[Share, OnResume.BY_NAME] = 0.0
-    """Share of the previous step's direction that is added to the gradient. With 0, there is no state."""
+    """Share of the previous step's direction that is added to the gradient. With 0, the optimizer has no state."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
         return weight_bytes * num_values(shapes) if self.momentum else 0
@@ -52,8 +52,8 @@ class SgdConfig(OptimizerConfig):
 class MuonConfig(AdamWConfig):
     """Muon for matrices of hidden layers (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
 
-    AdamW trains embeddings, the output layer, vectors, and tensors of three or more dimensions. It uses `betas` and
-    `eps`.
+    AdamW trains embeddings, the output layer, vectors, and tensors of three or more dimensions. `betas` and `eps`
+    are settings of AdamW.
     """
 
     is_elementwise: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class AdamW8BitConfig(AdamWConfig):
             )
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        # Each of the two moments has a 4-byte scale for every 256 values, and one table for all parameters.
+        # Each of the two moments has a 4-byte scale per 256 values, and one table of 256 floats for all parameters.
         sizes = [math.prod(shape) for shape in shapes.values()]
         large = [size for size in sizes if size >= self.smallest]
         tables = 2 * 4 * 256 if large else 0
@@ -128,7 +128,7 @@ class DecayingConfig(ScheduleConfig):
     """Settings of schedules that end below the peak."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the decay, as a share of the peak. It would be reached in the step after the last."""
+    """Learning rate at the end of the decay, as a share of the peak. The last step is one step before this end."""
 
 
 class LinearConfig(DecayingConfig):
@@ -144,7 +144,7 @@ class CosineConfig(DecayingConfig):
 
 
 class WsdConfig(DecayingConfig):
-    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak, then a straight line in the last steps.
+    """Warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395): the peak, then a linear decay in the last steps.
 
     If a run is extended before its decay begins, it continues at the peak.
     """
@@ -156,6 +156,6 @@ class WsdConfig(DecayingConfig):
     """Length of the decay at the end of the run, in optimizer steps."""
 
     def decay(self, total: int) -> int:
-        """Return the number of decay steps among the `total` optimizer steps. Warm-up steps are never among them."""
+        """Return the number of decay steps in a run of `total` optimizer steps. Decay never overlaps warm-up."""
         wanted = self.decay_steps if self.decay_steps is not None else math.ceil(self.decay_ratio * total)
         return min(wanted, max(0, total - self.warmup(total)))

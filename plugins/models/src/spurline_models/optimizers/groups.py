@@ -1,4 +1,4 @@
-"""Freeze parameters (`model.freeze`), and divide the others into torch's parameter groups, by patterns of names."""
+"""Freeze parameters (`model.freeze`), and divide the others into torch's parameter groups, by name patterns."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
 
 
 def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Return a function that tests names with a glob for the whole name, or with a regular expression after `re:`."""
+    """Return a function that tests names. A pattern is a glob for whole names, or a regular expression after `re:`."""
     if pattern.startswith(REGEX):
         expression = re.compile(pattern.removeprefix(REGEX))
         return lambda name: expression.search(name) is not None
@@ -71,7 +71,7 @@ def check_groups(config: OptimizerConfig, names: Iterable[str], key: str = "opti
 
 
 def names_near(pattern: str, names: list[str]) -> str:
-    """Return sentences with names that are like the pattern."""
+    """Return sentences for an error message, with names that are similar to the pattern."""
     word = pattern.removeprefix(REGEX).strip("*^$").replace("\\", "")
     hint = suggestion(word, {part for name in names for part in (name, *name.split("."))})
     if any(word in name for name in names):

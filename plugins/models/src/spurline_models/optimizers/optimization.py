@@ -1,4 +1,4 @@
-"""Combine the optimizer of a model with a schedule of learning rates, and save its state."""
+"""Combine the optimizer of a model with a schedule of learning rates, and save the optimizer's state."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Optimization:
     Args:
         config: Settings of the optimizer.
         optimizer: A new optimizer.
-        parameters: Its parameters by name.
-        factor: Takes the number of an optimizer step, from 1, and returns the factor of the peak learning rate.
+        parameters: The optimizer's parameters by name.
+        factor: A function from the number of an optimizer step, from 1, to the factor of the peak learning rate.
         key: Key path of the optimizer's settings in the config file.
 
     Raises:
@@ -51,7 +51,7 @@ class Optimization:
             group[PEAK] = group["lr"]
 
     def step(self, number: int) -> dict[str, float]:
-        """Make optimizer step `number`, counted from 1, with the gradients of the parameters.
+        """Run optimizer step `number`, counted from 1, with the gradients of the parameters.
 
         Returns:
             The learning rates: `lr`, and `lr/groups.N` of each group in the config.
@@ -65,7 +65,7 @@ class Optimization:
         return set_rates(self._config, self.optimizer, self._factor(number))
 
     def state(self) -> OptimizerState:
-        """Return the state for a checkpoint. Raises CheckpointWriteError if a checkpoint cannot hold it."""
+        """Return the state for a checkpoint. Raises CheckpointWriteError if the state cannot be saved."""
         return take_state(self._config.name, self.optimizer, self._parameters, self._made)
 
     def check(self, saved: OptimizerState) -> None:
@@ -79,7 +79,7 @@ class Optimization:
 
 @dataclass(frozen=True)
 class OptimizationRecipe:
-    """Makes the `Optimization` of a model from its parameters by name."""
+    """A function that makes the `Optimization` of a model, given the model's parameters by name."""
 
     config: OptimizerConfig
     registry: Registry
@@ -100,7 +100,7 @@ def policy_optimization(run: RunConfig, registry: Registry, total: int) -> Optim
 
 
 def critic_optimization(critic: CriticConfig, registry: Registry) -> OptimizationRecipe:
-    """Return the recipe for the critic. Its learning rate is constant after a warm-up in its own optimizer steps."""
+    """Return the recipe for the critic. Its learning rate is constant after a warm-up, counted in critic steps."""
     warmup = max(1, critic.warmup_steps)
     return OptimizationRecipe(critic.optimizer, registry, lambda step: min(1.0, step / warmup), "critic.optimizer")
 
@@ -116,7 +116,7 @@ def set_rates(config: OptimizerConfig, optimizer: Optimizer, factor: float) -> d
 
 
 def _check_complete(optimizer: Optimizer, config: OptimizerConfig, parameters: Mapping[str, Parameter]) -> None:
-    """Raise PluginError unless the optimizer has all parameters. Missing ones would silently not be trained."""
+    """Raise PluginError unless the optimizer has all parameters. Missing parameters would silently stay untrained."""
     own = {id(parameter) for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]}
     left_out = [name for name, parameter in parameters.items() if id(parameter) not in own]
     if left_out or len(own) != len(parameters):

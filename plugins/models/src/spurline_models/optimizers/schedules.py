@@ -1,7 +1,7 @@
-"""The schedules. They are pure functions of the optimizer step, so there is nothing to save.
+"""The learning rate schedules. They are pure functions of the optimizer step, so they have no state to save.
 
-In W warm-up steps, step s gets s / W of the peak. The next step gets the peak. From there, a decaying schedule falls.
-It would reach its minimum in step total + 1, which never runs.
+With W warm-up steps, step s has s / W of the peak learning rate, and step W + 1 has the peak. Later, a decaying
+schedule falls towards a minimum. It would reach the minimum in step total + 1, which never runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spurline_models.optimizers.configs import WsdConfig
 
 
 class WarmedUp:
-    """A `Schedule` with linear warm-up. Subclasses define what follows."""
+    """A `Schedule` with linear warm-up. Subclasses define the steps after it."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
@@ -28,7 +28,7 @@ class WarmedUp:
         return self._min_ratio + (1.0 - self._min_ratio) * share
 
     def after_warmup(self, done: int, steps: int, total: int) -> float:
-        """Return a number from 0 (`min_ratio`) to 1 (the peak), after `done` of the `steps` after warm-up."""
+        """Return a share from 0 (`min_ratio`) to 1 (the peak), when `done` of the `steps` after warm-up are done."""
         return 1.0
 
 

@@ -2,7 +2,7 @@
 
 Tensors are named `PARAMETER/KEY`, such as `model.norm.weight/exp_avg`. Numbers are saved as JSON. If a value of a
 parameter group has changed since the optimizer was made, it is saved as JSON too, except `lr`, which the schedule sets.
-The state tensors of a sharded parameter are DTensors with the same shape and sharding, or single numbers.
+State tensors of a sharded parameter must be DTensors with its shape and sharding, or have a single value.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OptimizerState:
         tensors: Tensors by `PARAMETER/KEY`. If parameters are sharded, these are the shards of this process.
         optimizer: The optimizer's name in the config.
         values: JSON values by `PARAMETER/KEY`.
-        groups: The values of each parameter group that changed since the optimizer was made.
+        groups: For each parameter group, the values that changed since the optimizer was made.
         shapes: Shape and dtype of each tensor, as `describe` gives them.
         on_host: Names of tensors in host memory that belong to parameters on a GPU.
     """
@@ -78,11 +78,11 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
     Args:
         name: The optimizer's name in the config.
         optimizer: The optimizer.
-        parameters: Its parameters by name.
+        parameters: The optimizer's parameters by name.
         made: `group_values` of the new optimizer.
 
     Raises:
-        CheckpointWriteError: If a checkpoint cannot hold the state.
+        CheckpointWriteError: If the state cannot be saved in a checkpoint.
     """
     names = {id(parameter): known for known, parameter in parameters.items()}
     tensors: dict[str, Tensor] = {}
@@ -130,13 +130,13 @@ def check_state(saved: OptimizerState, name: str, parameters: Container[str], ma
             )
     if saved.groups and len(saved.groups) != len(made):
         raise CheckpointError(
-            f"the optimizer had {len(saved.groups)} parameter groups, and this run's has {len(made)}. Resume with the "
+            f"the optimizer had {len(saved.groups)} parameter groups, and this run has {len(made)}. Resume with the "
             "settings of `groups` and weight_decay the checkpoint was made with."
         )
 
 
 def put_state(saved: OptimizerState, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> None:
-    """Replace the state by a saved one that `check_state` has accepted, bit for bit."""
+    """Replace the optimizer's state with a saved state, bit for bit. `check_state` must have accepted it."""
     optimizer.state.clear()
 
     def put(key: str, value: object) -> None:
@@ -172,7 +172,7 @@ def changed_groups(name: str, optimizer: Optimizer, made: Groups) -> Groups:
     """Return the values of each parameter group that changed since the optimizer was made.
 
     Raises:
-        CheckpointWriteError: If a checkpoint cannot hold the values.
+        CheckpointWriteError: If the values cannot be saved in a checkpoint.
     """
     changed: Groups = []
     for now, before in zip(group_values(optimizer), made, strict=True):
@@ -195,9 +195,9 @@ def is_plain(value: object) -> bool:
 
 
 def unsaveable(name: str, what: str, value: object) -> CheckpointWriteError:
-    """Return the error for a state that a checkpoint cannot hold."""
+    """Return the error to raise for a state that cannot be saved in a checkpoint."""
     return CheckpointWriteError(
         f"optimizer '{name}' keeps {what} as {type(value).__name__}, which a checkpoint cannot hold. It can hold "
-        "tensors, numbers, texts and None, but no tensors in parameter groups. Tensors of a sharded parameter must "
+        "tensors, numbers, strings and None, but no tensors in parameter groups. Tensors of a sharded parameter must "
         "have its shape and sharding, or one value. Choose another optimizer."
     )

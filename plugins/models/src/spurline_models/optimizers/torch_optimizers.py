@@ -76,7 +76,7 @@ def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _step_sharded(optimizer: torch.optim.Optimizer) -> None:
-    """Make a step of torch's Muon on sharded matrices. Directions are gathered one matrix at a time."""
+    """Run a step of torch's Muon on sharded matrices. Directions are gathered for one matrix at a time."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

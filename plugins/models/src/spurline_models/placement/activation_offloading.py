@@ -26,11 +26,11 @@ SMALLEST_BYTES = 1 << 20
 """Smallest size of a tensor that is worth copying."""
 
 _FETCHED_AT_ONCE = 4
-"""Number of copied-back tensors that stay on the device. Several operations may have saved the same tensor."""
+"""Number of tensors that stay on the device after they are copied back. Several operations may need a tensor."""
 
 
 class ActivationOffloading:
-    """Offloads the activations of one model from the device of a profile."""
+    """Offloading of one model's activations from the device to the host."""
 
     def __init__(self, causal: PreTrainedModel, profile: DeviceProfile) -> None:
         self._causal = causal
@@ -38,7 +38,7 @@ class ActivationOffloading:
 
     @contextmanager
     def of_pass(self) -> Iterator[None]:
-        """Offload the tensors that autograd saves in one forward pass of the decoder, which runs in the context."""
+        """Offload the tensors that autograd saves in the context. The context runs one forward pass of the decoder."""
         if not torch.is_grad_enabled():
             yield
             return
@@ -69,7 +69,7 @@ class ActivationOffloading:
 
 
 class _Moved:
-    """Memory that saved tensors share. Its bytes are on the host, and for a while also on the device."""
+    """A storage that saved tensors share. Its bytes are on the host, and for a while also on the device."""
 
     def __init__(self, host: Tensor) -> None:
         self.host = host

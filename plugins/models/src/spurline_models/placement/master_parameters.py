@@ -1,8 +1,8 @@
 """The tensors that an optimizer steps on: a model's trained parameters, or copies in full precision ("masters").
 
 A parameter in full precision on the optimizer's device needs no master. A parameter in half precision needs one. If the
-optimizer steps on the host, all parameters need one. The optimizer steps on one bucket of parameters at a time, so that
-only a few gradients are converted, or moved to the host, at once.
+optimizer steps on the host, all parameters need masters. The optimizer steps on one bucket of parameters at a time, so
+that only a few gradients are converted, or moved to the host, at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from spurline_models.device_profile import DeviceProfile
 
 VALUES_AT_ONCE = 1 << 25
-"""Most values of the parameters in a bucket. A larger parameter has its own bucket."""
+"""Limit on the values of all parameters in a bucket. A larger parameter has its own bucket."""
 
 
 class MasterParameters:
@@ -45,7 +45,7 @@ class MasterParameters:
         self.parameters: dict[str, Parameter] = {}
         """The tensors of the optimizer, by the names of the parameters."""
         for name, parameter in parameters.items():
-            # A critic's head is wide. It has replaced a narrow weight of the same name, whose master is of no use.
+            # A critic's head is wide. It replaced a narrow weight of the same name, so do not use this weight's master.
             is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             values = masters.pop(name, parameter) if is_narrow else parameter
             needs_master = on_host or is_narrow
@@ -54,7 +54,7 @@ class MasterParameters:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """The values of parameters or masters by name, as a checkpoint holds them."""
+        """The values of the optimizer's tensors by name, as a checkpoint saves them."""
         return {name: value.detach() for name, value in self.parameters.items()}
 
     def publish(self, names: Iterable[str]) -> None:
@@ -65,7 +65,7 @@ class MasterParameters:
                     self._model[name].copy_(self.parameters[name].to(self._model[name].dtype))
 
     def kept(self) -> list[Tensor]:
-        """Return the masters, without parameters that need none."""
+        """Return the masters. Parameters that have no master are left out."""
         return [value for name, value in self.parameters.items() if value is not self._model[name]]
 
     def step(
@@ -94,13 +94,13 @@ class MasterParameters:
         values, dtype = values.detach(), self._profile.weight_dtype
         if self._device.type == "cpu" and self._profile.pins_memory:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
-        # Values with this device and dtype are used without a copy, unless they are the model's own.
+        # Values that already have this device and dtype are not copied, unless the parameter has the same memory.
         is_own = values.data_ptr() == parameter.data_ptr()
         return Parameter(values.to(self._device, dtype, copy=is_own))
 
 
 def step_buckets(sizes: Mapping[str, int], *, apart: bool) -> list[list[str]]:
-    """Return buckets of names. There is one bucket unless parameters can be stepped `apart`."""
+    """Return buckets of names. If `apart` is false, all names are in one bucket."""
     if not apart:
         return [list(sizes)]
     buckets: list[list[str]] = []

@@ -65,13 +65,13 @@ def narrow_weights(
         else:
             module.__class__ = _NarrowEmbedding
             module.wide_dtype = wide  # type: ignore[assignment]
-        # The parameter stays the same, since a tied weight has two owners.
+        # Keep the parameter object, since two modules share a tied weight.
         module.weight.data = module.weight.data.to(dtype)
     return masters
 
 
 def narrowable_modules(causal: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
-    """Yield (name, module) of modules whose weight may be narrow, since only torch's own forward functions read it."""
+    """Yield (name, module) for weights that may be narrow, because only torch's own forward functions read them."""
     read_otherwise = {
         id(parameter)
         for module in causal.modules()
@@ -95,7 +95,7 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Quantize the weights of linear layers, one at a time. `wide` is the dtype in which layers return them.
+    """Quantize the weights of linear layers, one at a time. `wide` is the dtype of dequantized weights.
 
     Raises:
         ModelError: If the model has no linear layers that can be quantized.

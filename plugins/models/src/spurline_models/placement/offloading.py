@@ -52,7 +52,7 @@ class DeviceMemory:
         """True between `give` and the next `take` that succeeds."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
-        """Free the memory of these tensors, after copying all but scratch to the host. This may be called again.
+        """Free the memory of these tensors, after copying all but scratch to the host. `give` may be called again.
 
         Args:
             tensors: The tensors on the device.
@@ -71,7 +71,7 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Restore everything. All values are the same bit for bit, but the values of scratch are undefined.
+        """Restore everything. Values are the same bit for bit, except that values of scratch are undefined.
 
         Raises:
             RunFailedError: If the device has too little free memory. Then `take` may be called again for the rest.
@@ -92,7 +92,7 @@ class DeviceMemory:
         self.is_given = False
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself, or an equal one on the host while engines have its memory.
+        """Return the tensor itself, or a tensor with equal values on the host while engines use its memory.
 
         The result for a DTensor is a DTensor. The result for scratch has zeros.
         """
@@ -109,7 +109,7 @@ class DeviceMemory:
         return copy.set_(absent.host.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def check_here(self, what: str) -> None:
-        """Raise RunFailedError if engines have the memory. `what` completes "The model cannot be ...": `trained`."""
+        """Raise RunFailedError if engines have the memory. `what` completes "The model cannot be ..."."""
         if self.is_given:
             refuse(what)
 
@@ -120,7 +120,7 @@ class DeviceMemory:
                 host = self._profile.pinned((size,), torch.uint8)
             except RuntimeError as error:
                 raise RunFailedError(
-                    f"{size:,} bytes more of {self._profile.device} do not fit into the host's memory ({error}). Keep "
+                    f"{size:,} more bytes of {self._profile.device} do not fit into the host's memory ({error}). Keep "
                     "weights on the device, use fewer ranks on this machine, or give engines GPUs of their own."
                 ) from error
             host.copy_(_bytes_of(storage))

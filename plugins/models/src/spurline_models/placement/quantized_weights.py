@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 64
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 OUTER_BLOCK = 256
-"""Scales that share a scale of their own."""
+"""Number of scales that share an outer scale."""
 _KIND = "nf4"
 _PARTS = ("weight", "weight_scales", "weight_outer_scales", "weight_table", "weight_offset")
 
@@ -75,12 +75,12 @@ class QuantizedWeight:
         outer = quantization.QuantState(
             absmax=self.outer_scales, code=self.table, blocksize=OUTER_BLOCK, dtype=torch.float32
         )
-        # The library needs a compiler for rows of odd length.
+        # bitsandbytes needs a compiler for rows of odd length.
         is_even = self.shape[-1] % 2 == 0
         state = quantization.QuantState(
             absmax=self.scales,
             shape=self.shape if is_even else torch.Size((1, 2 * self.codes.numel())),
-            # The library has nothing wider than fp32. It rounds to half precision as torch does.
+            # bitsandbytes has no output dtype wider than fp32. It rounds to half precision as torch does.
             dtype=dtype if dtype.itemsize <= 4 else torch.float32,
             blocksize=BLOCK,
             quant_type=_KIND,
@@ -91,7 +91,7 @@ class QuantizedWeight:
         return (values if is_even else values.view(-1)[: self.shape.numel()].view(self.shape)).to(dtype)
 
     def named(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, part) for the weight of this name. The codes have the name itself."""
+        """Yield (name, part) for the weight with this name. The codes have the same name as the weight."""
         prefix = name.removesuffix("weight")
         yield from zip((prefix + part for part in _PARTS), self.parts, strict=True)
 
@@ -103,7 +103,7 @@ def quantized_layers(causal: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def num_parameters(causal: nn.Module) -> int:
-    """Count the values of all parameters, each quantized value as one."""
+    """Count the values of all parameters. A quantized value counts as one value."""
     held = sum(value.numel() for value in causal.parameters())
     layers = quantized_layers(causal).values()
     return held + sum(layer.held().shape.numel() - layer.held().codes.numel() for layer in layers)
@@ -122,11 +122,11 @@ class QuantizedLinear(nn.Linear):
         quantized = QuantizedWeight.of(weight)
         self._parameters["weight"] = nn.Parameter(quantized.codes, requires_grad=False)
         for name, part in list(quantized.named("weight"))[1:]:
-            # A checkpoint does not hold frozen weights.
+            # Checkpoints do not contain frozen weights, so do not save the parts.
             self.register_buffer(name, part, persistent=False)
 
     def held(self, read: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> QuantizedWeight:
-        """Return the quantized weight. `read` returns a tensor, or a copy on the host while engines have its memory."""
+        """Return the quantized weight. `read` returns a tensor, or a host copy while engines use its memory."""
         codes = self._parameters["weight"]
         assert codes is not None
         shape = torch.Size((self.out_features, self.in_features))

@@ -2,8 +2,8 @@
 
 `segment_attention` is registered in transformers as "spurline_segments". It has no mask function, so no mask is
 built, and transformers does not guess packing from positions. The backend passes the `SegmentPlan` through the model as
-the keyword `segment_plan`. Attention with other features, such as softcaps, is refused. The model then reads padded
-rows with its own attention.
+the keyword `segment_plan`. Attention with other features, such as softcaps, raises ModelError. Such a model reads
+padded rows with its own attention instead (`stream_model.Reading`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ try:
 except ImportError:  # torch older than 2.10
     varlen_attn = None
 if varlen_attn is not None and not {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys():
-    varlen_attn = None  # the first versions
+    varlen_attn = None  # versions without these arguments
 
 ATTENTION_NAME = "spurline_segments"
 
 _IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
-"""Keywords whose tensors repeat the plan, or are meant for routers. Any other tensor, such as a position bias, is
-refused."""
+"""Keywords that attention may ignore, as their tensors repeat the plan or are meant for routers. Any other tensor, such
+as a position bias, is refused."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -69,7 +69,7 @@ def segment_attention(
     segment_plan: SegmentPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend with the signature that transformers expects: query [B, H, T, D], key and value [B, K, T, D].
+    """Compute attention with the signature that transformers expects: query [B, H, T, D], key and value [B, K, T, D].
 
     If B is larger than 1, the rows are joined into one stream. Returns [B, T, H, D].
     """
@@ -95,7 +95,7 @@ class Scores:
 
     Attributes:
         scaling: The factor of scores. If None, it is 1 / sqrt(D).
-        sinks: [H], a score that each head adds to the softmax, and that belongs to no value (gpt-oss).
+        sinks: [H], an additional score of each head in the softmax, without a value vector (gpt-oss).
         window: The number of tokens that a query sees, including itself. If None, it sees all earlier tokens.
     """
 
@@ -104,7 +104,7 @@ class Scores:
     window: int | None = None
 
     def for_lengths_up_to(self, length: int) -> Scores:
-        """Return the settings without the window if segments of this length all fit into it."""
+        """Return the settings, without the window if segments of up to `length` tokens fit into it."""
         return replace(self, window=None) if self.window is not None and self.window >= length else self
 
 
@@ -125,7 +125,7 @@ def attend_segments(
     if _varlen_kernel_fits(query, key, value, scores, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
-        # The backward pass of slices would allocate zeros for the whole stream. `split` does not.
+        # The backward pass of slices would allocate zeros for the whole stream. So use `split`.
         parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
@@ -202,7 +202,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
-    """Attend within one bucket of [tokens, heads, D]. Padding comes after every real query, so no query sees it."""
+    """Attend within one bucket of [tokens, heads, D]. Padding comes after a row's tokens, so no token sees it."""
     if bucket.slots is not None:
         query, key, value = (
             Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
@@ -265,16 +265,16 @@ def _dot_product_attention(
 
 
 _SINK_WIDTH = 8
-"""Number of columns that heads get for the sink. In half precision, kernels need head sizes divisible by it."""
+"""Number of columns added to each head for the sink. Half-precision kernels need head sizes divisible by 8."""
 
 
 def _attend_with_sinks(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, sinks: Tensor, dropout: float
 ) -> Tensor:
-    """Attend with one more key in front, which all queries see. Its score is the head's sink, and its value is 0.
+    """Attend with an extra first key, which all queries see. Its score is the head's sink, and its value is 0.
 
-    Any kernel can compute this. Queries get a column with the sink. The new key has a 1 in this column, and all other
-    keys have a 0. A further query in front keeps the causal order.
+    Any kernel can compute this. Queries get an extra column with the sink. The extra key has a 1 in this column, and
+    all other keys have a 0. An extra first query keeps the causal order.
     """
     width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
     value_width = value.shape[-1]
@@ -291,7 +291,7 @@ def _attend_with_sinks(
 
 
 class Pad(torch.autograd.Function):
-    """Spread rows over zeroed slots. Padding has no gradient, so the backward pass only gathers."""
+    """A copy of rows into slots of a zeroed tensor. Padding has no gradient, so the backward pass only gathers."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:

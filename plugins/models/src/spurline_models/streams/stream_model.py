@@ -1,7 +1,7 @@
 """Let a causal language model read token streams.
 
-The decoder runs on all tokens. The output layer runs only at positions with loss, on a chunk of them at a time, so the
-logits of all tokens never exist together. The policy and the reference are `StreamModel`s, and a critic is a
+The decoder runs on all tokens. The output layer runs only at positions with loss, one chunk of positions at a time, so
+the logits of all tokens never exist together. The policy and the reference are `StreamModel`s, and a critic is a
 `ValueModel`.
 """
 
@@ -61,7 +61,7 @@ class StreamModel:
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def checkpoint_activations(self, options: dict[str, Any]) -> None:
-        """Keep only the inputs of layers, and recompute the rest. `options` are keywords of torch's `checkpoint`."""
+        """Keep only layer inputs, and recompute other activations. `options` are keywords of torch's `checkpoint`."""
         # Version 5 of transformers renamed the method.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
@@ -71,7 +71,7 @@ class StreamModel:
         self._offloading = ActivationOffloading(self.causal, profile)
 
     def compile(self) -> None:
-        """Run each layer of the decoder through torch.compile from now on. Attention stays outside of its graphs."""
+        """Run each layer of the decoder through torch.compile. Attention stays outside of the compiled graphs."""
         for layer in decoder_layers(self.causal) or [self.decoder]:
             layer.compile(dynamic=True)
 
@@ -93,12 +93,12 @@ class StreamModel:
         return [module for module in self.causal.modules() if module._compiled_call_impl is not None]
 
     def read_as(self, reading: Reading) -> None:
-        """Set how the decoder reads."""
+        """Set `reading`, and the attention that this reading needs."""
         self.causal.set_attn_implementation(ATTENTION_NAME if reading == "stream" else library_attention(self.causal))
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Describe reading in rows, fused kernels and rates of dropout. They are shown at the start of a run."""
+        """Return facts to show at the start of a run: reading in rows, fused kernels, and rates of dropout."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         fused = kernels_of(self.causal)
         if fused:
@@ -121,7 +121,7 @@ class StreamModel:
         return bool(find_routers(self.causal))
 
     def balancing(self, stream: TokenStream) -> AbstractContextManager[StreamBalance]:
-        """Sum the balance of this stream's sequences in the context. Raises ModelError as `routing` does."""
+        """Sum the balance of this stream's sequences in the context. Raises ModelError if there are no routers."""
         return self.routing.watching("balance", StreamBalance(stream))
 
     @cached_property
@@ -193,7 +193,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """Return [B, T, H]. `counted` selects tokens, not padding. `stream_tokens` selects them in the stream."""
+        """Return [B, T, H]. `counted` selects tokens without padding. `stream_tokens` is their range in the stream."""
         if "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -214,7 +214,7 @@ class StreamModel:
 class ValueModel(StreamModel):
     """A decoder with a value head.
 
-    The `logprobs` of its loss inputs are values. The value of a token is the expected return before its choice.
+    In its loss inputs, `logprobs` has values. The value of a token is the expected return before the token is chosen.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -225,7 +225,7 @@ class ValueModel(StreamModel):
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """Return the inputs of a critic's loss, without temperature and entropy.
 
-        The critic's routers always choose by themselves, since no engine has run the critic.
+        The critic's routers always choose experts themselves, since no engine has run the critic.
         """
         hidden = self.hidden(stream.input_ids, stream.position_ids, stream.plan, num_fill=stream.num_fill)
         hidden = hidden.index_select(0, stream.source)
@@ -234,7 +234,7 @@ class ValueModel(StreamModel):
 
 
 class ValueHead(nn.Linear):
-    """A layer from hidden states [N, H] to values [N], which are 0 at first."""
+    """A linear layer that maps hidden states [N, H] to values [N]. The values are 0 at first."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, bias=False)
@@ -256,7 +256,7 @@ def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) ->
 
 @contextmanager
 def other_attention(causal: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use the attention that transformers knows by this name in the context."""
+    """Use the attention that has this name in transformers, in the context."""
     before: Any = causal.config._attn_implementation
     causal.set_attn_implementation(name)
     try:
@@ -275,7 +275,7 @@ def library_attention(causal: PreTrainedModel) -> str:
 def evaluation_mode(causal: nn.Module) -> Iterator[None]:
     """Compute without dropout and gradients in the context.
 
-    torch's inference mode would spoil tables that models cache, such as rotary frequencies, for the next training step.
+    In torch's inference mode, models would cache tables, such as rotary frequencies, that training steps cannot use.
     """
     was_training = causal.training
     causal.eval()
@@ -290,7 +290,7 @@ def evaluation_mode(causal: nn.Module) -> Iterator[None]:
 class RowPass:
     """Segments of a stream that the decoder reads in one pass, as rows that are padded on the right.
 
-    Causal layers do not see later positions, so each segment gets the same results as if it was alone. `tokens` is
+    Causal layers do not see later positions, so each segment gets the same results as it would alone. `tokens` is
     the range of the stream that the segments cover.
     """
 
@@ -303,7 +303,7 @@ class RowPass:
         return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
-        """Bring values [T, ...] of the stream to [rows, length, ...], without gradient."""
+        """Arrange values [T, ...] of the stream as [rows, length, ...], without gradient."""
         part = values[self.tokens]
         bucket = self.bucket
         if bucket.slots is not None:
@@ -312,17 +312,17 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Bring positions [T] to [rows, length]. They count on in the padding, since a jump would begin a segment."""
+        """Arrange positions [T] as [rows, length]. Padding continues them, since a jump would start a segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
-        """Bring [rows, length, ...] to [tokens, ...] in the order of the stream."""
+        """Convert [rows, length, ...] to [tokens, ...] in the order of the stream."""
         flat = rows.flatten(0, 1)
         return flat if self.bucket.slots is None else Unpad.apply(flat, self.bucket.slots)
 
 
 def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPass]:
-    """Return the passes over a stream, in order. A large pass has at most as many padding slots as tokens.
+    """Return the passes over a stream, in order. A pass of more than `slots_per_pass` slots is at most half padding.
 
     `slots_per_pass` is the number of padding slots that cost as much time as a pass.
     """
@@ -335,5 +335,5 @@ def row_passes(plan: SegmentPlan, slots_per_pass: int, send: Send) -> list[RowPa
 
 
 def idle_pass(after: int, send: Send) -> RowPass:
-    """Return a further pass over one row of two padding tokens, after a stream of `after` tokens."""
+    """Return a dummy pass over one row of two padding tokens, after a stream of `after` tokens."""
     return RowPass(slice(after, after), Bucket(1, 2, 0, send(torch.zeros(0, dtype=torch.int64))))

@@ -20,8 +20,8 @@ from spurline_models.architecture import find_decoder
 class OutputLogits(nn.Module):
     """A module that makes logits [N, vocabulary] from hidden states [N, H], as the model itself does.
 
-    It runs the model's own forward function with a stand-in for the decoder, so scales and softcaps of logits are
-    included. It shares all modules with the model.
+    It runs the model's own forward function with a fake decoder, so scales and softcaps of logits are included. It
+    shares all modules with the model.
     """
 
     def __init__(self, causal: PreTrainedModel) -> None:
@@ -34,7 +34,7 @@ class OutputLogits(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         around: Any = self._around
-        # Not every model passes `inputs_embeds` on to the decoder.
+        # The fake decoder returns these states. It cannot rely on `inputs_embeds`, which some models do not pass on.
         self._given.append(hidden.unsqueeze(0))
         try:
             # Calling the module would run the hooks of the whole model.
@@ -45,20 +45,20 @@ class OutputLogits(nn.Module):
 
 
 def _given_states(module: nn.Module, decoder: nn.Module, given: list[Tensor]) -> dict[str, nn.Module]:
-    """Return a replacement for the child that is, or contains, the decoder, by the child's name."""
+    """Return {name: replacement} for the child module that is, or contains, the decoder."""
     holders = ((name, child) for name, child in module.named_children() if any(m is decoder for m in child.modules()))
     return {name: _GivenStates(child, decoder, given) for name, child in holders}
 
 
 class _GivenStates(nn.Module):
-    """A stand-in for a decoder, or for a module that contains it. Its output is the last of the `given` states.
+    """A replacement for a decoder, or for a module that contains it. Its output is the last of the `given` states.
 
-    All other attributes are those of the module.
+    It takes all other attributes from the replaced module.
     """
 
     def __init__(self, inner: nn.Module, decoder: nn.Module, given: list[Tensor]) -> None:
         super().__init__()
-        # These are not submodules, so that the dropout of the decoder is not counted.
+        # Do not register submodules, so that `TokenLogprobs` does not find the decoder's dropout.
         self.__dict__.update(_given_states(inner, decoder, given), _inner=inner, _given=given)
 
     def __getattr__(self, name: str) -> Any:

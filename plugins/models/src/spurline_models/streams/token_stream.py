@@ -23,7 +23,7 @@ from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import DeviceProfile
 
 Send = Callable[[Tensor], Tensor]
-"""Moves a host tensor to the device."""
+"""A function that copies a host tensor to the device."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class TokenStream:
         input_ids: [1, T].
         position_ids: [1, T].
         plan: The segments.
-        source: [N], the stream position before the token, whose hidden state predicts it.
+        source: [N], the stream position before each loss token. The hidden state there predicts the token.
         targets: [N], token ids.
         weights: [N], loss weights.
         segment_index: [N], number of the token's segment, from 0.
@@ -120,7 +120,7 @@ class TokenStream:
 
     @classmethod
     def idle(cls, columns: Collection[str], profile: DeviceProfile) -> TokenStream:
-        """Make the smallest stream: two tokens, of which the second is predicted with weight 0. Columns are 0."""
+        """Make the smallest stream: two tokens, the second of them with loss weight 0. Columns are 0."""
         zero = profile.send(torch.zeros(1, dtype=torch.int64))
         weights = profile.send(torch.zeros(1, dtype=profile.weight_dtype))
         return cls(
@@ -212,7 +212,7 @@ def token_stream(
 def share_streams(
     share: RankShare, columns: Collection[str], profile: DeviceProfile
 ) -> Iterator[tuple[Rows, TokenStream]]:
-    """Yield (rows of the mini-batch, stream) for each micro-batch of a rank. Without loss, the stream is idle."""
+    """Yield (rows of the mini-batch, stream) per micro-batch of a rank. If no token has loss, the stream is idle."""
     for rows in share.microbatches:
         stream = token_stream(share.batch, rows, columns, profile) if len(rows) else None
         yield share.rows[rows], TokenStream.idle(columns, profile) if stream is None else stream
@@ -240,8 +240,8 @@ def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.
 def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -> SegmentPlan:
     """Return the plan for segments of these lengths, which must not decrease.
 
-    `slots_per_call` is the number of padding slots that cost as much time as an attention call. With 0, nothing is
-    padded.
+    `slots_per_call` is the number of padding slots that cost as much time as an attention call. If it is 0,
+    nothing is padded.
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -266,7 +266,7 @@ def cut_buckets(
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
-    """Cut segments into ranges of one length, and join neighbouring ranges if padding costs less than a call."""
+    """Cut segments into ranges of equal length. Join neighbouring ranges if padding costs less than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]

@@ -1,4 +1,4 @@
-"""Contract tests for sources, optimizers and schedules, and tiny models. `spurline_rl.testing` tests backends."""
+"""Tiny models, and contract tests for sources, optimizers and schedules. `spurline_rl.testing` has backend tests."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
 
 
 def write_tiny_moe_model(folder: Path, *, seed: int = 0, **overrides: Any) -> Path:
-    """Write a tiny Qwen3-MoE with 8 experts per layer, 2 of them used for a token. `overrides` are config fields."""
+    """Write a tiny Qwen3-MoE with 8 experts per layer. Each token uses 2 experts. `overrides` are config fields."""
     from transformers import Qwen3MoeConfig
 
     experts: dict[str, Any] = {

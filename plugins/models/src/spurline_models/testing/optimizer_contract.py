@@ -1,4 +1,4 @@
-"""The contracts of every optimizer and every schedule."""
+"""Tests that every optimizer and every schedule must pass."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 class OptimizerContract:
-    """Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
+    """Tests for optimizers. Subclass with `make_config(**settings)` and `make_optimizer(config, named_parameters)`.
 
     Attributes:
-        learning_rate: A rate with which thirty steps bring float32 weights closer to a target at a distance of about 1.
+        learning_rate: A rate at which thirty steps move float32 weights closer to a target that is about 1 away.
     """
 
     learning_rate = 1e-2
@@ -83,7 +83,7 @@ class OptimizerContract:
         _assert_same_state(other.state(), saved)
         _train(other, resumed, range(4, 8))
         for name, parameter in parameters.items():
-            assert torch.equal(resumed[name], parameter), f"{name} went another way after loading"
+            assert torch.equal(resumed[name], parameter), f"{name} differs after loading the saved state"
         _assert_same_state(other.state(), optimization.state())
 
     def test_the_schedule_decides_how_far_each_step_goes(self) -> None:
@@ -96,7 +96,7 @@ class OptimizerContract:
         assert optimization.step(3) == {"lr": 0.0}
         for name, parameter in parameters.items():
             assert torch.equal(parameter, before[name]), f"{name} moved at a learning rate of 0, or without a gradient"
-        # A checkpoint of such a run can be read again.
+        # The state can still be read after a step in which a parameter had no gradient.
         optimization.check(_through_bytes(optimization.state()))
 
     def test_groups_have_rates_of_their_own(self) -> None:
@@ -126,7 +126,7 @@ class OptimizerContract:
 
     def test_sharded_parameters_are_trained_like_whole_ones(self) -> None:
         if self.make_config().needs_whole_parameters is not None:
-            pytest.skip(f"is not given parts of parameters: {self.make_config().needs_whole_parameters}")
+            pytest.skip(f"needs whole parameters: {self.make_config().needs_whole_parameters}")
         with _one_rank() as mesh:
             whole, plain = _parameters(), _parameters().items()
             sharded = {name: Parameter(distribute_tensor(value.detach(), mesh, [Shard(0)])) for name, value in plain}
@@ -144,10 +144,10 @@ class OptimizerContract:
 
     def test_flat_pieces_of_parameters_are_trained_like_whole_ones(self) -> None:
         if not self.make_config().is_elementwise:
-            pytest.skip("is not said to be elementwise")
+            pytest.skip("the config does not set is_elementwise")
 
         def cut(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
-            # The border lies inside a row.
+            # The cut lies within a row, not between rows.
             return {
                 f"{name}/{index}": Parameter(piece.detach().clone())
                 for name, value in parameters.items()
@@ -155,7 +155,7 @@ class OptimizerContract:
             }
 
         whole, pieces, targets = _parameters(), cut(_parameters()), cut(_parameters(seed=1))
-        # Weight decay depends on the shapes of whole parameters.
+        # Do not set weight decay, which depends on the shapes of whole parameters.
         one, other = self._optimization(whole), self._optimization(pieces)
         _train(one, whole, range(1, 4))
         for number in range(1, 4):
@@ -168,7 +168,7 @@ class OptimizerContract:
 
     def test_a_step_in_several_calls_is_one_step_where_the_config_says_so(self) -> None:
         if not self.make_config().steps_apart:
-            pytest.skip("wants the gradients of all parameters at once")
+            pytest.skip("the config does not set steps_apart")
         together, apart = _parameters(), _parameters()
         optimization, other = self._optimization(together), self._optimization(apart)
         for number in range(1, 4):
@@ -183,7 +183,7 @@ class OptimizerContract:
                 parameter.grad = gradients[name]
                 other.optimizer.step()
         for name, parameter in together.items():
-            assert torch.equal(apart[name], parameter), f"{name} depends on what is stepped with it"
+            assert torch.equal(apart[name], parameter), f"{name} depends on which parameters are stepped with it"
         _assert_same_state(other.state(), optimization.state())
 
     def test_memory_of_the_state_is_what_the_config_says(self) -> None:
@@ -202,7 +202,7 @@ class OptimizerContract:
 
 
 class ScheduleContract:
-    """Subclass with `make_schedule(**settings)`, where settings are those of `ScheduleConfig`."""
+    """Tests for schedules. Subclass with `make_schedule(**settings)`, which takes settings of `ScheduleConfig`."""
 
     def make_schedule(self, **settings: Any) -> Schedule:
         """Return your schedule."""
@@ -268,7 +268,7 @@ def _train(optimization: Optimization, parameters: Mapping[str, Parameter], step
 
 
 def _through_bytes(state: OptimizerState) -> OptimizerState:
-    """Return the state as if it was read from a checkpoint."""
+    """Serialize the state and read it again, as a checkpoint does."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in state.tensors.items()}
     return OptimizerState.read(load(save(tensors)), json.loads(json.dumps(state.facts())))
 

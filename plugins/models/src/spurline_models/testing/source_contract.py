@@ -1,4 +1,4 @@
-"""The contract of every source of batches. Its tests train a tiny model for a few steps."""
+"""Tests that every source of batches must pass. They train a tiny model for a few steps."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Recorded:
 
 
 class SourceContract:
-    """Make a subclass that sets `source_settings`. If needed, set other attributes, or override `rows` or `data`.
+    """Tests of a source. Set `source_settings` in a subclass. Set other attributes and override methods if needed.
 
     Attributes:
         source_settings: The config's `source:` section.
         run_settings: Further settings of the run, by top-level key.
         plugins: The plugins to enable.
-        repeats: Whether the same config always gives the same batches, also after a resume.
-        refuses_other_data: Whether a resume on other rows is an error.
+        repeats: Whether runs with the same config always get the same batches, resumed runs included.
+        refuses_other_data: Whether a run refuses to resume if its rows have changed.
     """
 
     source_settings: ClassVar[Mapping[str, Any]] = {}
@@ -56,7 +56,7 @@ class SourceContract:
     refuses_other_data: ClassVar[bool] = True
 
     def rows(self, word: str = "say") -> list[dict[str, Any]]:
-        """Return the rows of a JSONL file for the source. They contain `word`, so another word gives other rows."""
+        """Return rows to train on. They contain `word`, so a different word gives different rows."""
         return [
             {
                 "messages": [
@@ -68,7 +68,7 @@ class SourceContract:
         ]
 
     def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
-        """Write the `rows` with this word into the folder, and return the config's `data:` section."""
+        """Write `rows(word)` to a JSONL file in the folder, and return the config's `data:` section for it."""
         path = folder / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows(word)), encoding="utf-8")
         return {"train": str(path), "max_length": 128}
@@ -93,7 +93,7 @@ class SourceContract:
 
     @pytest.fixture
     def train(self, config: Config) -> Train:
-        """Return a function that trains with changed top-level settings, and returns what was recorded."""
+        """Return a function that trains with the given top-level settings changed, and returns the recorded run."""
 
         def run(**changes: Any) -> Recorded:
             loaded, recorder = load_config(config | changes), _Recorder()
@@ -172,7 +172,7 @@ def _columns(batch: TrainingBatch) -> dict[str, np.ndarray]:
 
 def _equal(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
     same = one.keys() == other.keys() and all(one[name].shape == other[name].shape for name in one)
-    # The last digits of logprobs depend on the other rows of a batch.
+    # Columns computed from logprobs are only nearly equal: the last digits depend on the other rows of a batch.
     return same and all(np.allclose(one[name], other[name], rtol=1e-4, atol=1e-5) for name in one)
 
 

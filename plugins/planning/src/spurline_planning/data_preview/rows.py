@@ -1,7 +1,7 @@
 """Return the first rows of a run as training sees them: from the batches of the first steps, or from the first prompts.
 
-The source of the run reads, tokenizes, orders and lays out the rows. This module splits its batches into sequences
-again. No weights are loaded.
+The run's source reads and tokenizes the rows, orders them and collates them into batches. This module splits batches
+into single sequences. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class ShownSequence:
 
     Attributes:
         uid: Id of the sample or prompt.
-        kind: `sample` or `prompt`. For an answer of a pair: `chosen` or `rejected`.
-        pieces: Text of each token, with signs or escapes for invisible characters.
+        kind: `sample` or `prompt`, or `chosen` or `rejected` for an answer of a preference pair.
+        pieces: Text of each token, with symbols or escapes for invisible characters.
         ids: Id of each token.
         weights: Loss weight of each token. A token is trained if its weight is not 0.
         special: Whether each token is a special token.
-        notes: Lines about the row of the dataset.
+        notes: Remarks on the dataset row, one per line.
     """
 
     uid: str
@@ -75,12 +75,12 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
 
     Args:
         loaded: The config of the run.
-        num_rows: How many rows of the data to show. A packed row of a batch contains several of them.
-        row_limit: How many rows of each dataset to read at most. None reads all, as training does.
+        num_rows: Number of dataset rows to show. A packed row of a batch contains several dataset rows.
+        row_limit: Maximum number of rows to read of each dataset. If None, all rows are read, as in training.
         progress: Called before each slow part.
 
     Raises:
-        DataError: If data, or a row of it, cannot be used.
+        DataError: If a dataset or one of its rows cannot be used.
         ModelError: If the tokenizer cannot be loaded.
         ConfigError: If a setting does not fit the data.
     """
@@ -90,8 +90,8 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         facts = facts_of(data)
         if data.source.summary().get("read_in_part"):
             facts.append(
-                f"read: the first {row_limit:,} rows of each dataset. The run reads all rows, so there these rows "
-                "appear at other steps than shown here. --whole reads all"
+                f"read: the first {row_limit:,} rows of each dataset. The run reads all rows, so it uses these rows at "
+                "other steps than shown here. With --whole, all rows are read here too"
             )
         if not rows:
             facts.append(
@@ -128,7 +128,7 @@ def _rows_of_batches(data: DataComponents, num_rows: int, pieces: TokenPieces) -
     for step in range(1, data.source.total_steps + 1):
         batch = data.source.build(step)
         if step == 1 and "pair_ids" in batch.tokens:
-            # Each row of the data is two sequences.
+            # A pair is one dataset row, but two sequences.
             left *= 2
         for row in range(batch.num_rows):
             if left and not bool(batch.is_padding_row[row]):
@@ -171,7 +171,7 @@ def _sequence(
 
 
 def _visible(text: str) -> str:
-    """Return the text with ↵ at each line end, and escapes for invisible characters and those that reverse text."""
+    """Return the text with ↵ at each line end, and with escapes for invisible and text-reversing characters."""
     text = text.replace("\n", "↵\n")
     if text.replace("↵", "").isascii():
         return text

@@ -16,9 +16,9 @@ from spurline.terminal import printable
 from spurline_planning.data_preview.rows import ShownData, ShownSequence
 
 _MOST_TOKENS = 1_500
-"""How many tokens of a sequence are shown at most. The middle of a longer sequence is left out."""
+"""Maximum number of tokens to show of a sequence. The middle of a longer sequence is left out."""
 _STYLES = {(True, 0): "bold green", (True, 1): "bold cyan", (False, 0): "default", (False, 1): "bright_black"}
-"""Styles by (whether the token is trained, 0 if its number is even or 1 if it is odd)."""
+"""Styles by (whether the token is trained, the token's number modulo 2)."""
 
 
 def print_data(data: ShownData, file: IO[str]) -> None:
@@ -67,5 +67,5 @@ def marked(sequence: ShownSequence, most: int = _MOST_TOKENS) -> Text:
 
 
 def _unmarked(piece: str) -> str:
-    """Return the text of a token. ⟦ and ⟧ in it become escapes."""
+    """Return the text of a token, with escapes for the characters ⟦ and ⟧."""
     return printable(piece).replace("\t", "→\t").replace("⟦", r"\u27e6").replace("⟧", r"\u27e7")

@@ -27,7 +27,7 @@ _NUMBER = TypeAdapter(int)
 
 
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
-    """Return a function by the name of its request, `samples`. The query's `run` is the number of the run."""
+    """Return the function that answers requests named `samples`. The query's `run` is an index of `run_dirs`."""
 
     def samples(query: Mapping[str, str]) -> Any:
         run = _NUMBER.validate_python(query.get("run"))

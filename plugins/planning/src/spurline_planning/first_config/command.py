@@ -52,12 +52,12 @@ class Choices:
 
     Attributes:
         model: Folder or name of the model.
-        data: Training rows.
+        data: File, folder or hub name of the training rows.
         run_dir: The folder of the run.
-        length: `epochs: 1` or `steps: 200`.
+        length: The config line that sets the length of the run, such as `epochs: 1` or `steps: 200`.
         lora: Whether adapters are trained.
-        eval: Held-out rows.
-        reward: A component, or `file.py:function`.
+        eval: File, folder or hub name of the held-out rows.
+        reward: The name of a reward component, or `file.py:function`.
         plugins: Plugins to enable.
         source: Lines of the section `source:`, for a run with rollouts.
     """
@@ -136,7 +136,7 @@ _SYNCHRONOUS_SOURCE = ["  name: rollouts  # with `spurline init --task async`, t
 
 
 def _asynchronous_source() -> list[str]:
-    """Return the source that generates beside training on this machine. Raises UserError without the plugin."""
+    """Return config lines of the source that generates while the run trains. Raises UserError without the plugin."""
     if _ASYNC_PLUGIN not in installed_plugins():
         raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
     gpus = num_gpus()
@@ -183,7 +183,7 @@ def config_text(choices: Choices, model: ModelFacts, data: DataFacts) -> str:
 
 
 def _aligned(line: str) -> str:
-    """Return the line with its comment in the column of all comments."""
+    """Return the line with its comment moved to column `_COMMENTS_AT`."""
     setting, mark, comment = line.partition("  # ")
     return f"{setting.rstrip():{_COMMENTS_AT}} # {comment}" if mark else line
 

@@ -44,7 +44,7 @@ def init(
         str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(metavar="|".join(_TASKS), help="The kind of training. By default the rows decide.")
+        str | None, typer.Option(metavar="|".join(_TASKS), help="The kind of training. By default, it fits the rows.")
     ] = None,
     column: ColumnOption = None,
     held_out: Annotated[str | None, typer.Option("--eval", metavar="DATA", help="Held-out rows.")] = None,
@@ -83,7 +83,7 @@ def init(
 
 
 def _check_place(file: Path, *, force: bool) -> None:
-    """Raise UserError for a TOML file, or for a file that exists unless `force` is set."""
+    """Raise UserError if the file has the suffix .toml, or if it exists and `force` is not set."""
     if file.suffix.lower() == ".toml":
         raise UserError(f"{file}: the config is YAML. Give a name that ends in .yaml.")
     if file.exists() and not force:

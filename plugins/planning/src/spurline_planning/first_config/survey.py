@@ -1,6 +1,6 @@
 """Find facts for a config: the task of the rows, their lengths, and the size and context of the model.
 
-The same components as in the run open and tokenize the data, so the facts are true of the run.
+The data is opened and tokenized by the components that the run uses, so the facts also apply to the run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST = 8_192
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model. `context` is the number of tokens that it can see, or None without a limit."""
+    """Facts about a model. `context` is the number of tokens that it can see, or None if there is no limit."""
 
     parameters: int
     context: int | None
@@ -80,7 +80,7 @@ def data_facts(
         model_path: Folder or name of the model.
         model: Facts about the model.
         data: The dataset, as in `data.train`.
-        task: The task. If None, the rows decide.
+        task: The task. If None, it is chosen to fit the rows.
         columns: The setting `data.train.columns`. If it is empty and the rows fit no format, columns are guessed.
 
     Raises:
@@ -125,9 +125,9 @@ def data_facts(
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
-    """Return the guessed columns. With a chat template, a prompt and an answer of plain text become turns of a chat."""
+    """Return the guessed columns. With a chat template, a plain-text prompt and answer are read as turns of a chat."""
     view, columns = RowView(row, guess), dict(guess)
-    # For preference pairs, the config names a template if the model has none.
+    # A config for preference pairs sets a chat template if the model has none.
     has_template = model.has_chat_template or "chosen" in view
     others = [view.get(name) for name in ("completion", "chosen", "rejected")]
     if not has_template or not isinstance(view.get("prompt"), str) or any(isinstance(other, list) for other in others):

@@ -1,4 +1,4 @@
-"""The advantage algorithms. These four compare samples of a prompt. All tokens of a sample get the same advantage.
+"""The advantage algorithms. Four of them compare the samples of a prompt, and give all tokens of a sample one value:
 
     GRPO        A_i = (R_i - mean(R)) / (std(R) + eps)      Shao et al. 2024, arXiv:2402.03300
     Dr. GRPO    A_i = R_i - mean(R)                         Liu et al. 2025, arXiv:2503.20783
@@ -8,8 +8,8 @@
 R are the returns of the n samples of a prompt. If they are all equal, the advantages are exactly 0.
 
 GRPO: std has n - 1 in the denominator, as in other trainers. The paper does not define std.
-Dr. GRPO (GRPO done right): there is no division by std, so prompts that nearly all or nearly no samples solve do not
-weigh more than others. The paper also divides by a constant instead of the answer's length: `reduction: fixed_norm`.
+Dr. GRPO (GRPO done right): there is no division by std, which would give more weight to prompts that nearly all or
+nearly no samples solve. The paper also divides by a constant instead of the answer's length: `reduction: fixed_norm`.
 RLOO (REINFORCE leave-one-out): the formula equals R_i minus the mean of the other returns. This baseline does not
 contain the sample's own return, so the policy gradient stays unbiased.
 MaxRL (maximum likelihood reinforcement learning): for rewards of 0 and 1, mean(R) estimates the probability p of
@@ -131,8 +131,8 @@ class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
 
         B_i = R_i - mean(R of the prompt),  A_i = B_i / (std(B) + eps)
 
-    std is computed over all samples passed in. The mean of B is 0. Every sample counts once, whatever its length.
-    If longer samples counted more, groups with equal returns would get an advantage.
+    std is computed over all samples passed in. Every sample counts once, so the mean of B is 0. If longer samples
+    counted more, the mean would not be 0, and subtracting it would give groups with equal returns an advantage.
 
     `baseline: batch`, for any number of samples per prompt:
 

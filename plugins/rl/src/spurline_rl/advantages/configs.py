@@ -1,4 +1,4 @@
-"""Settings of the advantages. Imports no torch."""
+"""Settings of the advantage algorithms. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GroupAdvantageConfig(AdvantageConfig):
 
 
 class GrpoConfig(GroupAdvantageConfig):
-    """Return minus the group's mean, divided by the group's standard deviation (Shao et al. 2024, arXiv:2402.03300)."""
+    """The return minus the group's mean, divided by the group's std (Shao et al. 2024, arXiv:2402.03300)."""
 
     name: str = "grpo"
     normalize_std: Annotated[bool, OnResume.BY_NAME] = True
@@ -33,7 +33,7 @@ class GrpoConfig(GroupAdvantageConfig):
 
 
 class DrGrpoConfig(GroupAdvantageConfig):
-    """Return minus the group's mean, not divided by anything (Liu et al. 2025, arXiv:2503.20783)."""
+    """The return minus the group's mean, without a division (Liu et al. 2025, arXiv:2503.20783)."""
 
     goes_with = "loss: ppo and reduction: {name: fixed_norm, length: N}"
 
@@ -41,7 +41,7 @@ class DrGrpoConfig(GroupAdvantageConfig):
 
 
 class RlooConfig(GroupAdvantageConfig):
-    """Return minus the mean of the group's other samples (Ahmadian et al. 2024, arXiv:2402.14740)."""
+    """The return minus the mean of the group's other samples (Ahmadian et al. 2024, arXiv:2402.14740)."""
 
     goes_with = "loss: policy_gradient"
 
@@ -49,7 +49,7 @@ class RlooConfig(GroupAdvantageConfig):
 
 
 class MaxRlConfig(GroupAdvantageConfig):
-    """Return minus the group's mean, divided by the mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
+    """The return minus the group mean, divided by the mean; for rewards >= 0 (Tajwar et al. 2026, arXiv:2602.02710)."""
 
     name: str = "maxrl"
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-6, gt=0, allow_inf_nan=False)
@@ -61,7 +61,7 @@ class MaxRlConfig(GroupAdvantageConfig):
 
 
 class ReinforcePlusPlusConfig(AdvantageConfig):
-    """Return minus a baseline, normalised over all samples together (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
+    """The return minus a baseline, normalised over all samples (REINFORCE++, Hu et al. 2025, arXiv:2501.03262)."""
 
     name: str = "reinforce_pp"
     baseline: Annotated[Literal["group", "batch"], OnResume.BY_NAME] = "group"
@@ -88,6 +88,6 @@ class GaeConfig(AdvantageConfig):
     lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
     """Decay of later temporal differences. 0 relies on the critic alone, 1 on the rewards alone."""
     normalize: Annotated[bool, OnResume.BY_NAME] = True
-    """Shift and scale the advantages: over all trained tokens they get mean 0 and standard deviation 1."""
+    """Shift and scale the advantages to mean 0 and standard deviation 1 over all trained tokens."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the standard deviation."""

@@ -1,6 +1,6 @@
-"""Helpers of advantages: compare the samples of a prompt, and walk along the tokens of a trajectory.
+"""Helpers of advantage algorithms: compare the samples of a prompt, and compute along the tokens of a trajectory.
 
-An algorithm that compares samples computes one number per trajectory, and gives it to all tokens:
+An algorithm that compares samples computes one number per trajectory, and gives this number to all tokens:
 
     class Centred:
         needs: frozenset[str] = frozenset()
@@ -8,8 +8,8 @@ An algorithm that compares samples computes one number per trajectory, and gives
         def advantages(self, groups):
             return [spread_over_tokens(group, relative_to_group(group, "centred", center)) for group in groups]
 
-If advantages differ from token to token, an algorithm uses `read_tokens` and `write_tokens`. They join the response
-tokens of a trajectory's turns into one sequence, whether the tokens are trained on or not.
+An algorithm whose advantages differ from token to token uses `read_tokens` and `write_tokens`. They join all response
+tokens of a trajectory's turns into one sequence, including tokens that are not trained on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Sequences = list[NDArray[np.float64]]
 
 
 def center(returns: Returns) -> Returns:
-    """Return the returns of a group minus their mean."""
+    """Subtract the mean of a group's returns from each return."""
     return returns - returns.mean()
 
 
@@ -42,7 +42,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
         rule: A function that takes the returns, and returns the advantages.
 
     Raises:
-        DataError: If the group has one sample, which has nothing to compare with.
+        DataError: If the group has only one sample.
     """
     returns = group.returns
     if len(returns) < 2:
@@ -70,7 +70,7 @@ def spread_over_groups(groups: Sequence[Group], advantages: Sequence[Returns]) -
 
 
 def read_tokens(groups: Sequence[Group], name: Literal["rewards", "values", "loss_mask"]) -> Sequences:
-    """Return a field of the response tokens, float64: one sequence per trajectory of all groups."""
+    """Return a field of the response tokens as float64, with one sequence for each trajectory of all groups."""
     return [_join_turns(trajectory, name) for trajectory in trajectories_of(groups)]
 
 

@@ -25,8 +25,8 @@ class InProcessEngineConfig(RolloutEngineConfig):
 
     name: str = "in_process"
     deterministic: bool = False
-    """Generate each response on its own, so other responses never change a bit of it. That is many times slower.
-    Otherwise responses that are generated together change each other's logprobs by about 1e-6."""
+    """Generate each response alone, so that other responses never change any bit of it. This is many times slower. If
+    false, responses that are generated together change each other's logprobs by about 1e-6."""
     max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Largest number of responses that are decoded together. Further requests wait."""
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
@@ -35,12 +35,12 @@ class InProcessEngineConfig(RolloutEngineConfig):
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Time limit in seconds for one decode step, and for loading the model."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engine's own copy of the model. `auto` takes the first GPU unless a rank uses it."""
+    """Device of the engine's own copy of the model. `auto` takes the first GPU, or the CPU if a rank uses this GPU."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
+    """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """Treatment of the cached keys and values of unfinished responses after the weights were updated. `recompute` is
-    exact. `keep` is faster, but later tokens come from a mixture of old and new weights."""
+    """Treatment of the KV cache of unfinished responses when the weights change. `recompute` computes it again with the
+    new weights. `keep` is faster, but later tokens come from a mixture of old and new weights."""
 
     @property
     def notes_experts(self) -> bool:
@@ -78,7 +78,7 @@ class InProcessEngineConfig(RolloutEngineConfig):
             words = {"auto": "the first GPU if there is one", "cuda": "the first GPU", "cpu": "the CPU"}
             where = words[self.copy_device(run)]
             lines.append(
-                f"backend '{run.backend.name}' has its model in other processes, so the engine has a copy in this one, "
+                f"backend '{run.backend.name}' has its model in other processes, so the engine has its own copy here, "
                 f"on {where}; it takes {4 * count(run.model) / 2**20:,.0f} MiB and gets the new weights every step"
             )
         return lines

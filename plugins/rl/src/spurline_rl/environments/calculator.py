@@ -1,4 +1,4 @@
-"""The built-in tool `calculator`, which computes formulas. Limits protect against formulas that a model writes."""
+"""The built-in tool `calculator`, which computes formulas. Its limits reject formulas that would take too long."""
 
 from __future__ import annotations
 

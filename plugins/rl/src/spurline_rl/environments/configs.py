@@ -29,7 +29,7 @@ class RewardedEnvironmentConfig(EnvironmentConfig):
 
     rewards: RewardTable = Field(min_length=1)
     """Rewards by name. Each is a component, or a function as `module:function` or `file.py:function`.
-    `source.reward_weights` has their weights."""
+    `source.reward_weights` sets their weights."""
 
     @property
     def reward_terms(self) -> Collection[str]:
@@ -57,17 +57,17 @@ class ToolsConfig(RewardedEnvironmentConfig):
     tools: Annotated[dict[str, Annotated[str, FunctionSetting()]], BeforeValidator(_named_tools), OnResume.BY_NAME] = (
         Field(default={"calculator": "calculator"}, min_length=1)
     )
-    """Functions by the names that the model uses: `module:function`, `file.py:function`, or the built-in `calculator`.
-    A Python program may give the functions themselves."""
+    """Maps the names that the model uses to functions: `module:function`, `file.py:function`, or the built-in
+    `calculator`. A Python program may pass the functions themselves."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=8, gt=0)
-    """Largest number of turns of the model, the answer included."""
+    """Largest number of turns of the model, including the answer."""
     tool_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=10.0, gt=0)
     """Seconds that a call may take. If it takes longer, the model gets an error."""
     failed_call_reward: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, allow_inf_nan=False)
-    """Reward of each turn in which a call fails: it is malformed, its tool is unknown, or the tool raises an error."""
+    """Reward of each turn with a failed call: a malformed call, a call of an unknown tool, or an error of the tool."""
     history: Literal["exact", "retokenize"] = "exact"
     """How the prompt of a later turn is made. `exact` continues the tokens of the turn before. A chat template that
-    rewrites history is then an error. `retokenize` renders and encodes each prompt again, as at inference."""
+    rewrites history then causes an error. `retokenize` renders and encodes each prompt again, as at inference."""
 
     @property
     def most_turns(self) -> int:
@@ -93,9 +93,9 @@ class CustomConfig(EnvironmentConfig):
     name: str = "custom"
     path: Annotated[str, FunctionSetting(method="run"), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
     """`module:Class` or `file.py:Class`, built as `Class(config, registry=..., tokenizer=..., data=...)`, or an async
-    function of a task and a policy. A Python program may give the class, an object with `run`, or the function."""
+    function `(task, policy)`. A Python program may pass the class, an object with `run`, or the function."""
     max_turns: Annotated[int, OnResume.BY_NAME] = Field(default=1, gt=0)
-    """Largest number of responses in one attempt. It serves only to estimate memory and lengths."""
+    """Largest number of responses in one attempt. It is used only to estimate memory and lengths."""
     rewards: RewardTable = {}
     """Named reward terms, for environments that make them with `spurline_rl.scoring.make_rewards`."""
 

@@ -20,7 +20,7 @@ from spurline_rl.protocols.environment import Environment
 def make_custom(
     config: CustomConfig, registry: Registry, tokenizer: PreTrainedTokenizerBase, data: DataConfig
 ) -> Environment:
-    """Return the environment of `config.path`. Raises PluginError if it cannot be found, built or run."""
+    """Return the environment that `config.path` names. Raises PluginError if it cannot be found, built or run."""
     given: Any = load_function(config.path, "environment")
     if not inspect.isclass(given) and is_async(given):
         _check_call(config.path, given, ("task", "policy"))
@@ -39,7 +39,7 @@ def make_custom(
 
 
 def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, ...], **named: Any) -> None:
-    # A partial function and an object that can be called have no name of their own.
+    # Partial functions and callable objects have no `__name__`.
     shown = getattr(function, "__name__", type(function).__name__)
     try:
         signature = inspect.signature(function)
@@ -48,8 +48,8 @@ def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, .
     except (TypeError, ValueError) as error:
         wanted = "(task, policy)" if not named else "(config, registry, tokenizer, data)"
         raise PluginError(
-            f"The environment {path} is defined as {shown} ({error}). It is called with {wanted}: an async function "
-            "with a task and a policy, or a class that has `run`."
+            f"The environment {path} is defined as {shown} ({error}), but is called with {wanted}. Write an async "
+            "function with a task and a policy, or a class that has `run`."
         ) from error
 
 

@@ -72,7 +72,7 @@ class ToolCall:
 
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. Calls beyond `limit` become one call with a problem."""
+    """Return the calls in a turn's text, in order. One call with a problem replaces all beyond `limit`."""
     found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
     calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
     if len(found) > len(calls):
@@ -84,9 +84,9 @@ class Toolbox:
     """The functions that the model may call.
 
     Args:
-        paths: The function of each tool by the tool's name: a path for `load_function`, or a built-in tool. A function
-            gets the call's arguments by name, and may be async. The model gets the function's result as text. Several
-            calls may run at the same time.
+        paths: Maps each tool's name to a path for `load_function` or to a built-in tool. A function gets the call's
+            arguments by name, and may be async. The model gets the function's result as text. Several calls may run at
+            the same time.
         timeout_s: Seconds that a call may take.
     """
 
@@ -105,7 +105,7 @@ class Toolbox:
         """Make the call. Returns the text for the model, and whether the call failed.
 
         Raises:
-            SpurlineError: If the tool raises one. The model cannot have caused it.
+            SpurlineError: If the tool raises a SpurlineError, since the model cannot have caused it.
         """
         problem = call.problem or self._problem(call)
         if not problem:
@@ -189,7 +189,7 @@ def _schema_of(parameter: inspect.Parameter) -> dict[str, str]:
 class Tools:
     """Runs conversations with tools.
 
-    The first prompt is the row up to its last question. The last assistant turn of the row is the reference. The
+    The first prompt has the row's messages up to its last question. The row's last assistant turn is the reference. The
     template shows the tools of the row, or the configured ones if the row has none.
 
     `info` has prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; and `ended`,
@@ -270,7 +270,7 @@ class Tools:
             try:
                 reply = await chat.reply()
             except DataError as error:
-                # An error in the first turn is an error of the row. A later one means that the context is full.
+                # An error in the first turn is an error of the row. A later error means that the context is full.
                 if isinstance(error, PrefixError) or not calls:
                     raise
                 return "context", calls, failed

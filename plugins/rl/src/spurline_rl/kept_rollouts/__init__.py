@@ -1,4 +1,4 @@
-"""The rollouts that a run keeps for people to look at: a Parquet file per step in `rollouts/`."""
+"""The rollouts that a run stores for later inspection: one Parquet file per step in `rollouts/`."""
 
 from spurline_rl.kept_rollouts.reader import ROLLOUTS_FOLDER, KeptAttempt, KeptRollouts, KeptTurn, LostPrompt
 

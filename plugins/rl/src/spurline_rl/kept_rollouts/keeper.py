@@ -1,7 +1,7 @@
 """Write the rollouts of each step on a thread, while the model trains.
 
-A step is written before the next one is handed over and before the checkpoint that covers it. A kill leaves a whole
-file or none. A resume removes the files of later steps.
+The file of a step is complete before the next step is written and before the checkpoint that includes the step. If the
+run is killed, no incomplete file is left. A resumed run removes the files of later steps.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_text.token_pieces import TokenPieces
 
 _BYTES_PER_TOKEN = 10
-"""Upper estimate of a file's bytes for each token, texts included."""
+"""Upper estimate of a file's bytes for each token, including texts."""
 _LARGEST_SHARE = 4
-"""A step takes at most about 1 / this of the folder. Of a larger step only every n-th prompt is kept."""
+"""One step may take about a quarter of `most_bytes`. For a larger step, only every n-th prompt is written."""
 _LIMIT_S = 600.0
-"""Seconds to write one step, more than any disk takes that still answers."""
+"""Time limit in seconds for writing one step. A working disk is much faster."""
 
 
 class RolloutKeeper:
     """Writes the files of `RUN_DIR/rollouts`.
 
-    If they take more than `most_bytes`, the oldest ones are removed. The newest one always stays. Of a step that would
-    take more than a quarter, every n-th prompt is kept. 0 keeps nothing.
+    If the files take more than `most_bytes`, the oldest files are removed. The newest file always stays. If a step
+    would take more than a quarter of `most_bytes`, only every n-th prompt is written. Nothing is written if it is 0.
     """
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, most_bytes: int) -> None:
@@ -70,7 +70,7 @@ class RolloutKeeper:
             raise write_failure(self._folder, error) from error
 
     def keep(self, taken: KeptStep) -> None:
-        """Begin to write a step. Raises RunFailedError if the step before could not be written."""
+        """Begin to write a step. Raises RunFailedError if the previous step could not be written."""
         self.flush()
         self._writing = call_on_daemon("spurline-kept-rollouts", self._write, taken)
 
@@ -92,7 +92,7 @@ class RolloutKeeper:
             ) from error
 
     def close(self) -> None:
-        """Flush. If another error is being raised, an error of the thread becomes a note of it."""
+        """Call `flush`. If another error is already being raised, an error of `flush` is added to it as a note."""
         ended_by = sys.exception()
         try:
             self.flush()
@@ -114,7 +114,7 @@ class RolloutKeeper:
 
 
 def _thinned(taken: KeptStep, most_bytes: int) -> KeptStep:
-    """Return the step with every n-th prompt, or with all if they take little of `most_bytes`."""
+    """Return the step with every n-th prompt, or with all prompts if they take at most a quarter of `most_bytes`."""
     tokens = sum(len(group.flat.tokens) for group in (*taken.groups, *taken.filtered))
     one_in = max(1, -(-tokens * _BYTES_PER_TOKEN * _LARGEST_SHARE // most_bytes))
     is_kept = [place % one_in == 0 for place, group in enumerate(taken.groups) for _ in range(len(group.flat))]
@@ -133,7 +133,7 @@ def write_step(folder: Path, step: int, table: pa.Table) -> int:
         RunFailedError: If it cannot be written.
     """
     sink = pa.BufferOutputStream()
-    # A low level is enough: most of a file is numbers that hardly get shorter.
+    # A low compression level is enough: most of a file is numbers that hardly compress.
     pq.write_table(table, sink, compression="zstd", compression_level=1)
     path, content = step_file(folder, step), sink.getvalue()
     try:

@@ -4,8 +4,8 @@
     for attempt in rollouts.attempts(steps=[40]):
         print(attempt.uid, attempt.reward, attempt.turns[-1].response_text)
 
-Each call looks at the folder again, so it finds what a running run has added. Reading needs no tokenizer, no config and
-no torch.
+Each call lists the folder again, so it finds the files that a running run has added. Reading needs no tokenizer, no
+config and no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NAME = re.compile(r"step-(\d+)\.parquet")
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
-    """Return the file of each step, in order of steps. A run without the folder has none.
+    """Return the file of each step, in order of steps. If the folder does not exist, the mapping is empty.
 
     Raises:
         RunDirectoryError: If the folder cannot be read.
@@ -52,7 +52,7 @@ def step_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """Return the attempts of a step and the prompts that were given up in it, or only these columns.
+    """Return a table of the attempts and given-up prompts of a step. If `columns` is None, it has all columns.
 
     Raises:
         FileNotFoundError: If there is no such file. A run may remove it at any time.
@@ -66,7 +66,7 @@ def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     except (OSError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise RunDirectoryError(
-            f"{path}: cannot be read: {why}. If it is damaged, remove it: the run goes on without."
+            f"{path}: cannot be read: {why}. If it is damaged, remove it: the run does not need it."
         ) from error
 
 
@@ -82,19 +82,19 @@ class LostPrompt:
 
 @dataclass(frozen=True, eq=False)
 class KeptTurn:
-    """One call of the model. Arrays are read-only. P is the number of prompt tokens, A of response tokens.
+    """One call of the model. Arrays are read-only. P and A are the numbers of prompt tokens and response tokens.
 
     Attributes:
-        prompt_ids: int32 [P], all tokens before the response, earlier turns included.
+        prompt_ids: int32 [P], all tokens before the response, including earlier turns.
         response_ids: int32 [A].
         finish_reason: See `spurline_rl.trajectory.Turn`.
-        reward: The sum of the rewards of its tokens.
+        reward: The sum of the rewards of the turn's tokens.
         logprobs: float16 [A], the engine's logprobs when it sampled.
         gap: float16 [A], the trained model's logprobs before the update minus `logprobs`. None for filtered attempts.
         advantages: float32 [A]. None for filtered attempts.
-        versions: int32 [A], the step whose update made the weights that generated the token.
-        ages: int32 [A], the number of updates between these weights and the training on the token. It is 0 in
-            synchronous runs.
+        versions: int32 [A], the step whose update produced the weights that generated the token.
+        ages: int32 [A], the number of updates between these weights and training on the token. It is 0 in synchronous
+            runs.
         loss_mask: uint8 [A], 0 for tokens that were not trained on.
     """
 
@@ -146,7 +146,7 @@ class KeptAttempt:
         sample: Number of the attempt in its group.
         reward: The weighted sum of the reward terms, plus the rewards of turns.
         rewards: Reward terms by name, before weights.
-        advantage: The advantage of all tokens, or None if tokens have different ones.
+        advantage: The advantage of all tokens, or None if tokens have different advantages.
         retries: Number of failed tries before this attempt.
         info: The environment's `info` of the attempt.
         finish_reason: Finish reason of the last turn.
@@ -210,7 +210,7 @@ class KeptAttempt:
 
 
 class KeptRollouts:
-    """The kept rollouts of a run, which may be going on.
+    """The kept rollouts of a run. The run may still be in progress.
 
     Raises:
         RunDirectoryError: If the folder does not exist, or later if a file cannot be read.
@@ -261,7 +261,7 @@ def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
 
 
 class _StoredPieces:
-    """The bytes of the tokens of a step, as its file holds them."""
+    """The UTF-8 bytes of each token of a step, read from the metadata of the step's file."""
 
     def __init__(self, texts: Mapping[bytes, bytes]) -> None:
         self._texts = texts

@@ -1,7 +1,7 @@
 """Make a table of the attempts of a step: one row per attempt, with its numbers, its texts and its tokens.
 
-docs/inspecting.md describes each column. The table is made on a thread beside training. The code here uses few
-operations over whole arrays, which hold up the training thread less than a loop in Python does.
+docs/inspecting.md describes each column. The table is made on a thread while the model trains. The code uses operations
+over whole arrays, which slow the training thread down less than Python loops.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SEARCHED: Mapping[str, pa.DataType] = {
     "response": pa.string(),
     "reason": pa.string(),
 }
-"""Columns by which `spurline view` finds attempts, or which its lists show."""
+"""Columns that `spurline view` searches, or shows in its lists."""
 DETAILS: Mapping[str, pa.DataType] = {
     "rewards": pa.string(),
     "retries": pa.int32(),
@@ -64,7 +64,7 @@ SCHEMA = pa.schema([*SEARCHED.items(), *DETAILS.items()])
 
 @dataclass(frozen=True, eq=False)
 class KeptStep:
-    """The part of a step that is kept.
+    """The data of a step that is written to the step's file.
 
     Attributes:
         groups: Groups that were trained on.
@@ -72,8 +72,8 @@ class KeptStep:
             place (`zero_variance: refill`).
         lost: Prompts that were given up because their attempts failed.
         prompts_per_epoch: Number of prompts in a pass over the data.
-        column: Returns the values of a token column of the batch for each turn of `groups`. It is called on the thread
-            that writes.
+        column: Returns the values of a token column of the batch for each turn of `groups`. The writing thread calls
+            this function.
     """
 
     step: int
@@ -101,7 +101,7 @@ class TokenTexts:
     def of(self, sequences: Sequence[NDArray[np.int32]]) -> list[str]:
         """Return the text of each sequence. Bytes that are not UTF-8 are written as escapes such as `\\xff`."""
         tokens = np.concatenate([np.empty(0, np.int32), *sequences])
-        # Arrow joins the bytes of all tokens without making a Python object of each.
+        # Arrow joins the bytes of all tokens without making a Python object for each token.
         _, offsets, data = self._array.take(pa.array(self._places[tokens])).buffers()
         if data is None or not len(tokens):
             return [""] * len(sequences)
@@ -140,7 +140,7 @@ def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
 def _attempts_table(
     kept: KeptStep, status: str, groups: Sequence[Group], scores: Mapping[str, NDArray[np.float32]], texts: TokenTexts
 ) -> pa.Table:
-    """Return the attempts of these groups. `scores` has a value for each response token of all of them."""
+    """Return the attempts of these groups. Each column of `scores` has one value per response token of the groups."""
     step = kept.step
     flat = FlatTurns.join([group.flat for group in groups])
     attempts = trajectories_of(groups)
@@ -195,13 +195,13 @@ def _attempts_table(
 
 
 def _token_columns(flat: FlatTurns, scores: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
-    """Return the values of response tokens that are kept, one array per column."""
+    """Return the columns of response tokens that are stored, one array per column."""
     stored = ("logprobs", "versions", "loss_mask", "rewards")
     found = {name: flat.columns[name] for name in stored if name in flat.columns}
     if "advantages" in scores:
         found["advantages"] = scores["advantages"]
     if "old_logprobs" in scores and "logprobs" in found:
-        # The difference of two numbers rounded to float16 would be nothing but rounding error, so it is stored itself.
+        # Store the difference itself: computed from two numbers rounded to float16, it would be only rounding error.
         found["gap"] = scores["old_logprobs"] - found["logprobs"]
     return found
 
@@ -213,9 +213,9 @@ def _given_up_table(kept: KeptStep) -> pa.Table:
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
-    """Return two lists, so that no token that a prompt repeats from the turn before is stored twice.
+    """Find the tokens that a turn's prompt repeats from the previous turn, so that they are stored only once.
 
-    The first list has the number of repeated tokens of each turn, the second one all other tokens of each attempt.
+    Returns a list with the number of repeated tokens of each turn, and a list with all other tokens of each attempt.
     """
     shared: list[int] = []
     own: list[list[NDArray[np.int32]]] = []
@@ -258,7 +258,7 @@ def _ends(counts: Any) -> NDArray[np.int64]:
 
 
 def _json(values: Mapping[str, Any]) -> str:
-    """Return the values as a JSON object. If JSON cannot hold one of them, all are written as texts."""
+    """Return the values as a JSON object. If a value cannot be written as JSON, all values are written as texts."""
     try:
         # Python would write infinity and NaN, which are not JSON.
         return json.dumps(dict(values), default=str, allow_nan=False)

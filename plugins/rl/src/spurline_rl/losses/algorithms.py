@@ -32,7 +32,7 @@ class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
 
         l = -A r
 
-    The gradient of the second loss is the gradient of the first times r. Neither loss limits the change of the policy.
+    The gradient of the second loss is r times the gradient of the first. Neither loss limits the change of the policy.
     """
 
     def surrogate_needs(self) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Ppo(PolicyLoss[PpoConfig]):
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    A larger `clip_high`, 0.28, is the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c, the
+    `clip_high: 0.28` gives the clip-higher of DAPO (Yu et al. 2025, arXiv:2503.14476). With `dual_clip` = c, the
     loss of tokens with A < 0 is at most -c A (Ye et al. 2020, arXiv:1912.09729). With a `correction`
     for the difference between engine and trainer, this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641), and
     p_old is its proximal policy.
@@ -80,7 +80,7 @@ class Ppo(PolicyLoss[PpoConfig]):
         return found
 
     def describe_surrogate(self) -> str:
-        dual = f", and at most {self.config.dual_clip:g} where it is negative" if self.config.dual_clip else ""
+        dual = f", and at most {self.config.dual_clip:g} for negative advantages" if self.config.dual_clip else ""
         return (
             "PPO: minus advantage times probability ratio to the policy before the update, clipped to "
             f"{self._low:g}..{self._high:g} per token{dual}"
@@ -93,10 +93,10 @@ class Gspo(PolicyLoss[GspoConfig]):
         s = (p(y) / p_old(y))^(1 / |y|) = exp(mean over the sequence of log p - log p_old)
         l = -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)       for each token of the sequence
 
-    All tokens of a sequence share one ratio, so the clip leaves out whole sequences. A sequence is a segment: the loss
+    All tokens of a sequence share one ratio, so the clip affects whole sequences. A sequence is a segment: the loss
     tokens of one turn, or of all turns that were merged into one row, without tokens that a correction rejected. In the
-    paper all sequences have the same weight, as with `reduction: sequence_mean`. With one advantage per sequence, the
-    gradient is also the gradient of the paper's GSPO-token.
+    paper all sequences have the same weight, as with `reduction: sequence_mean`. If all tokens of a sequence have the
+    same advantage, the gradient equals the gradient of GSPO-token in the paper.
     """
 
     def __init__(self, config: GspoConfig):
@@ -136,9 +136,9 @@ class Cispo(PolicyLoss[CispoConfig]):
 
         l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p,      where sg stops the gradient
 
-    Only the weight is clipped, so tokens whose ratio moved far keep a gradient. The paper sets no lower bound and does
-    not state the upper bound. ScaleRL found that several upper bounds work alike, among them the default of 5 (Khatri
-    et al. 2025, arXiv:2510.13786).
+    Only the weight is clipped, so tokens with a ratio outside the bounds keep a gradient. The paper sets no lower bound
+    and does not state the upper bound. ScaleRL found that several upper bounds work equally well, including 5, which is
+    the default here (Khatri et al. 2025, arXiv:2510.13786).
     """
 
     def __init__(self, config: CispoConfig):
@@ -170,8 +170,8 @@ class Sapo(PolicyLoss[SapoConfig]):
         l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
 
     where sigma is the logistic function. The gradient is the gradient of -A r times a gate 4 sigma (1 - sigma).
-    The gate is 1 at r = 1 and closes smoothly on both sides. A higher tau closes it earlier. By default
-    tau is higher for tokens with A <= 0, which make training less stable: lowering their probability raises all others.
+    The gate is 1 at r = 1 and closes smoothly on both sides. A higher tau closes it earlier. By default tau is higher
+    for A <= 0: lowering a token's probability raises all other probabilities, which makes training less stable.
     """
 
     def surrogate(self, inputs: TokenLossInputs) -> Tensor:

@@ -14,7 +14,7 @@ from spurline.protocols.loss import LossConfig, TrainsOn
 from spurline_rl.protocols.correction import CorrectionConfig
 
 Level = Literal["token", "sequence", "geometric"]
-"""A correction judges the ratio of each token, or the product or the geometric mean of a sequence's ratios."""
+"""The ratio that a correction checks: of each token, or a sequence's product or geometric mean of ratios."""
 
 
 class KlConfig(Section):
@@ -24,7 +24,7 @@ class KlConfig(Section):
     """Weight of the penalty; with 0 no reference model is loaded."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence per token. GRPO uses `k3`. `k2` has the gradient of the true KL. The gradient of
-    `k1` is zero on average, so it has no effect in a loss."""
+    `k1` is zero on average, so `k1` has no effect in a loss."""
 
 
 class PolicyLossConfig(LossConfig):
@@ -38,7 +38,7 @@ class PolicyLossConfig(LossConfig):
     kl: Annotated[KlConfig, OnResume.BY_NAME] = KlConfig()
     """KL penalty in the loss."""
     entropy_coefficient: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight of the bonus for entropy of the next-token distribution."""
+    """Weight of the bonus for the entropy of the next-token distribution."""
     entropy_metric: Annotated[bool, OnResume.FREE] = True
     """Report `policy/entropy` even without a bonus. This costs a second pass over the logits."""
 
@@ -52,7 +52,7 @@ class PolicyGradientConfig(PolicyLossConfig):
 
     name: str = "policy_gradient"
     importance_ratio: Annotated[bool, OnResume.BY_NAME] = False
-    """Weigh tokens by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
+    """Weight tokens by the unclipped ratio to the policy before the update, for batches of several optimizer steps."""
 
 
 class PpoConfig(PolicyLossConfig):
@@ -85,7 +85,7 @@ class CispoConfig(PolicyLossConfig):
     clip_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, lt=1)
     """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
     clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4.0, gt=0, allow_inf_nan=False)
-    """Highest weight is 1 + clip_high. In ScaleRL several largest weights, also 5, worked alike (arXiv:2510.13786)."""
+    """Highest weight is 1 + clip_high. Several, including 5, were equally good in ScaleRL (arXiv:2510.13786)."""
 
 
 class SapoConfig(PolicyLossConfig):
@@ -95,7 +95,7 @@ class SapoConfig(PolicyLossConfig):
     tau_positive: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Temperature of the gate for tokens with positive advantage."""
     tau_negative: Annotated[float, OnResume.BY_NAME] = Field(default=1.05, gt=0, allow_inf_nan=False)
-    """Temperature of the gate for other tokens. A higher one closes the gate earlier."""
+    """Temperature of the gate for other tokens. A higher temperature closes the gate earlier."""
 
 
 class ValueLossConfig(LossConfig):
@@ -109,7 +109,7 @@ class ValueLossConfig(LossConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.loss is self:
-            yield Problem("name", f"is {self.name}, the loss of a critic. Choose another; this one is `critic.loss`.")
+            yield Problem("name", f"is {self.name}, the loss of a critic. Choose another, or set it in `critic.loss`.")
 
 
 class TruncatedImportanceSamplingConfig(CorrectionConfig):
@@ -118,9 +118,9 @@ class TruncatedImportanceSamplingConfig(CorrectionConfig):
 
     name: str = "tis"
     level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or the product of the ratios of a sequence."""
+    """`token` takes the ratio of each token, `sequence` the product of the ratios of a sequence."""
     cap: float | None = Field(default=2.0, ge=1, allow_inf_nan=False)
-    """Largest weight; null truncates nothing."""
+    """Largest weight; null for no limit."""
 
 
 class MaskedImportanceSamplingConfig(CorrectionConfig):
@@ -128,7 +128,7 @@ class MaskedImportanceSamplingConfig(CorrectionConfig):
 
     name: str = "mis"
     level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or the product of the ratios of a sequence."""
+    """`token` takes the ratio of each token, `sequence` the product of the ratios of a sequence."""
     low: float = Field(default=0.5, gt=0, le=1)
     """Lowest accepted ratio."""
     high: float = Field(default=5.0, ge=1, allow_inf_nan=False)
@@ -136,7 +136,7 @@ class MaskedImportanceSamplingConfig(CorrectionConfig):
 
 
 class GeometricRejectionConfig(CorrectionConfig):
-    """Leave out sequences whose mean ratio per token is not within limits (Liu, Li et al. 2025, "When Speed Kills
+    """Leave out sequences whose geometric mean of ratios is outside limits (Liu, Li et al. 2025, "When Speed Kills
     Stability")."""
 
     level: ClassVar[Level] = "geometric"
@@ -149,7 +149,7 @@ class GeometricRejectionConfig(CorrectionConfig):
 
 
 class SequenceRejectionConfig(CorrectionConfig):
-    """Leave out sequences whose product of ratios is not within limits (Liu, Li et al. 2025, "When Speed Kills
+    """Leave out sequences whose product of ratios is outside limits (Liu, Li et al. 2025, "When Speed Kills
     Stability")."""
 
     level: ClassVar[Level] = "sequence"

@@ -1,4 +1,4 @@
-"""Measure the difference between the engine that generates and the trainer, and correct for it by factors on the loss.
+"""Measure the difference between the logprobs of engine and trainer, and correct for it with factors on the loss.
 
 Corrections start from log ratios of the tokens with loss (`spurline_rl.losses.log_ratios`):
 
@@ -6,7 +6,7 @@ Corrections start from log ratios of the tokens with loss (`spurline_rl.losses.l
     sum of rho over the segment                                             sequence: log of the product of the ratios
     mean of rho over the segment                                            geometric
 
-A loss weighed by p_old / p_rollout is an expectation under p_old, as the loss assumes, not under the engine's policy.
+The weight p_old / p_rollout turns an expectation under the engine's policy into one under p_old, as the loss assumes.
 With `loss: ppo` this is decoupled PPO (Hilton et al. 2021, arXiv:2110.00641): p_old is the proximal policy, p_rollout
 the behaviour policy.
 """
@@ -33,7 +33,7 @@ from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO, bounded_exp
 from spurline_rl.protocols.correction import Corrected, Correction
 
 _BLOCK_TOKENS = 1 << 16
-"""Largest number of tokens of a block with several rows. Its arrays fit into a processor's cache."""
+"""Largest number of tokens in a block of several rows. The arrays of such a block fit into a processor's cache."""
 _PERCENTILES = (1, 50, 99)
 
 
@@ -155,7 +155,7 @@ class Rejection:
 
 
 def _judged(ratios: LogRatios, level: Level) -> Tensor:
-    """Return the log ratios that tokens or whole sequences are judged by: float64 [N] or [S]."""
+    """Return the log ratios to compare with the limits: of tokens, float64 [N], or of whole sequences, [S]."""
     if level == "token":
         return ratios.values
     return ratios.sums() if level == "sequence" else ratios.means()
@@ -167,7 +167,7 @@ def _are_within(log_ratios: Tensor, low: float, high: float) -> Tensor:
 
 
 def _of_tokens(ratios: LogRatios, level: Level, factors: Tensor, **metrics: Tensor) -> Corrected:
-    """Give each token the factor and the metrics of its sequence, if sequences were judged."""
+    """Give each token the factor and the metrics of its sequence, unless `level` is `token`."""
     if level != "token":
         factors = ratios.spread(factors)
         metrics = {name: ratios.spread(values) for name, values in metrics.items()}

@@ -49,7 +49,7 @@ class LogRatios:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """Return the number of tokens with loss in each sequence that has any: int64 [S], whose sum is N."""
+        """Return the number of tokens with loss in each sequence that has such tokens: int64 [S]. The sum is N."""
         ids = self._flat("segment_ids")
         begins = np.ones(len(ids), dtype=np.bool_)
         np.not_equal(ids[1:], ids[:-1], out=begins[1:])

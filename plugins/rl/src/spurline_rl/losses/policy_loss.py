@@ -20,7 +20,7 @@ from spurline_rl.losses.configs import PolicyLossConfig
 Config = TypeVar("Config", bound=PolicyLossConfig)
 
 LARGEST_LOG_RATIO = 20.0
-"""Ratios are limited to exp(-20)..exp(20), about 5e8, so that none becomes infinite."""
+"""Ratios are limited to exp(-20)..exp(20), about 5e8, so that no ratio becomes infinite."""
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, estimator: Literal["k1", "k
 
         k1: -d                    unbiased, may be negative; its gradient is 0 on average
         k2: d^2 / 2               biased; its gradient is the gradient of the KL divergence
-        k3: exp(d) - 1 - d        unbiased, never negative; what GRPO uses (arXiv:2402.03300)
+        k3: exp(d) - 1 - d        unbiased, never negative; used by GRPO (arXiv:2402.03300)
     """
     distance = reference - logprobs
     if estimator == "k1":

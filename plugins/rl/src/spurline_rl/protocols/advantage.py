@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`. Pure; numpy only.
+    Factory: `Class(config)`. Implementations have no side effects and use only numpy.
 
     Attributes:
         needs: Fields of a turn that the algorithm reads besides `rewards`, such as `values` of a critic.
@@ -45,15 +45,15 @@ class Advantage(Protocol):
 class ComparesSamples(Advantage, Protocol):
     """An advantage that may be one number per attempt, the same for all response tokens of the attempt.
 
-    If it is, sources write it to the batch without an array for every turn. If a subclass overrides only `advantages`,
-    sources call its `advantages`.
+    Sources then write the numbers to the batch without making an array for every turn. If a subclass overrides only
+    `advantages`, sources call `advantages`.
     """
 
     def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
         """Return the advantages of each group's attempts, float64 [n] per group.
 
-        `advantages` gives the same numbers, and raises the same errors. Return None if, with these settings,
-        tokens of an attempt have different advantages.
+        `advantages` gives the same numbers, and raises the same errors. If the settings can give different advantages
+        to the tokens of one attempt, the result is None.
         """
         ...
 

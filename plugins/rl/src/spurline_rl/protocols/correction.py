@@ -36,11 +36,11 @@ class Corrected:
 class Correction(Protocol):
     """Compute importance weights or masks from logprobs.
 
-    Factory: `Class(config)`. Pure; a token's factor depends only on its own segment.
+    Factory: `Class(config)`. Implementations have no side effects. A token's factor depends only on its own segment.
 
     `correct` is called for a few rows of a batch at a time, before any update. The factors become the column
     `correction_factors`, which is 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them.
-    A mean over tokens does not count rejected ones. The other factors are applied after the mean was formed.
+    A mean over tokens does not count rejected tokens. The factors of the other tokens do not change its divisor.
     """
 
     def correct(self, ratios: LogRatios) -> Corrected:

@@ -37,7 +37,7 @@ class EnvironmentConfig(ComponentConfig):
 
 
 class AttemptFailedError(SpurlineError):
-    """One attempt failed, and another one may succeed."""
+    """One attempt failed, but another attempt may succeed."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class PolicyHandle(Protocol):
 
     Attributes:
         sampling: Sampling settings of the run. For a turn, change limits and stops with `dataclasses.replace`. In
-            training, another temperature, top_p or top_k raises PluginError, since the trainer computes logprobs with
-            those of the run.
+            training, a different temperature, top_p or top_k raises PluginError, since the trainer computes logprobs
+            with the run's values.
     """
 
     sampling: Sampling
@@ -93,8 +93,8 @@ class PolicyHandle(Protocol):
 
         Args:
             rewards: Reward terms of the attempt by name, before weights. Every attempt must have the same names.
-            turn_rewards: One number per turn, for the turn's last token. Weights do not apply to it.
-            info: Facts that JSON can hold, for the log and the report, such as `prompt` and `response`.
+            turn_rewards: One number per turn, for the turn's last token. Reward weights do not apply to turn rewards.
+            info: JSON-serializable facts for the log and the report, such as `prompt` and `response`.
         """
         ...
 
@@ -112,7 +112,7 @@ class Environment(Protocol):
     """Run one attempt at a prompt.
 
     Factory: `Class(config, registry=Registry, tokenizer=PreTrainedTokenizerBase, data=DataConfig)`. One instance makes
-    all attempts, many at the same time on one event loop, so `run` keeps its state in local variables. Time limits
+    all attempts, many at the same time on one event loop, so `run` must keep its state in local variables. Time limits
     cannot stop code that does not await. Run slow code with `spurline_rl.concurrency.in_thread` or in a process. An
     environment that holds processes or files also has `close()`, plain or async.
     """

@@ -1,14 +1,14 @@
 """Kind `reward`: score a response.
 
-`RewardTable` is the type of a setting that names rewards: a mapping of terms to components. It has short forms:
+`RewardTable` is the type of a setting that maps the names of reward terms to reward components. It has short forms:
 
-rewards: exact_match                               one reward, whose term has its name
-rewards: my_module:my_function                     the reward `function`, whose term is `my_function`
-rewards: path/to/file.py:my_function               the same with a function of a file
+rewards: exact_match                               one reward; its term is `exact_match`
+rewards: my_module:my_function                     the reward `function`; its term is `my_function`
+rewards: path/to/file.py:my_function               the same for a function in a file
 rewards: {name: exact_match, ignore_case: true}    one reward with settings
 rewards: {right: exact_match, short: my_module:f}  terms by name, each in one of these forms
 
-A Python program may give functions in place of their names.
+A Python program may pass functions in place of their names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RewardConfig(ComponentConfig):
 
     kind: ClassVar[str] = "reward"
     needs_reference: ClassVar[bool] = False
-    """If true, a row without a reference is an error before training."""
+    """If true, a row without a reference raises an error before training."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _term(reward: Any) -> str:
 
 
 class _SchemaOfRewards:
-    """Adds the short forms to the JSON schema: a text for the table or for one reward, and one reward for the table."""
+    """Adds the short forms to the JSON schema: a string as the table or as a reward, and one reward as the table."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         table = handler(core_schema)

@@ -99,13 +99,13 @@ EngineMemory = Literal["weights", "cache"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample.
+    """Settings for sampling a response.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 decodes greedily.
         top_p: 1.0 keeps all tokens.
         top_k: 0 keeps all tokens.
-        max_new_tokens: Longest response, end token included.
+        max_new_tokens: Largest number of tokens of the response, including the end token.
         stop_token_ids: End tokens besides the model's own. The response includes its end token.
         stop: Texts that end the response. The response includes the token that completes a text.
     """
@@ -138,7 +138,7 @@ class GenerationResult:
     """The result of one request.
 
     Attributes:
-        token_ids: int32 [A], the end token included.
+        token_ids: int32 [A], including the end token.
         logprobs: float32 [A], logprobs after temperature, top-p and top-k.
         raw_logprobs: float32 [A], logprobs of the model's own distribution (temperature 1, all tokens), or None.
         versions: int32 [A], the version of the weights that generated each token.
@@ -158,8 +158,8 @@ class GenerationResult:
 class RolloutEngine(Protocol):
     """Generate continuations.
 
-    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit. The error
-    after that time names what the method waited for. The coroutines of one engine are awaited on one event loop.
+    Factory: `Class(config, run=RunConfig, tokenizer=PreTrainedTokenizerBase)`. Every method has a time limit. If it is
+    exceeded, the error names what the method waited for. The coroutines of one engine are awaited on one event loop.
     """
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -176,7 +176,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Go on with the current weights."""
+        """Continue to generate, with the current weights."""
         ...
 
     async def close(self) -> None:
@@ -189,11 +189,11 @@ class SharesWeights(Protocol):
     """An engine that can generate with the weights that a backend in this process trains."""
 
     def share(self, backend: Backend) -> None:
-        """Generate with the backend's weights from now on. Raises ConfigError if the backend does not lend them."""
+        """Generate all later tokens with the backend's weights. Raises ConfigError if the backend lends no weights."""
         ...
 
     def set_version(self, version: int) -> None:
-        """Mark tokens from now on with this version. It is called after an update of the weights."""
+        """Mark all later tokens with this version. It is called after an update of the weights."""
         ...
 
 
@@ -202,7 +202,7 @@ class MaySleep(Protocol):
     """An engine that can free the memory of its device between two tokens.
 
     Between `sleep` and the last `wake` it generates nothing, and requests in flight wait. After the last `wake`, their
-    keys and values are computed again, and the requests go on. After a RunFailedError nothing more is generated.
+    keys and values are computed again, and the requests continue. After a RunFailedError nothing more is generated.
     """
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -224,20 +224,20 @@ class MayBeDown(Protocol):
     """An engine that may be unable to generate for a while, for example while its process starts again."""
 
     def seconds_down(self) -> float:
-        """Return for how many seconds the engine could not generate. Time limits of attempts do not count these."""
+        """Return for how many seconds the engine could not generate. Time limits of attempts do not count this time."""
         ...
 
 
 class TakesWeights(ABC):
     """Base of an engine with its own weights, which a `weight_sync` replaces between two tokens.
 
-    An update is `begin_update`, then `load_bucket` until every weight has come, then `finish_update`. Updates do not
+    An update is `begin_update`, then `load_bucket` until every weight has arrived, then `finish_update`. Updates do not
     overlap. After a RunFailedError the engine generates no more tokens. An engine may have several members, which are
-    engines that share the requests. Methods that are not abstract are for these, and for engines that start slowly.
+    engines that share the requests. Such an engine, or one that starts slowly, overrides the methods with a default.
 
     Attributes:
         transports: Names of the transports whose buckets the engine reads, the best one first.
-        takes_adapters: Whether the engine has `begin_adapter_update`, with which adapters are sent without the model.
+        takes_adapters: Whether the engine implements `begin_adapter_update`, which updates only an adapter's weights.
         longest_start_s: Seconds after which `start` and `wait_for_one` fail.
         on_awaiting_weights: Called on the event loop when a member has started and needs weights. The thread that owns
             the backend then publishes to `awaiting_weights`.
@@ -271,11 +271,11 @@ class TakesWeights(ABC):
         return "the engine"
 
     async def start(self) -> None:
-        """Return when all members can take weights. Without this call, the engine starts when it is first used."""
+        """Wait until all members can take weights. If not called, the engine starts when it is first used."""
         return
 
     async def wait_for_one(self) -> None:
-        """Return when at least one member can take weights."""
+        """Wait until at least one member can take weights."""
         return
 
     @abstractmethod
@@ -285,7 +285,7 @@ class TakesWeights(ABC):
     async def begin_adapter_update(self, version: int, adapter: Mapping[str, Any]) -> None:
         """Begin an update of an adapter. The other weights stay as they were at the engine's start.
 
-        It is only called if `takes_adapters`. Tensors are named as in `adapter_model.safetensors`.
+        It is called only if `takes_adapters` is true. Tensors are named as in `adapter_model.safetensors`.
 
         Args:
             version: The new version.
@@ -303,7 +303,7 @@ class TakesWeights(ABC):
 
     @abstractmethod
     async def finish_update(self, version: int) -> None:
-        """Go on with the new weights. Tokens from now on have this version.
+        """Continue to generate, with the new weights. All later tokens have this version.
 
         Keys and values of requests in flight are computed again, unless the engine's config says otherwise.
 

@@ -62,13 +62,13 @@ class WeightSync(Protocol):
     waits_for: str
 
     async def publish(self, version: int, backend: Backend, engines: Sequence[TakesWeights]) -> SyncReport:
-        """Return when every engine generates with this version.
+        """Publish the backend's weights, and return when every engine generates with this version.
 
         It is awaited on the engines' event loop. The thread that owns the backend waits meanwhile, so any thread may
         call the backend.
 
         Raises:
-            RunFailedError: If an engine does not take the weights in time. Do not train on tokens generated later.
+            RunFailedError: If an engine does not take the weights in time. Do not train on tokens generated after that.
         """
         ...
 

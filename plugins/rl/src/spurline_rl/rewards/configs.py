@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class ExactMatchConfig(RewardConfig):
-    """1 if the response equals the reference text, else 0. White space at both ends does not count."""
+    """1 if the response equals the reference text, else 0. White space at both ends is ignored."""
 
     needs_reference = True
 
     name: str = "exact_match"
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore upper and lower case."""
 
 
 class FunctionRewardConfig(RewardConfig):
@@ -34,17 +34,17 @@ class FunctionRewardConfig(RewardConfig):
     name: str = "function"
     path: Annotated[str, FunctionSetting(), OnResume.BY_NAME] = Field(pattern=FUNCTION_PATH)
     """`file.py:function`, or `module:function`. The module may be installed, beside the config file or in the working
-    directory. A Python program may give the function itself, which is called in the run's own process."""
+    directory. A Python program may pass the function itself, which is called in the run's own process."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
     """Seconds one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
-    """Call the function in the run's own process, where `timeout_s` ends the wait for a call, but not the call. The
-    default is to call it in worker processes, which are killed if they exceed a limit."""
+    """Call the function in the run's own process, where `timeout_s` ends the wait for a call, but not the call. If
+    false, the function is called in worker processes, which are killed if they exceed a limit."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
     """Largest number of worker processes. Each makes one call at a time. `auto` is one per processor, but at
     least 4 and at most 16. All calls of an async function share one process, where they wait at the same time."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
-    """GiB of private memory that one worker process may take, the imported modules included."""
+    """GiB of private memory that one worker process may take, including the imported modules."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
     """Seconds that the import of the function's module may take."""
 
@@ -64,7 +64,7 @@ class FunctionRewardConfig(RewardConfig):
             )
         for name in ("workers", "memory_gb", "import_timeout_s") if self.in_process else ():
             if name in self.model_fields_set:
-                yield Problem(name, "limits worker processes, but in_process: true has none. Remove one of the two.")
+                yield Problem(name, "limits worker processes, but in_process: true uses none. Remove one of the two.")
 
 
 class MathVerifyConfig(RewardConfig):

@@ -26,7 +26,7 @@ class FunctionReward:
     """Calls the function `path` in worker processes, which are killed if they exceed a limit.
 
     With `in_process` the call is made in this process. A plain function runs on a thread, which is abandoned if it
-    takes too long. An async one runs on the event loop of the run.
+    takes too long. An async function runs on the event loop of the run.
     """
 
     def __init__(self, config: FunctionRewardConfig) -> None:

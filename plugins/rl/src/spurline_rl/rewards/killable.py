@@ -1,8 +1,8 @@
-"""Call a function in processes that are killed when it takes too long or too much memory.
+"""Call a function in processes that are killed when a call takes too long or too much memory.
 
 A child process imports the function once, and forks itself into workers (`worker_processes`). So a killed worker is
 replaced at once. Arguments are pickled. Results are JSON: a worker may have run code that a model wrote, and unpickling
-its results would let it run code here.
+results of that code would let it run code here.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from spurline_rl.rewards.worker_processes import OUR_ERRORS, Outcome, WorkerSett
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
 MEMORY_LIMIT_BYTES = 8 << 30
-"""Default for the memory of a worker. A result with billions of digits must not take the machine down."""
+"""Default memory limit of a worker, so that a result with billions of digits cannot take the machine down."""
 _GRACE_S = 5.0
-"""Seconds that a worker has to answer an async call after its time limit, at most as long as the limit itself. It is
-then killed, because a call blocks its event loop or ignores that it was cancelled."""
+"""Seconds that a worker may take to answer an async call after its time limit, at most as long as the limit itself. The
+worker is then killed, because a call blocks its event loop or ignores a cancellation."""
 _LONGEST_S = 1e6
 """The longest time limit. Timers refuse very large numbers."""
 _LONGEST_ANSWER = 1 << 30
 _CLOSE_PATIENCE_S = 2.0
 """Seconds that the child has to end by itself when the pool is closed. It may be importing something large."""
 _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-"""The workers compute in parallel already, and a fork loses the threads of a library."""
+"""Libraries use one thread: workers already compute in parallel, and a fork would lose a library's threads."""
 
 
 class TookTooLong(Exception):  # noqa: N818 - not an error for every caller
@@ -64,7 +64,7 @@ _PROBLEMS: dict[str, tuple[type[Exception], str]] = {
 
 @dataclass(eq=False)
 class _Worker:
-    """A connection to a worker. `calls` has the answers that the worker has not given yet, by number."""
+    """A connection to a worker. `calls` has the awaited answer of each unanswered call, by the call's number."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -76,15 +76,15 @@ class KillablePool:
     """Processes that call one function. Any thread and event loop may use the pool.
 
     The processes start with `start` or with the first call, and again if they die. Each makes one call of a plain
-    function at a time. All calls of an async function share one process. If it is lost, its calls are made again. Those
-    that may have caused the loss are made in a process of their own, so only the one that did fails. The others share
-    a process again.
+    function at a time. All calls of an async function share one process. If it dies, each of its calls is repeated in a
+    separate process, so only a call that kills its process fails. If it is killed because calls take too long, only
+    these calls are repeated separately, and the other calls share a new process.
 
     Args:
-        function: `module:function`, whose result JSON can hold. If there is an `argument`, the function is called with
-            it once, and returns the function to call.
+        function: `module:function`. Its results must be JSON-serializable. If `argument` is given, the function is
+            called with it once, and returns the function to call.
         timeout_s: Seconds that one call may take.
-        workers: The largest number of processes, each with one call at a time. If 0, it follows the processors.
+        workers: The largest number of processes, each with one call at a time. 0 means one per processor, from 4 to 16.
         argument: The argument of `function`.
         import_timeout_s: Seconds that the import may take.
         memory_bytes: Memory that one worker may take.
@@ -130,17 +130,17 @@ class KillablePool:
 
         Raises:
             PluginError: If the import fails or takes too long.
-            SpurlineError: If the import raises one of our errors.
+            SpurlineError: If the import raises a SpurlineError.
         """
         asyncio.run_coroutine_threadsafe(self._started(), self._loop).result()
 
     async def call_async(self, *arguments: Any) -> Any:
-        """Return the function's result. If the caller is cancelled while the call waits for a worker, it is not made.
+        """Return the function's result. A caller that is cancelled while it waits for a worker makes no call.
 
         Raises:
             TookTooLong: If the call exceeds its limit of time or memory.
             AttemptFailedError: If the function raises, or its process dies.
-            SpurlineError: If the function raises one of our errors.
+            SpurlineError: If the function raises a SpurlineError.
             PluginError: If the function cannot be imported.
             RunFailedError: If the pool is closed.
         """
@@ -159,7 +159,7 @@ class KillablePool:
 
     async def _end(self) -> None:
         self._is_closed = True
-        # This makes the child end by itself.
+        # The child ends by itself when this socket is closed.
         self._requests.close()
         for worker in list(self._workers):
             self._kill(worker)
@@ -196,7 +196,7 @@ class KillablePool:
                 how = f"ended its process: exit code {child.exit_code}. {child.last_words()}"
                 if time.monotonic() - began >= settings.import_timeout_s:
                     how = f"takes longer than {settings.import_timeout_s:g} s. Move slow work into the first call. The "
-                    how += f"import stood here:\n{child.last_words()}"
+                    how += f"import was here:\n{child.last_words()}"
                 ready.set_result(("import", how))
 
         try:
@@ -222,11 +222,11 @@ class KillablePool:
             began = time.monotonic()
             outcome = await self._make(worker, packed, min(_GRACE_S, self._settings.timeout_s))
             if outcome[0] == "killed" and time.monotonic() - began < self._settings.timeout_s:
-                # Another call was late.
+                # The worker was killed because another call took too long. Make this call again.
                 outcome = None
         if outcome is None or outcome[0] in ("killed", "died"):
             await self._places.acquire()
-            # If the caller is cancelled, the call goes on, so that the worker can be used again.
+            # If the caller is cancelled, the call continues, so that the worker can be used again.
             outcome = await asyncio.shield(self._make_alone(packed))
         kind, value = outcome
         if kind == "value":
@@ -270,7 +270,7 @@ class KillablePool:
         return worker
 
     async def _listen(self, worker: _Worker) -> None:
-        """Take the worker's answers until it ends. The calls that it has not answered then fail."""
+        """Read the worker's answers until the worker ends. Its unanswered calls then fail."""
         how = "the process that watches it has ended"
         with suppress(OSError):
             async for line in worker.reader:

@@ -1,4 +1,4 @@
-"""Compare answers with the reference of their row. If a row has none, suggest the column that may hold it."""
+"""Compare answers with the reference of their row. If a row has no reference, suggest the column that may hold it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spurline_text.rows.usual_columns import guessed_reference
 
 
 class ExactMatch:
-    """A reward of 1.0 for equal texts, else 0.0. White space at both ends does not count."""
+    """A reward of 1.0 for equal texts, else 0.0. White space at both ends is ignored."""
 
     def __init__(self, config: ExactMatchConfig) -> None:
         self._ignore_case = config.ignore_case
@@ -49,7 +49,7 @@ def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
 
 
 def missing_reference(answer: Answer) -> str:
-    """Return a hint for a failed function if the reference may be in a column of another name, else an empty text."""
+    """Return a hint for the error of a function if the reference may be in a column of another name, else ""."""
     column = guessed_reference(answer.row).get("reference")
     if answer.reference is not None or column is None:
         return ""

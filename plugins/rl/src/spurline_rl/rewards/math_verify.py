@@ -49,7 +49,7 @@ def comparer(_: str) -> Callable[[str, str], bool | None]:
     parse: Any = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def equal(reference: str, response: str) -> bool | None:
-        """Return whether the response ends with the reference, or None if the reference cannot be parsed."""
+        """Return whether the response's final answer equals the reference; None if the reference cannot be parsed."""
         gold = parse(reference) or parse(f"${reference}$")
         return bool(math_verify.verify(gold, parse(response), timeout_seconds=None)) if gold else None
 

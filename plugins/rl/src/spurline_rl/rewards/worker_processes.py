@@ -1,8 +1,8 @@
 """The child of a `KillablePool`, which imports a function once and forks itself into workers that call it.
 
-The child has one thread. Of the user's code it runs only the import. So forking is safe, and nothing keeps the child
-from killing workers. When the pool closes a worker's channel, the child kills the worker and all processes that the
-worker has started.
+The child has one thread, and runs no user code except the import. Forking is therefore safe, and the child can always
+kill workers. When the pool closes a worker's channel, the child kills the worker and all processes that the worker has
+started.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ OUR_ERRORS: dict[str, type[SpurlineError]] = {
 }
 """Errors that the pool raises again if a worker raises them, by name. A subclass is raised as its base class."""
 _END_S = 5.0
-"""Seconds to wait at the end until all processes are gone."""
+"""Seconds that `end` waits for all processes to end."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """Settings that a pool gives its child. `KillablePool` describes those that are not listed here.
+    """Settings that a pool passes to its child. `KillablePool` describes the settings that are not listed here.
 
     Attributes:
         python_path: PYTHONPATH of the run's process.
-        files: One or two file descriptors. The first is a socket. Each message on it asks for a worker, and has the
-            worker's channel. The second is the run's standard error, which gets the output of calls.
+        files: One or two file descriptors. The first is a socket. Each message on it asks for a worker, and brings the
+            worker's end of a channel. The second is the run's standard error, which gets the output of calls.
     """
 
     function: str
@@ -70,7 +70,7 @@ class WorkerSettings:
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
     settings = WorkerSettings(**json.loads(parent.arguments[0]))
-    # This process has a PYTHONPATH of its own. Programs that a call starts must have that of the run.
+    # This process has its own PYTHONPATH. Programs that a call starts must get the PYTHONPATH of the run.
     os.environ.pop("PYTHONPATH", None)
     if settings.python_path is not None:
         os.environ["PYTHONPATH"] = settings.python_path
@@ -78,7 +78,7 @@ def main(parent: Parent) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = settings.memory_bytes if hard == resource.RLIM_INFINITY else min(settings.memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    # If the import hangs, this prints where, and ends the process.
+    # If the import hangs, this prints the traceback and ends the process.
     faulthandler.dump_traceback_later(settings.import_timeout_s, exit=True)
     try:
         found: Function = resolve_name(settings.function)
@@ -91,8 +91,8 @@ def main(parent: Parent) -> None:
         return
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
-        # Linux must not kill this process when the pool's ends. When the socket of requests is closed, this process
-        # kills what calls have started, and ends. Processes that lose their parent become children of this process.
+        # Linux must not kill this process when the pool's process ends: the socket of requests is then closed, and this
+        # process first kills everything that calls have started. Orphaned processes become its children.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # A garbage collection would write to the imported objects, and so copy the memory that forks share.
@@ -131,7 +131,7 @@ class _Supervisor:
         self._poll.register(self._wake, select.POLLIN)
 
     def run(self) -> None:
-        """Fork and kill until the pool closes the socket. A fork makes its calls in here, then raises SystemExit."""
+        """Fork and kill workers until the pool closes the socket. A worker serves here, and then raises SystemExit."""
         while True:
             ready = {file for file, _ in self._poll.poll()}
             for pid, channel in self._workers.items():
@@ -149,7 +149,7 @@ class _Supervisor:
                 self._fork(socket.socket(fileno=files[0]))
 
     def end(self) -> None:
-        """Kill every worker and all that workers and the import have started."""
+        """Kill every worker, and all processes that workers and the import have started."""
         deadline = time.monotonic() + _END_S
         while (left := _children() | self._workers.keys()) and time.monotonic() < deadline:
             for pid in left:
@@ -172,7 +172,7 @@ class _Supervisor:
                 _serve(channel, self._function, self._settings.timeout_s)
             sys.exit()
         self._workers[pid] = channel
-        # 0 asks for no event but the end of the connection, which is always reported.
+        # With event mask 0, poll reports only the end of the connection.
         self._poll.register(channel, 0)
 
     def _leave(self, supervisor: int) -> None:
@@ -195,7 +195,7 @@ class _Supervisor:
         if isinstance(sys.stdout, io.TextIOWrapper):
             # The process may be killed at any time, and output in its buffer would be lost.
             sys.stdout.reconfigure(line_buffering=True)
-        # If memory runs out, Linux ends this process before the run's. Other systems have no such file.
+        # If memory runs out, Linux ends this process before the run's process. Other systems do not have this file.
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -234,11 +234,11 @@ def _children() -> set[int]:
     return set()
 
 
-# In a worker
+# The functions below run in a worker.
 
 
 def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None:
-    """Make calls until the pool closes its end. Async calls run at the same time, others one after the other."""
+    """Make calls until the pool closes its end. Async calls run at the same time, plain calls one after another."""
     if is_async(function):
         asyncio.run(_serve_side_by_side(channel, function, timeout_s))
         return

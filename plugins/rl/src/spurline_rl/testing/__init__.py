@@ -1,6 +1,6 @@
-"""The contract kit for rewards, environments, advantages, corrections, engines and collators of rollouts.
+"""The contract kit of RL: test suites for rewards, environments, advantages, corrections, engines and collators.
 
-It also has the suites for backends and for their adapters, because backends train the policies and critics.
+The suites for backends and their adapters are here too, because they test the training of policies and critics.
 """
 
 from __future__ import annotations

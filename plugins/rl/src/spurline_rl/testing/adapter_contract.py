@@ -1,4 +1,4 @@
-"""Check that PEFT, with the backend's adapter on the base model, computes the same as the backend."""
+"""Check that PEFT computes the same as the backend after loading the backend's adapter onto the base model."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from spurline_rl.testing.backend_runs import backend_run, opened
 
 
 class AdapterContract:
-    """A suite of tests for backends with adapters. It needs peft.
+    """A test suite for backends with adapters. It needs peft.
 
-    Write a subclass with `backend_settings` (the section `backend` of the config) and the `plugins` to enable.
+    In a subclass, set `backend_settings` (the config section `backend`) and the `plugins` to enable.
 
     Attributes:
         tolerance: Largest difference between the logprobs of the backend and of PEFT, in nats. The default is for fp32.
-        merge_tolerance: Largest difference between a merged weight of the backend and the same weight of PEFT.
+        merge_tolerance: Largest difference between a weight merged by the backend and the same weight merged by PEFT.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local", "lora": {"rank": 4, "alpha": 8.0}}
@@ -44,7 +44,7 @@ class AdapterContract:
     @pytest.fixture(scope="class")
     @classmethod
     def trained(cls, adapted_model: Path) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Return one backend for all tests of the class, after two updates that make all adapter matrices non-zero."""
+        """Yield the backend that all tests share. Two updates have made all its adapter matrices non-zero."""
         with opened(backend_run(adapted_model, cls.backend_settings, cls.plugins)) as (backend, layout):
             for step in range(2):
                 backend.update(*minibatch("packed", layout, step))
@@ -62,7 +62,7 @@ class AdapterContract:
         built = peft.get_peft_model(_base(adapted_model), peft.PeftConfig.from_peft_type(**settings))
         expected = peft.get_peft_model_state_dict(built, save_embedding_layers=False)
         named = list(_adapter_of(trained[0]))
-        assert len(dict(named)) == len(named), "a tensor came twice"
+        assert len(dict(named)) == len(named), "two tensors have the same name"
         assert {name: tensor.shape for name, tensor in named} == {
             name: tensor.shape for name, tensor in expected.items()
         }
@@ -85,7 +85,7 @@ class AdapterContract:
                 found = row[1 : len(expected) + 1][weights != 0]
                 torch.testing.assert_close(found, expected[weights != 0], atol=self.tolerance, rtol=0)
                 changed = max(changed, float((unchanged - expected).abs().max()))
-        assert changed > 100 * self.tolerance, "the adapter changes nothing that could be compared"
+        assert changed > 100 * self.tolerance, "the adapter changes the logprobs too little for a comparison"
 
     def test_merged_weights_are_those_that_peft_merges(
         self, trained: tuple[Backend, ParallelLayout], adapted_model: Path, tmp_path: Path

@@ -1,4 +1,4 @@
-"""Check that an advantage keeps its contract."""
+"""Check that an advantage algorithm keeps its contract."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _WRITTEN = ("advantages", "returns")
 
 
 class AdvantageContract:
-    """Subclass with `make_advantage()`. Rewards and values are random numbers between 0 and 1.
+    """A test suite: define `make_advantage()` in a subclass. Rewards and critic values are random, from 0 to 1.
 
     Attributes:
-        compares_samples: Whether a group with equal rewards has advantage 0. Set it to False for algorithms whose
+        compares_samples: Whether a group with equal rewards has advantage 0. Set it to False if your algorithm's
             baseline does not come from the group.
-        carry: Columns that your advantage reads in `Group.columns`. The tests fill them with numbers from 0.5 to 1.5.
+        carry: Names in `Group.columns` that your algorithm reads. The tests fill the columns with 0.5 to 1.5.
     """
 
     compares_samples = True
     carry: ClassVar[tuple[str, ...]] = ()
 
     def make_advantage(self) -> Advantage:
-        """Return your advantage."""
+        """Return your advantage algorithm."""
         raise NotImplementedError("subclass AdvantageContract with make_advantage(self)")
 
     def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:
@@ -123,7 +123,7 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:
-    """Return two groups. Each sample has one token, and rewards ascend. Critic values are 0, columns in `carry` 1."""
+    """Return two groups of one-token samples with rewards in ascending order, critic values 0 and `carry` columns 1."""
 
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)

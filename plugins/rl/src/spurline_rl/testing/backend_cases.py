@@ -28,24 +28,24 @@ from spurline_rl.losses.algorithms import ValueLoss
 from spurline_rl.losses.configs import ValueLossConfig
 
 GRADIENT_ROUNDINGS = 8
-"""A gradient whose terms cancel may differ by this many rounding errors of the largest gradient."""
+"""Largest difference of a gradient whose terms cancel, in units of eps times the norm of the largest gradient."""
 
 LENGTHS = (5, 17, 9, 30, 3, 12, 8, 21, 14, 6, 11, 2)
 TEMPERATURE = 0.7
 
 
 def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_below: float = 0.0) -> None:
-    """Assert for each parameter that the difference is small relative to the norm of the expected gradient.
+    """Assert that each parameter's gradient is close to the expected gradient, relative to the expected norm.
 
-    A gradient is a sum of terms, which may be as large as the model's largest gradient. In some gradients the terms
-    cancel: queries and keys of a token that attends to only one token have no gradient. Then only rounding errors are
-    left, and the difference may be as large as the rounding errors.
+    A gradient is a sum of terms, and each term may be as large as the model's largest gradient. In some gradients the
+    terms cancel. For example, the query and key of a token that attends to only one token have no gradient. Such a
+    gradient consists of rounding errors alone, so the difference may be as large as the rounding errors.
 
     Args:
-        got: (name, tensor) pairs, or a mapping.
-        wanted: The expected gradients, likewise.
+        got: The gradients, as (name, tensor) pairs or as a mapping.
+        wanted: The expected gradients, in the same form.
         tolerance: Largest norm of a difference, relative to the norm of the expected gradient.
-        cancels_below: The terms of a gradient count as cancelling if its norm is below this share of the largest norm.
+        cancels_below: A gradient is treated as cancelling if its norm is below this fraction of the largest norm.
             Set it for random batches, in which terms may nearly cancel.
     """
     left, right = dict(got), dict(wanted)
@@ -61,7 +61,7 @@ def assert_gradients_close(got: Any, wanted: Any, tolerance: float, *, cancels_b
 
 
 def assert_weights_equal(got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Assert that both have the same names and the same bits."""
+    """Assert that both mappings have the same names and exactly equal tensors."""
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(got[name], tensor), f"weight {name} differs"
@@ -86,12 +86,12 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics without times, which differ between two equal runs."""
+    """Return the metrics except the times, because times differ between equal runs."""
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
 def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """Return a copy of the model with this dropout of attention weights, or the model itself if `dropout` is 0."""
+    """Copy the model to `folder` with this attention dropout. If `dropout` is 0, return the model's own folder."""
     if not dropout:
         return model
     shutil.copytree(model, folder)
@@ -109,12 +109,12 @@ UNEVEN = (
     "loss in one row",
     "no loss",
 )
-"""Names of batches in which some ranks have little to do, or in which rows must be sorted."""
+"""Names of batches that give some ranks little work, or whose rows must be sorted."""
 
 
 def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Objective]:
-    """Return one of the batches `UNEVEN`, and its mean cross-entropy as the objective."""
-    # With micro-batches of 40 tokens, the rows of `few` need one or two micro-batches, and those of LENGTHS several.
+    """Return the batch with this name from `UNEVEN`, and mean cross-entropy as the objective."""
+    # If micro-batches have 40 tokens, a batch from `few` needs one or two micro-batches, and LENGTHS needs several.
     few = {"one row": (17,), "a long and a short row": (58, 3), "few rows of alternate units": (5, 9, 3, 12)}
     lengths = few.get(name, LENGTHS)
     batch, objective = minibatch("padded", layout, 3, lengths)
@@ -135,7 +135,7 @@ def uneven_batch(name: str, layout: ParallelLayout) -> tuple[TrainingBatch, Obje
 def minibatch(
     layout_name: str, layout: ParallelLayout, seed: int = 0, lengths: tuple[int, ...] = LENGTHS
 ) -> tuple[TrainingBatch, Objective]:
-    """Return random samples of these lengths, `packed` or `padded`, and their mean cross-entropy as the objective."""
+    """Return a `packed` or `padded` batch of random samples, and mean cross-entropy as the objective."""
     samples = make_view(lengths, seed)
     collator = (
         PackedCollator(PackedCollatorConfig(max_tokens=64), PAD, layout)
@@ -154,7 +154,7 @@ def own_logprobs(model: Any, batch: TrainingBatch, temperature: float = 1.0) -> 
         count = int(real.segments["length"][row][0])
         tokens = real.tokens["input_ids"][row : row + 1, :count]
         logits = model(input_ids=tokens, use_cache=False).logits[0, :-1] / temperature
-        # This is the definition of log softmax, not the code of the library.
+        # Log softmax is written out, so that the test does not depend on the library's code.
         logprobs = logits - logits.exp().sum(-1, keepdim=True).log()
         yield logprobs.gather(-1, tokens[0, 1:, None])[:, 0], real.tokens["loss_weights"][row, 1:count]
 

@@ -1,7 +1,7 @@
 """Check that a backend computes the same as the local backend.
 
-The first tests check the policy: updates, gradients, weights, checkpoints, evaluation. The next ones use uneven
-batches. The last ones check what reinforcement learning needs: temperatures, and models in other roles.
+The first tests check the policy: updates, gradients, weights, checkpoints and evaluation. Then come tests with uneven
+batches. The last tests are for reinforcement learning: temperatures, and the reference model and the critic.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
 
 
 class BackendContract:
-    """Subclass with `backend_settings` (the section `backend` of the config) and the `plugins` to enable.
+    """A test suite: a subclass sets `backend_settings` (the config section `backend`) and the `plugins` to enable.
 
     Attributes:
-        gradient_tolerance: Largest relative difference of a parameter's gradient from the local backend's.
+        gradient_tolerance: Largest relative difference between a parameter's gradient and the local backend's gradient.
         step_tolerance: Largest relative difference of the loss and of the gradient norm of a step.
         metric_tolerance: Largest relative difference of the other metrics of a loss.
-        dropout: Dropout of the attention. It is 0 for a backend without dropout.
+        dropout: Attention dropout in the tests. Set it to 0 for a backend that does not support dropout.
         has_critic: Whether the backend trains a critic.
-        keeps_open: Whether the tests of the class share one backend, whose first state is restored before each test.
+        keeps_open: Whether the tests of the class share one backend. Its initial state is restored before each test.
             Set it for a backend that takes seconds to start.
     """
 
@@ -88,7 +88,7 @@ class BackendContract:
 
     @contextmanager
     def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Open the backend under test on this model, or restore the first state of the shared backend."""
+        """Open the backend under test with this model, or restore the initial state of the shared backend."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
         with opened(run) if self._kept is None else self._kept.lend(run) as lent:
             yield lent
@@ -101,7 +101,7 @@ class BackendContract:
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
-        """Open the local backend on the same model."""
+        """Open the local backend with the same model."""
         run = backend_run(model, {"name": "models/local", "device": "cpu"}, self.plugins, critic=critic)
         with opened(run) as (backend, _):
             yield backend
@@ -186,7 +186,7 @@ class BackendContract:
     ) -> None:
         with self.new_backend(tiny_model) as (backend, layout):
             if not isinstance(backend, TakesSnapshots):
-                pytest.skip("is saved while training stands still")
+                pytest.skip("takes no snapshots")
             for step in (0, 2):
                 saved, written = tmp_path / f"saved-{step}", tmp_path / f"written-{step}"
                 for folder in (saved, written):
@@ -240,7 +240,7 @@ class BackendContract:
         expected = {name: tensor.float() for file in files for name, tensor in load_file(file).items()}
         with self.backend(tiny_model) as (backend, _):
             names = Counter(name for name, _ in backend.named_weights())
-            assert names.most_common(1)[0][1] == 1, "a weight came twice"
+            assert names.most_common(1)[0][1] == 1, "two weights have the same name"
             assert_weights_equal(weights_of(backend), expected)
 
     def test_facts_count_the_parameters(self, tiny_model: Path) -> None:
@@ -294,7 +294,7 @@ class BackendContract:
                     assert_weights_equal(weights_of(backend), before)
                 seen += [without_times(backend.update(*minibatch("packed", layout, step))) for step in (1, 2)]
             metrics.append(seen)
-        assert metrics[1] == metrics[0], "evaluation drew random numbers, or left something behind"
+        assert metrics[1] == metrics[0], "evaluation changed the random state or another state"
 
     def test_it_generates_and_lends_its_model_where_its_config_says_so(self, tiny_model: Path) -> None:
         facts = backend_run(tiny_model, self.backend_settings, self.plugins).config.backend.facts
@@ -308,7 +308,7 @@ class BackendContract:
                 for prompt, answer in zip(prompts, backend.generate(prompts, max_new_tokens=4), strict=True):
                     logits = model(torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
                     assert 1 <= len(answer) <= 4
-                    assert answer == logits.argmax(-1).tolist(), "not the likeliest token each time"
+                    assert answer == logits.argmax(-1).tolist(), "a token is not the most likely one"
 
     def test_swapped_parameters_are_computed_with_and_the_old_ones_come_back(
         self, tiny_model: Path, tmp_path: Path
@@ -383,7 +383,7 @@ class BackendContract:
                 backend.update(*minibatch("packed", layout, step))
             trained = backend.logprobs(batch)
             torch.testing.assert_close(backend.logprobs(batch, "reference"), before, atol=1e-6, rtol=0)
-            assert torch.equal(backend.logprobs(batch), trained), "asking the reference changed the policy"
+            assert torch.equal(backend.logprobs(batch), trained), "computing with the reference changed the policy"
             assert not torch.equal(trained, before)
             with pytest.raises(ModelError):
                 backend.update(batch, objective, role="reference")
@@ -422,7 +422,7 @@ class BackendContract:
         for gives in (False, True):
             with self.backend(model, critic=self.has_critic) as (backend, layout):
                 if not isinstance(backend, YieldsDevice):
-                    pytest.skip("keeps its device")
+                    pytest.skip("cannot give its device away")
                 batch, _ = minibatch("padded", layout, 7)
                 # When the device is given away for the first time, there is no optimizer state and no reference yet.
                 steps: list[object] = []
@@ -430,7 +430,7 @@ class BackendContract:
                     if gives:
                         backend.yield_device(keep_weights=keep_weights)
                         if keep_weights:
-                            # In a run, an engine has received the weights now, and needs their memory too.
+                            # In a run, an engine would now have the weights, and would need the memory of this copy.
                             backend.yield_device(keep_weights=False)
                         backend.take_device()
                     steps.append(without_times(backend.update(*minibatch("packed", layout, step))))
@@ -448,7 +448,7 @@ class BackendContract:
     ) -> None:
         with self.new_backend(tiny_model) as (backend, layout):
             if not isinstance(backend, YieldsDevice):
-                pytest.skip("keeps its device")
+                pytest.skip("cannot give its device away")
             batch, objective = minibatch("packed", layout)
             backend.update(batch, objective)
             backend.logprobs(batch, "reference")

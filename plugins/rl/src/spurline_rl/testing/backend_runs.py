@@ -1,4 +1,4 @@
-"""Open the backend of a run without data, for one test or once for many tests."""
+"""Open a backend for one test, or once for many tests. Its run has no data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spurline_rl.training_configs import ByPromptConfig
 def backend_run(
     model: Path, backend: Mapping[str, Any], plugins: tuple[str, ...] = (), *, critic: bool = False
 ) -> LoadedConfig:
-    """Return the config of a run without data that has this section `backend`."""
+    """Return the config of a run that has no data and this `backend` section."""
     loaded = load_config(
         {
             "plugins": list(plugins),
@@ -35,7 +35,7 @@ def backend_run(
     )
     if not critic:
         return loaded
-    # The check of a config demands a source that reads the critic's values. So the critic is added after the check.
+    # Config validation requires a source that uses the critic, so the critic is added after validation.
     optimizer = AdamWConfig(learning_rate=1e-2)
     section = CriticConfig(loss=ValueLossConfig(), minibatches=ByPromptConfig(), optimizer=optimizer, warmup_steps=2)
     return replace(loaded, config=loaded.config.model_copy(update={"critic": section}))
@@ -43,7 +43,7 @@ def backend_run(
 
 @contextmanager
 def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-    """Open the backend of a run. Return it with the layout that its batches must have."""
+    """Open the backend of a run. Yields it and the parallel layout for which its batches must be made."""
     config, registry = loaded.config, loaded.host.registry
     backend: Backend = registry.create("backend", config.backend, run=config, registry=registry, total_updates=8)
     try:
@@ -53,10 +53,10 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
 
 
 class KeptBackend:
-    """Holds one open backend for many tests, because some backends take seconds to start.
+    """Keeps one backend open for many tests, because some backends take seconds to start.
 
-    The backend's first state is saved, and is loaded before each later test. A new backend is opened for another
-    config, and after a test that failed.
+    The backend's initial state is saved, and is loaded before each later test. If the config changes or a test fails,
+    the next test opens a new backend.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class KeptBackend:
 
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Give the backend of this run to a test."""
+        """Lend a backend with this config to one test."""
         if self._lent is None or loaded.config != self._config:
             self.close()
             self._lent = self._stack.enter_context(opened(loaded))

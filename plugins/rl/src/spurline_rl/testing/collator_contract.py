@@ -23,10 +23,10 @@ _TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "ret
 
 
 class RolloutCollatorContract:
-    """Subclass with `make_collator(pad_token_id, layout)`. The collator must accept turns of up to 40 tokens.
+    """A test suite: define `make_collator(pad_token_id, layout)` in a subclass. Turns have up to 40 tokens.
 
-    Override `make_reference` to compare the batches with those of another collator, bit for bit. Set `one_turn_per_row`
-    to False if a row can have several turns.
+    If `make_reference` returns another collator, the batches of both must be bit-identical. Set `one_turn_per_row` to
+    False if a row can have several turns.
     """
 
     one_turn_per_row = True
@@ -36,7 +36,7 @@ class RolloutCollatorContract:
         raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
 
     def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:
-        """Return a collator that must give the same batches, or None."""
+        """Return a collator that must make the same batches, or None if there is none."""
         return None
 
     _turns_strategy = st.lists(

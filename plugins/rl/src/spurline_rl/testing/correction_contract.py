@@ -20,14 +20,14 @@ _LENGTHS = (5, 9, 4, 7, 3)
 
 
 class CorrectionContract:
-    """Subclass with `make_correction()`. Ratios between trainer and engine are about 1/20 to 20 per token."""
+    """A test suite: define `make_correction()` in a subclass. Trainer/engine ratios per token are about 1/20 to 20."""
 
     def make_correction(self) -> Correction:
         """Return your correction."""
         raise NotImplementedError("subclass CorrectionContract with make_correction(self)")
 
     def batch(self, rows: tuple[tuple[int, ...], ...], seed: int = 0, spread: float = 1.0) -> TrainingBatch:
-        """Return a batch whose rows hold these sequences, given by number. There are always the same five.
+        """Return a batch whose rows contain the sequences with these numbers. There are five sequences, 0 to 4.
 
         `spread` is the standard deviation of the log ratios.
         """
@@ -81,7 +81,7 @@ class CorrectionContract:
 
 
 def _check(correction: Correction, ratios: LogRatios) -> None:
-    """Check that there is a factor and a value of each metric for each token, and that all are finite."""
+    """Check that each token has a finite, non-negative factor and a finite value of each metric."""
     corrected = correction.correct(ratios)
     assert not corrected.factors.requires_grad
     assert bool((corrected.factors >= 0).all())

@@ -1,4 +1,4 @@
-"""Check that an engine takes new weights, and that it names the right version of the weights for each token."""
+"""Check that an engine takes new weights, and reports the right weight version for each token."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ModelPair:
 
 
 class WeightsOf:
-    """Replaces the backend in `publish`, and yields the weights of a model folder. A tied weight is yielded once.
+    """A substitute for the backend in `publish`, with the weights of a model folder. It yields a tied weight once.
 
     Args:
-        model: The folder.
+        model: Folder of the model.
         change: A function that changes the weights before they are published.
     """
 
@@ -54,19 +54,19 @@ class WeightsOf:
 
 
 class EngineUpdateContract(EngineContract):
-    """Subclass with `make_sync()` and with `make_engine(model)`, which returns an engine that `TakesWeights`.
+    """A test suite for engines with `TakesWeights`: define `make_sync()` and `make_engine(model)` in a subclass.
 
-    Every test publishes the old weights before its first request, as every source does. `EngineContract` describes
+    Every test publishes the old weights before its first request, as sources do. `EngineContract` describes
     `logprob_tolerance` and `limit_s`.
     """
 
     def make_sync(self) -> WeightSync:
-        """Return a weight sync that the engine supports. Its buckets must be so small that the model needs several."""
+        """Return a weight sync that the engine supports, with buckets so small that the model needs several."""
         raise NotImplementedError("subclass EngineUpdateContract with make_sync(self)")
 
     @pytest.fixture(params=["untied", "tied"])
     def models(self, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-        """Return two models with a separate head, or two models whose head is the embedding matrix."""
+        """Return two models with a separate output head, or two models whose head is tied to the embedding."""
         return _model_pair(tmp_path_factory.getbasetemp(), request.param)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -80,7 +80,7 @@ class EngineUpdateContract(EngineContract):
 
         async def use(engine: Any) -> list[GenerationResult]:
             writing = asyncio.gather(*map(engine.generate, asked))
-            # When this short response has ended, the long ones are being generated.
+            # When this short response ends, the long responses are still being generated.
             await engine.generate(request(PROMPTS[0], max_new_tokens=4, temperature=0.0))
             await self.publish(engine, 2, models.new)
             return await writing
@@ -174,7 +174,7 @@ class EngineUpdateContract(EngineContract):
             return late.exception() or late.result() if done else "waits for weights"
 
         outcome = self.run_updated(models, use)
-        assert outcome == "waits for weights" or isinstance(outcome, RunFailedError), f"it went on: {outcome}"
+        assert outcome == "waits for weights" or isinstance(outcome, RunFailedError), f"it still generates: {outcome}"
 
     def test_the_report_says_what_was_published(self, models: ModelPair) -> None:
         async def use(engine: Any) -> SyncReport:
@@ -190,7 +190,7 @@ class EngineUpdateContract(EngineContract):
     def check_versions(
         self, asked: GenerationRequest, result: GenerationResult, models: dict[int, Path], temperature: float
     ) -> None:
-        """Check that versions never fall, and that each token's logprobs come from the model of its version only."""
+        """Check that versions never decrease, and that each token's logprobs match only the model of its version."""
         assert (np.diff(result.versions) >= 0).all()
         assert set(result.versions.tolist()) <= set(models)
         tokens = result.token_ids.tolist()
@@ -214,7 +214,7 @@ class EngineUpdateContract(EngineContract):
             sync.close()
 
     def run_updated(self, models: ModelPair, use: Callable[[Any], Awaitable[Result]]) -> Result:
-        """Return the result of `use` with an engine that has the old weights as version 1."""
+        """Return the result of calling `use` with an engine that has the old weights as version 1."""
 
         async def publish_first(engine: Any) -> Result:
             await self.publish(engine, 1, models.old)

@@ -1,4 +1,4 @@
-"""Check that an environment keeps its contract. An engine that follows a script stands in for the model."""
+"""Check that an environment keeps its contract. A scripted engine replaces the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Script = Callable[[GenerationRequest], Sequence[int]]
 
 
 class ScriptedEngine:
-    """An engine that answers a request with the tokens that `script` returns for it, cut at the request's limit.
+    """An engine that answers each request with the tokens from `script`, cut to the request's limit.
 
     Attributes:
         requests: All requests, in order.
@@ -67,7 +67,7 @@ class ScriptedEngine:
 
 
 def random_text(vocabulary: Sequence[int], end_token: int, longest: int = 20) -> Script:
-    """Return a script that writes random tokens and then the end token. The request's seed decides the tokens."""
+    """Return a script that returns random tokens and then the end token. The request's seed determines the tokens."""
 
     def script(request: GenerationRequest) -> list[int]:
         random = np.random.default_rng(request.seed)
@@ -80,7 +80,7 @@ _TIME_LIMIT_S = 60.0
 
 
 class EnvironmentContract:
-    """Subclass with `make_environment(tokenizer)`, and with `row()` if the environment needs other rows than chats."""
+    """A test suite: define `make_environment(tokenizer)` in a subclass, and `row()` if your rows are not chats."""
 
     def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
         """Return your environment."""
@@ -97,7 +97,7 @@ class EnvironmentContract:
         assert trajectory.turns
         for turn in trajectory.turns:
             exchange = turn.prompt_ids.tolist(), turn.response_ids.tolist()
-            assert exchange in engine.exchanges, "a turn is not what the engine was given and wrote"
+            assert exchange in engine.exchanges, "a turn differs from the engine's prompt and response"
             for name in ("loss_mask", "logprobs", "versions", "rewards"):
                 values = getattr(turn, name)
                 assert values is None or len(values) == len(turn.response_ids), name
@@ -105,14 +105,14 @@ class EnvironmentContract:
     def test_the_first_prompt_it_announces_is_the_one_it_sends(self) -> None:
         environment = self.make_environment(tiny_tokenizer())
         if not isinstance(environment, ShowsPrompt):
-            pytest.skip("it does not say its prompts beforehand")
+            pytest.skip("it does not announce its first prompt")
         announced = environment.first_prompt(self._task(0))
         [trajectory] = self._run(_random_engine(), [0])
         assert trajectory.turns[0].prompt_ids.tolist() == list(announced)
 
     def test_every_attempt_gives_the_same_reward_terms_with_finite_numbers_and_info_in_json(self) -> None:
         trajectories = self._run(_random_engine(), range(8))
-        assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "weights need every term"
+        assert len({frozenset(trajectory.rewards) for trajectory in trajectories}) == 1, "reward terms differ"
         for trajectory in trajectories:
             assert trajectory.rewards or any(turn.rewards is not None for turn in trajectory.turns)
             scored = score(trajectory, {})

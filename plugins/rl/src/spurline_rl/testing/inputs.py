@@ -20,7 +20,7 @@ def make_trajectories(
     """Return random trajectories.
 
     Args:
-        turns: The numbers of prompt tokens and response tokens of each turn of each trajectory.
+        turns: For each trajectory, the numbers (prompt tokens, response tokens) of each turn.
         seed: Seed of the random numbers.
         optional_columns: Whether turns have the columns that may be None.
         routed_experts: Whether turns also have the indices of 3 experts per token in 2 layers.

@@ -21,10 +21,10 @@ _RESPONSES = ("4", "", "  4\n", "four", "The answer is 4.", "5", "-4.0", "\\boxe
 
 
 class RewardContract:
-    """Subclass with `make_reward()`, and with `answers()` if the reward needs other rows or references.
+    """A test suite: define `make_reward()` in a subclass, and `answers()` if you need other rows or references.
 
     Attributes:
-        is_deterministic: Whether equal answers have equal scores. Set it to False for a reward that asks a judge.
+        is_deterministic: Whether equal answers get equal scores. Set it to False for a reward that asks a judge model.
     """
 
     is_deterministic = True
@@ -58,7 +58,7 @@ class RewardContract:
         answers = self.answers()
         untouched = copy.deepcopy(answers)
         scores(reward, answers)
-        assert answers == untouched, "the row belongs to all attempts at it"
+        assert answers == untouched, "the reward changed an answer, or a row that all attempts share"
 
     def test_answers_that_are_scored_at_the_same_time_get_their_own_scores(self, reward: Reward) -> None:
         answers = [*self.answers()] * 3

@@ -1,4 +1,4 @@
-"""Check that a rollout engine gives the model's tokens and logprobs, and ends responses where it must."""
+"""Check that a rollout engine returns the model's tokens and logprobs, and ends responses at the right token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineContract:
     """Base class of the test suites for engines. Each test runs a new engine on a new event loop.
 
     Attributes:
-        logprob_tolerance: Largest difference from the model's own fp32 logprobs.
+        logprob_tolerance: Largest difference from the logprobs that transformers computes in fp32.
         limit_s: Seconds that one test may wait for the engine.
     """
 
@@ -38,11 +38,11 @@ class EngineContract:
     limit_s = 120.0
 
     def make_engine(self, model: Path) -> Any:
-        """Return your engine with the weights of this folder. The engine's event loop is running."""
+        """Return your engine with the weights of this folder. The event loop is already running."""
         raise NotImplementedError("subclass the contract of engines with make_engine(self, model)")
 
     def run(self, model: Path, use: Callable[[RolloutEngine], Awaitable[Result]]) -> Result:
-        """Return the result of `use` with an engine on a new event loop. The engine is closed afterwards."""
+        """Return the result of calling `use` with an engine on a new event loop. The engine is closed afterwards."""
 
         async def main() -> Result:
             engine = self.make_engine(model)
@@ -55,7 +55,7 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """Subclass with `make_engine(model)`. `EngineContract` describes `logprob_tolerance` and `limit_s`."""
+    """A test suite: define `make_engine(model)` in a subclass. `EngineContract` describes the tolerance and limit."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
@@ -194,7 +194,7 @@ async def all_of(engine: RolloutEngine, requests: Sequence[GenerationRequest]) -
 def request(
     prompt: Sequence[int], *, seed: int = 1, name: str = "asked by a test", **sampling: Any
 ) -> GenerationRequest:
-    """Return a request for at most 12 tokens, with these fields of Sampling."""
+    """Return a request with these fields of `Sampling`. By default it asks for at most 12 tokens."""
     return GenerationRequest(prompt, Sampling(**{"max_new_tokens": 12, **sampling}), seed, name)
 
 

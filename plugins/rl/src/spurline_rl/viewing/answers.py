@@ -1,7 +1,7 @@
-"""Answer requests of `spurline view` about rollouts, as JSON values.
+"""Answer requests from the page of `spurline view` about rollouts, with JSON values.
 
-A request names a run by its number, and an attempt by its step and its row in the step's file. Each request filters the
-files one after the other. The columns that lists show stay in memory.
+A request names a run by its number, and an attempt by its step and its row in the step's file. A request for a list
+filters the files one after the other. The columns that lists show stay in memory.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from spurline_rl.kept_rollouts.reader import read_step, step_files
 from spurline_rl.kept_rollouts.table import SCHEMA, SEARCHED
 
 pc: Any = pyarrow.compute
-"""Its functions are made at import, so a type checker does not know them."""
+"""`pyarrow.compute`. It creates its functions at import, so a type checker does not know them."""
 
 _PREVIEW = 200
-"""Characters of a prompt and of a response that a list shows."""
+"""Number of characters that a list shows of each prompt and response."""
 _MOST_GIVEN_UP = 200
 MOST_COMPARED = 4_000
-"""Most tokens between the common start and the common end that are compared. More are shown as different."""
+"""Most tokens between common start and common end that are compared. Longer spans are shown as different."""
 _TEXTS = ("prompt", "response")
 """Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
@@ -44,7 +44,7 @@ _BOUNDS = {
     "min_age": ("max_age", pc.greater_equal),
     "min_gap": ("max_gap", pc.greater_equal),
 }
-"""The column of each bound of a filter, and its comparison with the bound."""
+"""For each bound in a filter: the column, and the function that compares the column with the bound."""
 
 
 class ListQuery(BaseModel):
@@ -73,7 +73,7 @@ class ListQuery(BaseModel):
 
 
 class AttemptQuery(BaseModel):
-    """The place of an attempt."""
+    """The run, step and row number (`place`) of one attempt."""
 
     run: int
     step: int
@@ -81,7 +81,7 @@ class AttemptQuery(BaseModel):
 
 
 class DiffQuery(AttemptQuery):
-    """The places of two attempts."""
+    """Two attempts to compare."""
 
     other_run: int
     other_step: int
@@ -110,7 +110,7 @@ def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
                 found.append(table.filter(_expression(wanted, table)).select(listed.column_names))
                 lost[:0] = listed.filter(_is_lost(wanted)).select(["step", "uid", "draw", "reason"]).to_pylist()
         except FileNotFoundError:
-            # The run has removed it meanwhile.
+            # The run has removed the file in the meantime.
             continue
         except RunDirectoryError as failure:
             error = str(failure)
@@ -149,7 +149,7 @@ def _attempt_at(run_dirs: Sequence[Path], run: int, step: int, place: int) -> Ke
 
 @lru_cache(maxsize=100_000)
 def _listed(path: Path, *mark: int) -> pa.Table:
-    """Return the columns that lists show. `mark` changes when the file is replaced, so that it is read again."""
+    """Return the columns that lists show. `mark` identifies the file's version, so a replaced file is read again."""
     return _read(path).drop_columns(_TEXTS)
 
 
@@ -166,7 +166,7 @@ def _with_place(table: pa.Table) -> pa.Table:
 
 
 def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
-    """Return the rows of the page, and the number of all attempts that match. Of equal rows the newest come first."""
+    """Return the rows of the page, and the number of all matching attempts. Ties are sorted newest first."""
     keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
     keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
     order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
@@ -217,7 +217,7 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
 
 
 def attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
-    """Return the attempt with its turns. A list of a turn has an entry per token; an unknown list is None."""
+    """Return the attempt and its turns. Lists in a turn have one entry per token, or are None if not recorded."""
     return {
         "step": attempt.step,
         "status": attempt.status,
@@ -259,7 +259,7 @@ def _turn_facts(turn: KeptTurn) -> dict[str, Any]:
 
 
 def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
-    """Return stretches of tokens that the responses of two attempts share, or that only one of them has.
+    """Return spans of tokens that the responses of two attempts share, and spans that only one response has.
 
     `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
     """
@@ -281,7 +281,7 @@ def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
 
 
 def _num_shared(left: list[int], right: list[int]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 

@@ -1,8 +1,8 @@
-"""Render conversations by the tokenizer's chat template, and find the characters that have loss.
+"""Render conversations with the tokenizer's chat template, and find the characters that have loss.
 
 Data flow: Conversation -> text and trained spans -> encoding. Only the rendering of the whole conversation is
-encoded. Renderings of its first messages alone show where turns start. A trained turn begins after the generation
-prompt and ends with its end-of-turn token, without the white space that follows.
+encoded. To find where a turn starts, the messages before it are rendered alone. A trained turn begins after the
+generation prompt and ends with its end-of-turn token. White space after this token is not trained.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8
 
 
 def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
-    """Return the first and last token that cover a character of the span; (0, -1) if there is none."""
+    """Return the first and last token that cover a character of the span, or (0, -1) if no token does."""
     first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
     if first is None:
         return 0, -1
@@ -53,7 +53,7 @@ def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
     # The lookup finds the first token of a character, but a character of several bytes may have several tokens.
     while _covers(encoding, last + 1, start, stop):
         last += 1
-    # If the tokenizer trims offsets, a token of white space covers no character. It belongs to the span where it ends.
+    # If the tokenizer trims offsets, a white-space token has an empty range. It belongs to the span around its end.
     while _covers(encoding, first - 1, start, stop):
         first -= 1
     return first, last
@@ -82,7 +82,7 @@ _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys that datasets use for the reasoning of a turn."""
 SPOKEN = ("user", "assistant")
-"""The roles whose messages every template writes."""
+"""Roles whose messages every chat template renders."""
 _CHANCE_CHARACTERS = 16
 """A text with fewer characters may occur in a rendering by chance, as part of another message."""
 
@@ -105,11 +105,11 @@ def is_doubtful(conversation: Conversation, text: str) -> bool:
 
 
 _MOST_CHARACTERS = 1 << 17
-"""Longest template that is read. Templates of known models have up to about 20,000 characters."""
+"""Characters that a template may have. Templates of known models have up to about 20,000 characters."""
 
 
 class ChatTemplate:
-    """A chat template and the special tokens that it may write. It runs in the sandbox of transformers."""
+    """A compiled chat template and the special tokens that it may use. It runs in the sandbox of transformers."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any]) -> None:
         """Compile the template. Raises ValueError if that fails."""
@@ -143,16 +143,16 @@ class ChatTemplate:
             track_generation: Whether to return the positions of `{% generation %}` blocks.
 
         Returns:
-            The text, and with `track_generation` the characters `[start, stop)` of each block.
+            The text, and the characters `[start, stop)` of each block (empty unless `track_generation` is true).
         """
         if tools is None and not track_generation and all(map(_is_plain, messages)):
-            # For such messages, this gives the text of `render_jinja_template` in a third of the time, because jinja
-            # would copy all global names for every rendering.
+            # This returns the same text as `render_jinja_template` in a third of the time, because it avoids jinja's
+            # copy of all global names for every rendering.
             names = {**self._global, "messages": messages, "add_generation_prompt": add_generation_prompt}
             context = Context(self._compiled.environment, names, self._compiled.name, self._compiled.blocks)
             text = "".join(self._compiled.root_render_func(context))
             return text, []
-        # The annotations of the function are too narrow.
+        # The function's annotations are too narrow for these arguments.
         render: Any = render_jinja_template
         texts, spans = render(
             conversations=[list(messages)],
@@ -176,12 +176,12 @@ def _is_plain(message: Mapping[str, Any]) -> bool:
 
 
 class TemplateRewritesHistory(Exception):  # noqa: N818 - a finding about one sample that gets counted, not a failure
-    """The text of the conversation does not begin with the prompt that the model saw when it wrote a turn."""
+    """Raised if the text of a conversation does not begin with the prompt that the model sees before one turn."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The text of a conversation, and its trained characters in order. Encode the text without special tokens."""
+    """The text of a conversation, and its trained characters in order. The encoder must not add special tokens."""
 
     text: str
     spans: tuple[Span, ...]
@@ -207,7 +207,7 @@ class ChatRenderer:
 
         Args:
             conversation: Messages and tools of a row.
-            train_on: `last_assistant` or `all_assistants`. It has no effect if the row itself says what is trained.
+            train_on: `last_assistant` or `all_assistants`. It has no effect if `conversation.first_trained` is set.
 
         Returns:
             The text and its trained spans.
@@ -231,7 +231,7 @@ class ChatRenderer:
         return RenderedChat(text, tuple(spans))
 
     def _marked_spans(self, text: str, indices: list[Span], conversation: Conversation, train_on: str) -> list[Span]:
-        """Return those spans of `{% generation %}` blocks that are trained."""
+        """Return the trained spans among the `{% generation %}` blocks."""
         spans = [span for span in indices if span[0] < span[1]]
         first = conversation.first_trained
         if first is None:
@@ -239,7 +239,7 @@ class ChatRenderer:
             first = turns[-1] if train_on == "last_assistant" and len(turns) > 1 else 0
         if first == 0:
             return spans
-        # Counting spans does not find the turn: a turn may have several spans, such as thinking and content, or none.
+        # The turn cannot be found by counting spans: a turn may have several (thinking and content), or none.
         before = self.render(conversation.messages[:first], conversation.tools).rstrip()
         if not text.startswith(before):
             raise TemplateRewritesHistory
@@ -253,7 +253,7 @@ class ChatRenderer:
         message, end_of_turn = messages[turn], self._learn_end_of_turn(conversation.tools)
         content = str(message.get("content", ""))
         if end_of_turn and not message.keys() - {"role", "content"}:
-            # Usually the content and the end of turn follow here, and no other rendering is needed.
+            # Usually the content and the end of turn follow at `start`, and no other rendering is needed.
             for candidate in (content, content.strip()):
                 if text.startswith(candidate + end_of_turn, start):
                     return start + len(candidate) + len(end_of_turn)
@@ -265,7 +265,7 @@ class ChatRenderer:
     def _learn_end_of_turn(self, tools: list[dict[str, Any]] | None) -> str:
         """Return the text that the template writes after every answer, found by rendering a short conversation.
 
-        If the template has no such text, it is empty. Then other renderings and the content show where turns end.
+        If there is no such text, the result is empty. Turn ends are then found by more renderings or by the content.
         """
         source = self._source(tools)
         if source not in self._end_of_turn:
@@ -294,7 +294,7 @@ class ChatRenderer:
                 template = ChatTemplate(source, self._tokenizer.special_tokens_map)
             except ValueError as error:
                 raise ModelError(
-                    f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Give another one "
+                    f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Set another template "
                     "(`model.chat_template`: a file, or a name such as chatml)."
                 ) from error
             self._templates[source] = template
@@ -310,13 +310,13 @@ class ChatRenderer:
             reason = str(error) or type(error).__name__
             raise BadRowError(
                 "messages",
-                f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Give a template "
-                "that takes them (`model.chat_template`: a file, or a name such as chatml), or mend the row.",
+                f"are refused by the chat template {template_name(self._tokenizer)}: {reason}. Set a template that "
+                "accepts them (`model.chat_template`: a file, or a name such as chatml), or correct the row.",
             ) from error
 
 
 def _search_turn_end(text: str, message: Message, start: int, end_of_turn: str) -> int:
-    """Find the end of a turn by the words of its message. Raises TemplateRewritesHistory if words are missing."""
+    """Find the end of a turn by searching for its content. Raises TemplateRewritesHistory if a part is missing."""
     content = str(message.get("content", "")).strip()
     first_end = text.find(end_of_turn, start) if end_of_turn else len(text)
     place = text.find(content, start)

@@ -1,8 +1,8 @@
 """Find what a chat template leaves out of a conversation: tools, tool calls, reasoning, or whole messages.
 
-A template without support for tools renders a tool call as an empty answer, and does not mention the tools. Nothing
-fails, but the model trains on wrong text. So every row with such parts is rendered once more with a mark in each part.
-If a mark is missing in the text, the template leaves its part out.
+A template without support for tools renders a tool call as an empty answer, and does not mention the tools. No error
+is raised, and the model trains on wrong text. So a row that has these parts is rendered once more, with a marker word
+in each part. If a marker is missing from the text, the template leaves out the part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from spurline_text.tokenizer import template_name
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A part that is left out. Parts are counted by `what`, their kind. `place` is the path in the row."""
+    """A part of a row that the template leaves out. `what` is its kind, for counts. `place` is its path in the row."""
 
     what: str
     place: str
@@ -34,8 +34,8 @@ def find_left_out(
 ) -> list[LeftOut]:
     """Return the parts of the conversation that its rendering does not show.
 
-    Reasoning, and content beside a tool call, are checked only in the last assistant turn, because templates leave the
-    reasoning of earlier turns out on purpose. With `add_generation_prompt` these two are not checked.
+    Reasoning, and content next to a tool call, are checked only in the last assistant turn, because templates leave
+    earlier reasoning out on purpose. If `add_generation_prompt` is true, neither of them is checked.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
     marks = _Marks()
@@ -50,7 +50,7 @@ def find_left_out(
 
 
 def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Raise DataError naming row, field, template and fix if something was left out."""
+    """If `found` is not empty, raise a DataError that names the row, the fields, the template and a fix."""
     if found:
         what = ", ".join(dict.fromkeys(item.place for item in found))
         raise DataError(
@@ -61,14 +61,14 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 
 class _Marks:
-    """Groups of marks, which are words that occur nowhere else. A part is shown if one mark of its group is shown."""
+    """Groups of unique marker words, one group per part. A part is shown if the text contains a marker of its group."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[LeftOut, list[str]]] = []
         self._count = 0
 
     def open(self, what: str, place: str) -> list[str]:
-        """Begin a group of marks for one part of the conversation."""
+        """Begin a group of markers for one part of the conversation."""
         group: list[str] = []
         self._groups.append((LeftOut(what, place), group))
         return group
@@ -85,7 +85,7 @@ class _Marks:
 
 
 def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Message:
-    """Mark the parts of a message that a template may leave out. `is_last` is true for the last answer."""
+    """Mark the parts of a message that a template may leave out. `is_last` is true for the last assistant turn."""
     marked, place, role = dict(message), f"messages[{index}]", message["role"]
     calls = message.get("tool_calls")
     if calls:

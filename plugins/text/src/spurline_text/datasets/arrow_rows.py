@@ -1,7 +1,7 @@
 """Rows that Hugging Face `datasets` loads: parquet, arrow and CSV files, `save_to_disk` folders, hub datasets.
 
 Loaded tables are memory-mapped from the datasets cache. The name of the cache folder contains the digest of the file,
-so a changed file is never read from an old cache. Nothing is written beside the data.
+so a changed file is never read from an old cache. Nothing is written into the folder of the data.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ArrowRows:
             stop = min(start + _BLOCK, len(self))
             with data_errors(f"{self._name} rows {start} to {stop - 1}"):
                 table: Any = self._plain[start:stop]
-                # The offsets in a broken file may point anywhere.
+                # In a broken file, offsets may point outside of the data.
                 table.validate(full=True)
             columns = self._features.decode_batch(table.to_pydict())
             rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(stop - start)]
@@ -72,7 +72,7 @@ class ArrowRows:
 
 
 def _without_files(feature: Any) -> Any:
-    """Return the feature without decoding, so that `datasets` opens no image or sound file that a row names."""
+    """Return the feature with decoding turned off, so that `datasets` does not open image or sound files."""
     if isinstance(feature, dict):
         return {name: _without_files(inner) for name, inner in feature.items()}
     if isinstance(feature, list):
@@ -118,7 +118,7 @@ def _digest_of_table(table: datasets.Dataset) -> str:
 
 def load_hub(name: str, subset: str | None, revision: str | None, split: str) -> ArrowRows:
     """Load one split of a hub dataset. Raises DataError if it cannot be reached or does not exist."""
-    hint = f" There is no local file or folder {name} either. Begin a local path with ./ if you meant one."
+    hint = f" There is no local file or folder {name} either. If you meant a local path, write ./ before it."
     with _quiet(), asked_once(), data_errors(name, prefix="cannot be loaded from the Hugging Face hub: ", hint=hint):
         table = datasets.load_dataset(name, name=subset, split=split, revision=revision)
     # The library's fingerprint covers the resolved revision and the builder's settings.
@@ -128,7 +128,7 @@ def load_hub(name: str, subset: str | None, revision: str | None, split: str) ->
 
 
 def without_padding(value: Any) -> Any:
-    """Remove keys with the value null, because Arrow gives every object the keys of the objects of all rows."""
+    """Remove keys whose value is null, because Arrow gives every object the keys of all objects in the column."""
     if isinstance(value, dict):
         return {key: without_padding(item) for key, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], (dict, list)):

@@ -1,9 +1,9 @@
 """Dataset `hf`: local files and folders, or a name on the Hugging Face hub, with split strings.
 
 Data flow: config -> files (local_files) and their rows (json_rows, arrow_rows) -> the rows of the split. Split
-strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` have the grammar and rounding of Hugging
-Face `datasets`, also for local files. Importing that library takes a second. Only functions that need it import it, so
-a run on JSON lines does not wait for it.
+strings such as `train`, `train[:100]`, `train[10%:20%]` or `train[:50]+test` follow the grammar and rounding of Hugging
+Face `datasets`, for local files too. Importing `datasets` takes a second, so only the functions that need it import it.
+A run on JSON lines does not import it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LocalFile:
 
     @functools.cached_property
     def rows(self) -> JsonLines | JsonArray | ArrowRows:
-        """The opened file. Raises DataError if it cannot be read."""
+        """Open the file, and return its rows. Raises DataError if it cannot be read."""
         with self._readable():
             if self._suffix == ".jsonl":
                 return JsonLines(self._path)
@@ -51,7 +51,7 @@ class LocalFile:
 
     @property
     def digest(self) -> str:
-        """Hash of the content as it is now, so that a change while rows are read is noticed."""
+        """Return a hash of the file's current content, so that a change during reading is noticed."""
         with self._readable():
             return digest_of_file(self._path)
 
@@ -65,7 +65,7 @@ class LocalFile:
         return self.rows.location(row)
 
     def check(self, rows: range) -> None:
-        """Raise DataError for the first of these rows that is not a JSON object. Checks only JSON files."""
+        """Raise DataError for the first of these rows that is not a JSON object. Only JSON files are checked."""
         if self._suffix in (".jsonl", ".json"):
             for row in rows:
                 self.rows[row]
@@ -84,8 +84,8 @@ class LocalFile:
 class HfDataset:
     """Rows of local files, of a saved dataset or of a hub dataset. A pickled copy contains no rows.
 
-    The constructor finds the local files. They are loaded when a row or the number of rows is needed. `fingerprint`
-    reads only their bytes, unless the split leaves rows out.
+    The constructor finds the local files. They are loaded when a row or the number of rows is needed. If the split
+    takes all rows, `fingerprint` hashes the files without loading them.
     """
 
     def __init__(self, config: HfDatasetConfig) -> None:
@@ -132,7 +132,7 @@ class HfDataset:
         return file.location(place)
 
     def fingerprint(self) -> str:
-        """Hash the content of all files, and which of their rows `split` chooses. Names and folders do not matter."""
+        """Return a hash of the files' content and of the rows that `split` chooses. Names of files do not matter."""
         digest = xxhash.xxh3_128()
         # Rows need to be counted only if the split leaves some out.
         whole = [(name, None) for name in self._files]
@@ -143,7 +143,7 @@ class HfDataset:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Raise DataError if there is no row, or if a row is unreadable and not skipped by `on_bad_row: skip`."""
+        """Raise DataError if there are no rows, or if a JSON row cannot be read and `on_bad_row` is `error`."""
         for file, rows in self._segments:
             if isinstance(file, LocalFile) and self._config.on_bad_row == "error":
                 file.check(rows)
@@ -185,13 +185,13 @@ def refuse_hub_settings(config: HfDatasetConfig) -> None:
 def of_split(splits: Mapping[str, Found], name: str, path: str) -> Found:
     """Return the files of a split. Raises DataError if there is no such split."""
     if name not in splits:
-        note = "" if len(splits) > 1 else " A stream takes a whole split, and a file or glob is one, `train`."
+        note = "" if len(splits) > 1 else " A stream reads a whole split. A file or glob has only the split `train`."
         raise DataError(f"{path}: has no split {name!r}.{suggestion(name, splits)} Splits: {listing(splits)}.{note}")
     return splits[name]
 
 
 def default_label(path: str) -> str:
-    """Return the file's name without suffix, the name of the folder or of the glob's folder, or the hub name."""
+    """Return the hub name, the file name without suffix, or the folder name. A glob has the name of its folder."""
     if not looks_local(path):
         return path
     place = Path(path).expanduser()
@@ -209,8 +209,8 @@ class Split:
     """A parsed split string.
 
     Attributes:
-        names: The splits that it takes rows from, each once.
-        takes_all: Whether it takes all rows of these splits.
+        names: Names of the splits whose rows it uses, without repetition.
+        takes_all: Whether it uses all rows of these splits.
     """
 
     def __init__(self, spec: str, origin: str) -> None:
@@ -233,7 +233,7 @@ class Split:
         self.takes_all = [*self.names] == parts
 
     def resolve(self, sizes: Mapping[str, int]) -> list[tuple[str, range]]:
-        """Return split name and rows of each part, given the number of rows of each split."""
+        """Return the split name and the row range of each part. `sizes` is the number of rows of each split."""
         if _NAME.fullmatch(self._spec):
             return [(self._spec, range(sizes[self._spec]))]
         return [(part.splitname, range(part.from_, part.to)) for part in self._instruction.to_absolute(dict(sizes))]

@@ -17,13 +17,13 @@ from spurline.errors import DataError
 from spurline_text.rows.rows import describe
 
 _BEGINNING_BYTES = 1 << 16
-"""Bytes of a .json file that are searched for its first character, which decides how the file is read."""
+"""Bytes at the start of a .json file that are searched for the first character, which shows the kind of file."""
 _AHEAD_BYTES = 1 << 14
 """Bytes to read at once if rows are read in order. Opening the file for each row would take most of the time."""
 
 
 class JsonLines:
-    """One JSON object per line; blank lines are skipped. Memory holds only the positions and sizes of lines."""
+    """Rows of a file with one JSON object per line. Blank lines are skipped. Only positions of lines stay in memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -60,7 +60,7 @@ class JsonLines:
 
 
 class JsonArray:
-    """One JSON list of objects, all in memory."""
+    """Rows of a file with one JSON list of objects. All rows are in memory."""
 
     def __init__(self, path: Path) -> None:
         """Read the file. Raises DataError if it is not valid JSON."""

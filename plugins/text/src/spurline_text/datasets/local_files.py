@@ -28,7 +28,7 @@ def looks_local(path: str) -> bool:
 
 
 def find_files(path: str) -> dict[str, list[Path]]:
-    """Return the files of each split. A file or glob is the split `train`. The files of a folder are sorted by name."""
+    """Return the files of each split. A file or glob has the split `train`. The files of each split are sorted."""
     local = Path(path).expanduser()
     if local.is_dir():
         return _files_of_folder(local)
@@ -48,7 +48,7 @@ def find_files(path: str) -> dict[str, list[Path]]:
 
 
 def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each split. Words in file names tell the split, as in Hugging Face `datasets`."""
+    """Return the files of each split. Words in file names determine the split, as in Hugging Face `datasets`."""
     # This import takes a second. A run on JSON files does not need it.
     from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 
@@ -72,7 +72,7 @@ def _files_of_folder(folder: Path) -> dict[str, list[Path]]:
 
 
 def neighbours(missing: Path) -> str:
-    """Suggest a name like the missing one. List the folders and data files in the nearest folder above that exists."""
+    """Suggest a name similar to the missing path, and list folders and data files in its nearest existing parent."""
     folder, name = missing.parent, missing.name
     while not folder.is_dir():
         folder, name = folder.parent, folder.name

@@ -60,8 +60,8 @@ def _files(config: HfStreamConfig) -> list[Path]:
     kinds = {file.suffix.lower() for file in files}
     if kinds not in ({".jsonl"}, {".parquet"}):
         raise DataError(
-            f"{files[0]}: cannot be read as a stream. All files must end in .jsonl, or all in .parquet. Dataset "
-            "name: hf reads other files."
+            f"{files[0]}: cannot be read as a stream. All files must end in .jsonl, or all in .parquet. To read other "
+            "files, set the dataset's name: hf."
         )
     return files
 
@@ -102,7 +102,7 @@ class JsonLinesReader:
 
 
 class TableReader:
-    """Reads an iterable dataset of Hugging Face `datasets`, which knows its own position."""
+    """Reads a streaming dataset of Hugging Face `datasets`. The library keeps track of the position."""
 
     def __init__(self, rows: datasets.IterableDataset, name: str, position: Mapping[str, Any] | None) -> None:
         self._table, self._name = rows, name

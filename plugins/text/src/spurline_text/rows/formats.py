@@ -38,7 +38,7 @@ class TokenRow:
 
 
 def read_token_row(view: RowView) -> TokenRow:
-    """Return the tokens and loss mask of a row. `loss_mask` has priority over `labels`. Raises BadRowError."""
+    """Return the tokens and loss mask. `loss_mask` has priority over `labels`. Raises BadRowError for a bad value."""
     field = view.label("input_ids")
     tokens = _integers(view.require("input_ids"), field)
     if not tokens:
@@ -49,7 +49,7 @@ def read_token_row(view: RowView) -> TokenRow:
     if rule is None:
         raise BadRowError(
             field,
-            f"has no column beside it that says which tokens have loss. Add {' or '.join(map(view.label, _RULES))}.",
+            f"needs another column that shows which tokens have loss. Add {' or '.join(map(view.label, _RULES))}.",
         )
     label = view.label(rule)
     values = _integers(view.require(rule), label)
@@ -109,7 +109,7 @@ ANSWER_COLUMNS = frozenset({"completion", "output"})
 class Conversation:
     """Messages for the chat template.
 
-    All assistant turns from message `first_trained` on have loss. If `first_trained` is None, `train_on` decides.
+    Assistant turns at index `first_trained` and later have loss. If `first_trained` is None, `train_on` decides.
     """
 
     messages: list[Message]
@@ -124,7 +124,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class TextPair:
-    """Plain text with loss on the completion. With `ends`, an end-of-sequence token with loss is added."""
+    """Plain text with loss on the completion. If `ends` is true, an end-of-sequence token with loss is added."""
 
     prompt: str
     completion: str
@@ -132,15 +132,15 @@ class TextPair:
 
 
 def detect_format(config: DatasetConfig, row: Mapping[str, Any], *, needs_answer: bool = True) -> FormatName:
-    """Return the format of a dataset, from its config or from the columns of its first row.
+    """Return the format of a dataset, from its config or from the columns of `row`.
 
-    Without `needs_answer`, rows may lack the column of the answer. Raises a DataError, which does not name the row.
+    If `needs_answer` is false, rows may lack the answer column. Raises a DataError that does not name the row.
     """
     if config.format != "auto":
         return config.format
     names = list(row)
     view = RowView(row, config.columns)
-    # Formats with a column that the setting `columns` names are tried first.
+    # Formats with a column that the `columns` setting renames are tried first.
     for name, signature in sorted(_SIGNATURES, key=lambda item: item[1].isdisjoint(config.columns)):
         if all(column in view for column in (signature if needs_answer else signature - ANSWER_COLUMNS)):
             return name
@@ -178,8 +178,8 @@ def format_of(source: DatasetToTokenize) -> FormatName:
 def read_row(row: Mapping[str, Any], config: DatasetConfig, name: FormatName, *, needs_answer: bool = True) -> Any:
     """Read a row of format `name` into a Conversation, a TextPair or a TokenRow.
 
-    Without `needs_answer`, a row may lack the answer: it becomes a conversation that ends with a question, or a
-    TextPair with an empty completion. Raises BadRowError naming the field of a malformed row.
+    If `needs_answer` is false, a row may lack the answer. It then becomes a conversation that ends with a question, or
+    a TextPair with an empty completion. Raises BadRowError, which names the field, for a malformed row.
     """
     view = RowView(row, config.columns)
     if name == "pretokenized":

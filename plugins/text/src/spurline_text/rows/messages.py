@@ -16,7 +16,7 @@ from spurline_text.rows.rows import BadRowError, describe
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-"""Roles of OpenAI messages. Chat templates know these."""
+"""Roles of OpenAI messages, which chat templates use."""
 
 SHAREGPT_ROLES = {
     "human": "user",
@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""Other names for roles, and the OpenAI role that each stands for."""
+"""The OpenAI role for each other role name in datasets."""
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
@@ -42,7 +42,7 @@ def read_messages(value: Any, field: str) -> list[Message]:
 
 
 def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
-    """Return the tool schemas of a row, given as a list or as JSON text. None if there are none."""
+    """Return the tool schemas of a row, or None if it has none. `value` is a list or JSON text."""
     tools = _parsed(value, field) if value else None
     if not tools:
         return None
@@ -55,7 +55,7 @@ def read_tools(value: Any, field: str) -> list[dict[str, Any]] | None:
 
 
 def with_system(messages: list[Message], system: Any, field: str) -> list[Message]:
-    """Return the messages. If the `system` column has text, begin with a system message that contains it."""
+    """Return the messages. If the `system` column has text, put a system message with this text first."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):

@@ -1,6 +1,6 @@
-"""Read one row under the column names that Spurline expects, and describe a malformed row.
+"""Read one row by the column names that Spurline expects, and describe a malformed row.
 
-In: a row and the `columns` setting. Out: values by expected name. Every error uses the name of the column in the file.
+In: a row and the `columns` setting. Out: values by expected name. Errors use the name that the column has in the file.
 `BadRowError` does not contain the location of the row. The encoder adds the location, or leaves the row out and counts
 it if the config has `on_bad_row: skip`.
 """
@@ -28,7 +28,7 @@ class BadRowError(DataError):
 
 
 def explain_bad_row(location: str, error: DataError) -> DataError:
-    """Return the error with the location of the row and a fix, unless its text already has them."""
+    """Return the error with the location of the row and with a fix. Each is added only if the text lacks it."""
     text = str(error)
     place = "" if location in text else f"{location}: "
     fix = "" if "on_bad_row" in text else " Correct the row, or leave such rows out with `on_bad_row: skip`."
@@ -82,7 +82,7 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def _holder(row: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any], str]:
-    """Return the object that should hold a column, and the name of the column in it."""
+    """Return the innermost object that a name with dots leads to, and the column's name in this object."""
     while name not in row and "." in name:
         first, _, rest = name.partition(".")
         inner = row.get(first)
@@ -143,7 +143,7 @@ class RowView:
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return the problem with the first name in a `columns` setting that no row has, or None."""
+    """Describe the first name in a `columns` setting that none of the rows has. Return None if there is none."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -163,7 +163,7 @@ def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, 
 
 
 def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the columns of a row. After a column with an object, yield its fields, with dots in their names."""
+    """Yield the columns of a row. After a column with an object, yield the object's fields as `column.field`."""
     for name, value in row.items():
         yield name
         if isinstance(value, Mapping):
@@ -171,7 +171,7 @@ def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
-    """Return the problem with the keys of a `columns` setting, or None."""
+    """Describe the first key of a `columns` setting that no format reads. Return None if there is none."""
     for name, label in names.items():
         if name in EXPECTED_COLUMNS:
             continue

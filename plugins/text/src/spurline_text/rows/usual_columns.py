@@ -44,13 +44,13 @@ _KINDS: Mapping[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "text": (("content", "document", "body"), _is_text),
     "reference": (("ground_truth", "reward_model.ground_truth", "target", *_ANSWERS), _is_comparable),
 }
-"""For each expected column, its other names and a function that tells whether a value has the right type."""
+"""For each expected column, its other usual names and a function that checks the type of a value."""
 
 _FORMS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("prompt", "chosen", "rejected"), ()),
     (("messages",), ("system",)),
     (("instruction", "output"), ("input", "system")),
-    # Only for a row with a column `prompt` or `completion`. Otherwise the question becomes a turn of the user.
+    # Rows with a column `prompt` or `completion` skip the entry above. In other rows, a question becomes a user turn.
     (("prompt", "completion"), ()),
     (("text",), ()),
 )
@@ -63,7 +63,7 @@ def guessed_columns(row: Mapping[str, Any]) -> dict[str, str]:
     for required, optional in _FORMS:
         if required == ("instruction", "output") and has_own:
             continue
-        # If a row has several texts, such as a title and a document, nobody knows which one to train on.
+        # If a row has several texts, such as a title and a document, it is not clear which text to train on.
         if required == ("text",) and sum(map(_is_text, row.values())) != 1:
             continue
         if all(_found(row, column) for column in required):
@@ -82,7 +82,7 @@ def advice(row: Mapping[str, Any], *, needs_answer: bool) -> str:
 
 
 def guessed_reference(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the `columns` setting for the reference answer. It is empty if none is needed, or none is found."""
+    """Return the `columns` setting for the reference. It is empty if no column fits, or if `reference` itself fits."""
     name = _found(row, "reference")
     return {} if name in (None, "reference") else {"reference": str(name)}
 

@@ -29,14 +29,14 @@ from spurline_text.tokenization import open_datasets, plain_text_notes, share_re
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
-"""Most samples that are compared with held-out samples. More would delay the start of a run."""
+"""Largest number of samples to compare with held-out samples. A comparison of more would delay the run's start."""
 
 
 @dataclass(frozen=True)
 class ColumnsOfRows:
-    """Reads columns of the rows of datasets for an order. Implements `SampleColumns`.
+    """Reads dataset columns for a data order. Implements `SampleColumns`.
 
-    `rows` has an int64 array [n] for each dataset: the row of each of its samples.
+    `rows` has one int64 array [n] per dataset, with the row number of each sample.
     """
 
     datasets: Sequence[DatasetToTokenize]
@@ -70,7 +70,7 @@ class ColumnsOfRows:
 
 
 def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> Iterator[Any]:
-    """Yield the value of each row. A row that cannot be read, and is skipped, has the value None."""
+    """Yield the value of each row, or None for an unreadable row that `on_bad_row: skip` skips."""
     for row in rows.tolist():
         try:
             content = source.dataset[row]
@@ -91,13 +91,13 @@ def _values(source: DatasetToTokenize, rows: NDArray[np.int64], name: str) -> It
 
 
 class SampleSet:
-    """`Samples` of tokenized datasets. `shares` has for each dataset the share of its rows that was read.
+    """The `Samples` of tokenized datasets. `shares` contains the fraction of rows that was read from each dataset.
 
     The constructor raises DataError for data that cannot be found, read or used.
     """
 
     answer = "completion"
-    """The column that is trained in rows of prompts and answers."""
+    """Name of the answer column. In rows with a prompt and an answer, the answer has loss."""
 
     def __init__(self, configs: Sequence[DatasetConfig], context: SourceContext) -> None:
         run, registry = context.config, context.host.registry
@@ -142,7 +142,7 @@ class SampleSet:
         return self._sources[int(store.source[index])].dataset.location(int(store.row[index]))
 
     def _whole(self) -> NDArray[np.int64]:
-        """Return the index in the store that identifies each sample."""
+        """Return the store index that identifies each sample. In a subclass, a sample may have several entries."""
         return np.arange(len(self._tokenized.store), dtype=np.int64)
 
     def answered(self) -> Sequence[DatasetToTokenize]:
@@ -157,12 +157,12 @@ class SampleSet:
         return self._tokenized.store.lengths()
 
     def _to_tokenize(self, opened: Sequence[DatasetToTokenize]) -> Sequence[DatasetToTokenize]:
-        """Return the datasets to tokenize. If a row holds several texts, each text needs its own dataset."""
+        """Return the datasets to tokenize. A subclass whose rows have several texts returns one dataset per text."""
         return opened
 
 
 def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """Return a note that counts held-out samples among the training samples. It may be empty."""
+    """Return a list with a note on held-out samples that are also training samples, or an empty list."""
     trained = source.sample_keys()
     return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
 
@@ -170,7 +170,7 @@ def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:
-    """Return a note that counts held-out rows with the hash of a training row.
+    """Return a list with a note on held-out rows whose hash is also a training row's hash, or an empty list.
 
     Args:
         held_out: Hashes of the held-out rows.
@@ -193,7 +193,7 @@ def longest_sample(samples: Samples) -> Longest:
 
 
 class SftSource(BatchSource):
-    """Makes the batch of a step from only the config and the step. It keeps no state between steps."""
+    """A source whose batches depend only on the config and the step number. It keeps no state between steps."""
 
     pure = True
 
@@ -206,7 +206,7 @@ class SftSource(BatchSource):
         facts = self._samples.facts(weights, self._batch_size)
         self._order: Order = context.host.registry.create("order", run.data.order, samples=facts, seed=run.seed)
         shares = self._samples.shares
-        # Assume that the same share of the rows that were not read is usable.
+        # Assume that unread rows give as many samples per row as the rows that were read.
         sizes = [round(size / share) for size, share in zip(self._samples.sizes(), shares, strict=True)]
         per_epoch = epoch_shares(sizes, weights)
         self._samples_per_epoch = sum(per_epoch)

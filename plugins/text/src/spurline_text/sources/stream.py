@@ -1,8 +1,8 @@
-"""Source `stream`: samples of data that is read when it is needed, and is never in memory as a whole.
+"""Source `stream`: samples from data that is read only when it is needed. The data need not fit into memory.
 
-Data flow: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. Memory holds
-one block. Steps are built in order. The state contains the position where the block began, and the number of its
-samples that were used. A resumed run reads the block again and continues after these samples.
+Data flow: streams -> a block of rows -> tokens -> shuffled samples -> collator -> TrainingBatch. One block is in
+memory. Steps are built in order. The state contains the position where the block began, and how many of the block's
+samples were used. A resumed run reads the block again and continues after these samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class _Window:
-    """The rows of one stream in the current block, as a dataset. After each pass, it opens the stream again."""
+    """A dataset with the rows of one stream in the current block. After each pass, it opens the stream again."""
 
     def __init__(self, stream: StreamedDataset) -> None:
         self.label = stream.label
@@ -38,7 +38,7 @@ class _Window:
         self._reader: RowReader = stream.open()
         self._rows: list[StreamedRow] = []
         self.numbers: list[int] = []
-        """For each row in the block, its number within the pass."""
+        """Number of each row in the block, counted from the start of the pass."""
         self.passes = self._next = 0
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class _Window:
         raise AssertionError("the rows in a window change")
 
     def fill(self, limit: int, *, within_pass: bool) -> None:
-        """Replace the rows by the next `limit` rows. With `within_pass`, stop at the end of a pass.
+        """Replace the rows by the next `limit` rows. If `within_pass` is true, stop at the end of a pass.
 
         Raises DataError if the stream has no rows.
         """
@@ -97,8 +97,8 @@ class _Block:
         begin: Positions of the streams at the beginning of the block.
         tokenized: The samples.
         order: The training order of the samples.
-        passes: Complete passes over the first stream at the end of the block.
-        left_out: Rows without a sample from the first block to the end of this one.
+        passes: Number of complete passes over the first stream at the end of the block.
+        left_out: Number of rows without a sample, from the first block to this block.
     """
 
     number: int
@@ -126,7 +126,7 @@ class _Blocks:
         self._run, self._tokenizer = run, context.tokenizer
 
     def read(self, number: int, left_out: int) -> _Block:
-        """Return the next block with a sample. Raises DataError if two passes over the first stream give none."""
+        """Return the next block that has samples. Raises DataError if two passes over the first stream give none."""
         limit = self.windows[0].passes + 2
         while True:
             block = self._read(number, left_out)
@@ -139,7 +139,7 @@ class _Blocks:
     def _read(self, number: int, left_out: int) -> _Block:
         begin = [window.state() for window in self.windows]
         for window, share in zip(self.windows, self._weights, strict=True):
-            # With this rounding, the rows of all blocks together have the shares that the weights demand.
+            # With this rounding, each stream's share of the rows in all blocks follows its weight.
             rows = int((number + 1) * self._size * share) - int(number * self._size * share)
             # With one stream, weights do not matter. So a block ends where a pass over the stream ends.
             window.fill(rows, within_pass=len(self.windows) == 1)
@@ -162,7 +162,7 @@ class _Blocks:
 
 
 class StreamSource(BatchSource):
-    """Builds steps in order. A resume continues with the next sample."""
+    """A source that builds the batches of steps in order. A resumed run continues with the next sample."""
 
     reads_only_data = True
 
@@ -191,7 +191,7 @@ class StreamSource(BatchSource):
         return Longest(self._max_length, "samples of the stream", "data.max_length")
 
     def build(self, step: int) -> TrainingBatch:
-        assert step == self._step + 1, f"step {step} was asked for after step {self._step}"
+        assert step == self._step + 1, f"step {step} was requested after step {self._step}"
         builder = TokenStoreBuilder(self._blocks.labels)
         for _ in range(self._batch_size):
             index = self._next_index()
@@ -204,7 +204,7 @@ class StreamSource(BatchSource):
         return replace(batch, info={**batch.info, "stream/left_out": float(self._block.left_out)})
 
     def epoch(self, step: int) -> float:
-        """Return the complete passes over the first dataset, because the length of a stream is not known."""
+        """Return the number of complete passes over the first dataset, because a stream's length is not known."""
         return float(self._block.passes)
 
     def state_dict(self) -> dict[str, object]:
@@ -212,7 +212,7 @@ class StreamSource(BatchSource):
             "step": self._step,
             "block": self._block.number,
             "taken": self._taken,
-            # Only the rows before this block. A resumed run reads the block again, and counts its rows itself.
+            # Count only rows before this block, because a resumed run reads this block again and counts its rows.
             "left_out": self._block.left_out - sum(self._block.tokenized.dropped.values()),
             "begin": [dict(place) for place in self._block.begin],
             "data": self._block.tokenized.store.fingerprint,

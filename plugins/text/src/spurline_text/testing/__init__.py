@@ -1,4 +1,4 @@
-"""The contract kit for datasets and tokenizations. `spurline.testing` explains how to use a suite."""
+"""The contract kit of text: test suites for datasets and tokenizations. `spurline.testing` explains how to use them."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from spurline.protocols.dataset import CheckableDataset, Dataset
 
 
 class DatasetContract:
-    """A suite of tests for datasets. Write a subclass with `make_dataset(folder, rows)`.
+    """A test suite for datasets: define `make_dataset(folder, rows)` in a subclass.
 
-    If your data can have an unreadable row, such as a line that is not JSON, implement `make_damaged` too.
+    If your data can contain an unreadable row, such as a line that is not JSON, define `make_damaged` too.
     """
 
     rows: Sequence[Mapping[str, Any]] = [{"prompt": f"question {i}", "completion": "answer " * i} for i in range(1, 12)]
@@ -39,7 +39,7 @@ class DatasetContract:
 
     def test_it_has_as_many_rows_as_were_given_and_gives_each_by_its_number(self, dataset: Dataset) -> None:
         assert len(dataset) == len(self.rows)
-        # Backwards and twice: rows may be asked for in any order.
+        # Rows may be read in any order, and more than once.
         for row in [*reversed(range(len(self.rows))), 0, len(self.rows) - 1]:
             assert dict(dataset[row]) == dict(self.rows[row])
 

@@ -1,4 +1,4 @@
-"""Check that a tokenization makes the same store as `text/sequential`."""
+"""Check that a tokenization makes the same token store as the tokenization `text/sequential`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ListDataset:
 
 
 class TokenizationContract:
-    """A suite of tests for tokenizations. Write a subclass with `make_tokenization(tokenizer, data)`.
+    """A test suite for tokenizations: define `make_tokenization(tokenizer, data)` in a subclass.
 
-    Most tests tokenize the chat rows `rows`.
+    Most tests tokenize the chat rows in `rows`.
     """
 
     def make_tokenization(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Tokenization:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from spurline_models.configs import LoraConfig
 
 _ID = 1
-"""vLLM's id of the adapter. An engine has only one, and each publish replaces it."""
+"""vLLM's id of the adapter. An engine has only one adapter, and each publish replaces it."""
 _NAME = "spurline"
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for the argument `max_lora_rank`."""
@@ -34,7 +34,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True)
 class EngineAdapter:
-    """The size of the adapter for which an engine is started.
+    """The rank and targets of the adapter that an engine is started for.
 
     `targets` are the last parts of the names of the adapted modules, such as `q_proj`.
     """
@@ -99,7 +99,7 @@ class AdapterUpdate:
     """Collects the tensors of an adapter in a worker, as copies in fp32 on the CPU, and installs the adapter."""
 
     def __init__(self, runner: Any, settings: Mapping[str, Any]) -> None:
-        """Expect an adapter with these settings (see `TakesWeights.begin_adapter_update`) for vLLM's model runner.
+        """Prepare for an adapter with these settings (see `TakesWeights.begin_adapter_update`) for vLLM's model runner.
 
         Raises:
             RunFailedError: If vLLM does not support adapters of this kind.
@@ -115,7 +115,7 @@ class AdapterUpdate:
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy these tensors. A tensor that comes again replaces the earlier one."""
+        """Copy these tensors. A later tensor with the same name replaces the earlier one."""
         from vllm.lora.utils import is_base_embedding_weights
 
         for name, tensor in tensors:
@@ -150,7 +150,7 @@ class AdapterUpdate:
                 "weights."
             )
         if missing := sorted(expected - names.keys()):
-            raise RunFailedError(f"The adapter came without {listing(missing[:4])}, but all of it must be published.")
+            raise RunFailedError(f"The adapter lacks {listing(missing[:4])}, but all its tensors must be published.")
 
     def _own_name(self, name: str) -> str:
         """Return a tensor's name in vLLM, or the unchanged name if vLLM does not know it."""

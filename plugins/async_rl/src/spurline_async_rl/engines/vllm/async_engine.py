@@ -62,11 +62,11 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the response in parts of `chunk_tokens` tokens. After a second or before a command, a part has fewer.
+        """Yield the response in parts of `chunk_tokens` tokens. A part is smaller after a second or before a command.
 
         Closing the generator aborts the request. If the task is cancelled or the engine dies, the generator first
         yields all tokens that have come. Stop texts do not end the response. Requests with the same `salt` share
-        computed prompts. With `each_step`, every token is yielded at once.
+        cached prompts. If `each_step`, every token is yielded immediately.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -156,7 +156,7 @@ class AsyncEngine:
     async def _stand_still(self, *, clear_cache: bool) -> None:
         """Stop generation between two tokens, and return when all earlier tokens have been received.
 
-        With `clear_cache`, unfinished requests compute their keys and values again later.
+        If `clear_cache`, unfinished requests compute their keys and values again later.
         """
         await self._answer_of(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
         # vLLM's answer may come before the last tokens.

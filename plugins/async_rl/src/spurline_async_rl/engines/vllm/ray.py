@@ -33,11 +33,11 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 
 _GATHERING_S = 0.1
-"""Seconds for which an actor collects tokens before it sends them, because each message costs the controller 0.5 ms."""
+"""Seconds for which an actor collects tokens for one message, because each message costs the controller 0.5 ms."""
 
 
 class EngineCluster:
-    """Reserves and releases the places of engines on the Ray cluster."""
+    """Reserves and releases resources for engines on the Ray cluster. A `Place` has the resources of one engine."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig):
         need = config.cluster_need(run)
@@ -51,7 +51,7 @@ class EngineCluster:
         self._closing = threading.Event()
 
     async def reserve(self) -> Place:
-        """Return a place for one engine. If the engine replaces a dead one, this may wait for room.
+        """Return reserved resources for one engine. A replacement of a dead engine may have to wait for free resources.
 
         Raises:
             ConfigError: If the cluster is too small for the engines that start with the run.
@@ -74,7 +74,7 @@ class EngineCluster:
         return self._cluster.actor_options(place.group, 0, place.bundles[0])
 
     async def close(self) -> None:
-        """Release the unused places, and reserve no more."""
+        """Release the unused places, and refuse further reservations."""
         self._closing.set()
         await in_thread(self._leave)
 
@@ -84,7 +84,7 @@ class EngineCluster:
         return RayEngine(spec, self, None if folder is None else f"{folder}/engine-{number}.log")
 
     def _take(self) -> Place | None:
-        """Return one of the places that are reserved as the run starts, or None if none is left."""
+        """Return a place that was reserved for the start of the run, or None if all of them are taken."""
         with self._lock:
             if self._closing.is_set():
                 raise EngineDiedError("the engine was closed before there was room for it")
@@ -100,12 +100,12 @@ class EngineCluster:
         try:
             return room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
         except Exception as error:
-            # All other engines get the same error.
+            # The starts of all other engines raise the same error.
             self._failure = error
             raise
 
     def _leave(self) -> None:
-        # An abandoned thread may hold the lock and still reserve places.
+        # A thread of a cancelled start may hold the lock and still reserve places.
         with self._lock:
             for place in self._places or ():
                 self.release(place)
@@ -167,7 +167,7 @@ class EngineActor:
 
     async def close(self) -> None:
         await self._engine.close()
-        # Ray will kill the resource tracker too. It is stopped first, so that it frees the engine's shared memory.
+        # Ray would kill the resource tracker. Stop it first, so that it frees the engine's shared memory.
         tracker: Any = resource_tracker._resource_tracker
         await in_thread(tracker._stop)
 
@@ -221,7 +221,7 @@ class RayEngine:
     ) -> AsyncGenerator[Delta, None]:
         inbox = self._inboxes[request_id] = asyncio.Queue()
         ended = False
-        # Tokens are read even before `submit` returns. Otherwise they could get the version of later weights.
+        # Read tokens even before `submit` returns. Otherwise they could be counted as tokens of later weights.
         submitting = asyncio.ensure_future(self._ask("submit", request_id, request, salt, each_step))
         submitting.add_done_callback(partial(_tell_failure, inbox))
         try:
@@ -236,7 +236,7 @@ class RayEngine:
         finally:
             submitting.cancel()
             del self._inboxes[request_id]
-            # The actor is None if the pool has closed it.
+            # The actor is None if the pool has closed this engine.
             if not ended and self._actor is not None:
                 self._actor.abort.remote(request_id)
 
@@ -245,7 +245,7 @@ class RayEngine:
         self._inboxes[mark] = asyncio.Queue()
         try:
             await self._ask("control", command, mark)
-            # In the stream, all earlier tokens come before the mark, so the readers of these tokens are woken first.
+            # The mark comes after all earlier tokens in the stream, so the readers of these tokens are woken first.
             if isinstance(error := await self._inboxes[mark].get(), Exception):
                 raise error
         finally:
@@ -280,7 +280,7 @@ class RayEngine:
             self._place = None
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Return the actor's answer. Raises EngineDiedError if the actor has died."""
+        """Call a method of the actor and return its answer. Raises EngineDiedError if the actor has died."""
         from ray.exceptions import RayActorError, RayTaskError
 
         if self._actor is None:

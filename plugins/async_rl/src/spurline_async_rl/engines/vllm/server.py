@@ -29,9 +29,9 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
 _ASK_TIMEOUT_S = 5.0
-"""Seconds in which a server must answer when a run starts."""
+"""Time limit in seconds for one check of a server while a run waits for its servers."""
 _ASK_AGAIN_S = 2.0
-"""Seconds between two requests to a server that does not answer yet, or may have ended."""
+"""Seconds between two checks whether a server answers."""
 _LONGEST_LINE = 1 << 24
 """Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
 START_HINT = (
@@ -46,7 +46,7 @@ _OPEN = (
 
 
 class ServedModel(NamedTuple):
-    """The model of a server. A server `is_open` if it is on another machine and obeys clients without a key."""
+    """The model of a server. `is_open` means that the server is on another machine and obeys clients without a key."""
 
     name: str
     max_model_len: int
@@ -62,10 +62,10 @@ class ServerApi:
     """
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        # Users may give the URL as for OpenAI's API, with a version at the end.
+        # The user's URL may end with the version of the API, as URLs of OpenAI's API do.
         self._url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
-        # The callers have their own time limits.
+        # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
@@ -220,7 +220,7 @@ class ServerApi:
         return Delta(tokens, logprobs, reason)
 
     def _lost(self, error: BaseException) -> EngineDiedError:
-        # Some errors of aiohttp have an `os_error`, which says more.
+        # Some errors of aiohttp have a more precise `os_error`.
         cause = getattr(error, "os_error", error)
         return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
 
@@ -266,7 +266,7 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
 
 
 class ServerMember:
-    """An `EngineMember`. `close` does not end the server. `make_api` is called on the event loop."""
+    """An `EngineMember` for a server, which keeps running after `close`. `make_api` is called on the event loop."""
 
     def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
         self.name = name

@@ -1,4 +1,4 @@
-"""Decode the messages of vLLM's engine into arrays, because AsyncLLM would make Python objects of each token.
+"""Decode the messages of vLLM's engine into arrays, because AsyncLLM would make several Python objects per token.
 
 `StepDecoder` decodes the message of each step. `TokenStreams` keeps the tokens of each request until
 `AsyncEngine.generate` takes them. AsyncLLM gets only the outputs that wake a request: its first token, each full chunk,
@@ -23,9 +23,9 @@ from spurline_rl.trajectory import FinishReason
 
 
 class SampledLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """vLLM's `LogprobsLists` as they are sent.
+    """vLLM's `LogprobsLists` as encoded in a message.
 
-    `values` has the dtype, the shape [tokens, 1], and either the bytes or the number of the frame that contains them.
+    `values` is (dtype, shape [tokens, 1], data). The data is either bytes or the number of the frame with the bytes.
     """
 
     token_ids: msgspec.Raw
@@ -45,7 +45,7 @@ class StepOutputs(EngineCoreOutputs, array_like=True, omit_defaults=True, gc=Fal
 
 
 class StepDecoder:
-    """A decoder that replaces vLLM's own, which makes three numpy arrays for each token."""
+    """A replacement for vLLM's decoder, which would make three numpy arrays for each token."""
 
     def __init__(self, decoder: Any) -> None:
         self._of_vllm = decoder
@@ -71,7 +71,7 @@ class TokenStream:
 
     def __init__(self, wakes_at: int) -> None:
         self.wakes_at = wakes_at
-        # vLLM's own name of the request, which comes with its first output.
+        # vLLM's internal id of the request, which is known after the request's first output.
         self.internal_id: str | None = None
         self.token_ids = array("i")
         self._logprobs = bytearray()
@@ -110,9 +110,9 @@ class TokenStreams:
     """The streams of all requests of one engine."""
 
     def __init__(self, llm: Any, chunk_tokens: int, longest_s: float) -> None:
-        """Replace the decoder of this AsyncLLM, on its event loop and before its first request.
+        """Replace the decoder of this AsyncLLM. Call this on its event loop, before its first request.
 
-        A token waits at most `longest_s` seconds until its chunk is full; after that, its reader is woken anyway.
+        A reader is woken when a chunk of `chunk_tokens` tokens is full, or `longest_s` seconds after a token came.
         """
         core = llm.engine_core
         assert core.resources.output_queue_task is None, "vLLM reads messages already, with its own decoder"
@@ -124,7 +124,7 @@ class TokenStreams:
         self._llm = llm
         self._chunk_tokens = chunk_tokens
         self._longest_s = longest_s
-        # vLLM's statistics count only the outputs that AsyncLLM gets, so with statistics it gets all of them.
+        # vLLM's statistics count only outputs that reach AsyncLLM. So if they are on, all outputs are passed to it.
         self._passes_all: bool = llm.log_stats
         self._by_request: dict[str, TokenStream] = {}
         self._by_internal_id: dict[str, TokenStream] = {}
@@ -142,8 +142,8 @@ class TokenStreams:
             del self._by_internal_id[stream.internal_id]
 
     async def drained(self) -> None:
-        """Return when readers have taken all tokens that vLLM's engine had sent before this call."""
-        # In the queue, all earlier messages come before the mark, so their readers are woken first.
+        """Wait until readers have taken all tokens that vLLM's engine had sent before this call."""
+        # The mark comes after all earlier messages in the queue, so their readers are woken first.
         mark = asyncio.Event()
         self._put(mark)
         await mark.wait()
@@ -153,7 +153,7 @@ class TokenStreams:
         self._llm._run_output_handler()
 
     async def _next(self) -> EngineCoreOutputs:
-        """Return the next outputs to AsyncLLM's output handler. Before this call, it has passed on all earlier ones."""
+        """Return the next outputs for AsyncLLM's output handler, which has handled all earlier outputs by now."""
         marks, self._marks = self._marks, []
         for mark in marks:
             mark.set()

@@ -1,7 +1,7 @@
-"""Extend vLLM's worker: it can load weights in buckets, and ends when the process that owns the engine ends.
+"""Extend vLLM's worker: load weights in buckets, and end when the process that owns the engine ends.
 
-vLLM imports this module in each worker process. Each `EngineMember` calls `WorkerExtension` by `collective_rpc`. An
-update needs memory for one bucket and for the incomplete layers.
+vLLM imports this module in each worker process. An `EngineMember` calls the methods of `WorkerExtension` through vLLM's
+`collective_rpc`. An update needs memory for one bucket and for the layers that have only a part of their weights yet.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from spurline_models.weight_buckets import WeightBucket
 def _end_with(owner: int) -> None:
     """Wait until the owner ends, and then kill this worker and its parent, the engine."""
     engine = psutil.Process().parent()
-    # There is no such process if the owner has ended already.
+    # psutil raises this error if the owner has ended already.
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(owner).wait()
     if engine is not None and engine.pid not in (owner, 1):
@@ -54,7 +54,7 @@ class WorkerExtension:
     _spurline_adapter: AdapterUpdate | None = None
 
     def spurline_begin_update(self) -> None:
-        """Expect new weights.
+        """Prepare the model's layers for new weights.
 
         Weights cannot be written into linear layers directly, because these may be packed for the hardware. vLLM's
         layerwise reloading loads a new layer beside the old one, packs it, and then copies it into place.
@@ -84,7 +84,7 @@ class WorkerExtension:
         try:
             weights = self._spurline_read(bucket)
         except BucketLostError as error:
-            # If the error were raised, vLLM would change its class.
+            # The error is returned, because vLLM would change the class of a raised error.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
             if self._spurline_adapter is not None:
@@ -139,7 +139,7 @@ def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
 
 
 def _layers_without_weights(model: nn.Module) -> Iterator[str]:
-    """Yield layers that got no new weights. vLLM would only warn, and use the old ones."""
+    """Yield layers that got no new weights. vLLM would only warn, and keep the old weights."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -161,7 +161,7 @@ def _layers_without_weights(model: nn.Module) -> Iterator[str]:
 def _forget_half_an_update(model: nn.Module) -> None:
     """Discard the weights of an update that a killed run did not finish.
 
-    If they stayed, vLLM would install a layer in the next update before all of its new weights have come.
+    Otherwise vLLM would count them in the next update, and install a layer before all of its new weights have come.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -173,10 +173,10 @@ def _forget_half_an_update(model: nn.Module) -> None:
 
 
 def _forget_kernels_of_experts(model: nn.Module) -> None:
-    """On CPUs, make vLLM pack the new weights of experts.
+    """Make vLLM pack the new weights of experts on CPUs.
 
-    vLLM packs experts only when it makes their kernel. An existing kernel would read the new, unpacked weights as
-    packed ones.
+    vLLM packs experts only when it makes their kernel. An existing kernel would read the new weights as if they were
+    packed.
     """
     from vllm.platforms import current_platform
 
@@ -189,7 +189,7 @@ def _forget_kernels_of_experts(model: nn.Module) -> None:
 
 
 def _refresh_tied_head(model: Any) -> None:
-    """On CPUs, a tied head has a packed copy of the embedding's weights. Update this copy."""
+    """Update the packed copy of the embedding's weights that a tied head has on CPUs."""
     head: Any = getattr(model, "lm_head", None)
     if getattr(model.config, "tie_word_embeddings", False) and hasattr(head, "cpu_linear"):
         head.weight = model.model.embed_tokens.weight

@@ -45,7 +45,7 @@ class LossPanel(Panel):
 
 
 class EvaluationPanel(Panel):
-    """Scores of generated answers and other evaluation metrics, without those of preference pairs."""
+    """Scores of generated answers and other evaluation metrics, except metrics of preference pairs."""
 
     title = "Evaluation"
     order = 120

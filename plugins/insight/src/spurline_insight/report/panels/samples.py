@@ -61,7 +61,7 @@ class SamplesPanel(Panel):
 
 
 def _answers_by_step(lines: Sequence[Answer]) -> dict[int, dict[tuple[str, int], Answer]]:
-    """Return the answers of each step. The key of each is its prompt, and its number among the answers to this prompt.
+    """Map each step to its answers. The key of an answer is its prompt, and its index among the answers to that prompt.
 
     If a step was evaluated again after a resume, only its later answers are returned.
     """

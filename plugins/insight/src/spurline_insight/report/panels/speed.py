@@ -1,4 +1,4 @@
-"""Show how fast training is: tokens per second, and what the time of a step is spent on."""
+"""Show how fast training is: tokens per second, and the parts of the time of a step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ThroughputPanel(Panel):
 
 
 class TimeSplitPanel(Panel):
-    """Parts of the time of all steps, and the share of each part."""
+    """The total time of all steps, split into parts with their shares."""
 
     title = "Where the time goes"
     order = 410
@@ -110,7 +110,7 @@ def _speed(record: RunRecord, name: str, seconds_of: Callable[[Mapping[str, floa
 
 
 def _inside_batch(record: RunRecord) -> list[str]:
-    """Return the times that are parts of `time/batch` in this run. With prefetching, there are none."""
+    """Return the names of times that are parts of `time/batch` in this run. With prefetching, there are none."""
     timed = [metrics for metrics in record.metrics if "time/batch" in metrics]
     names = [name for name in _INSIDE_BATCH if any(name in metrics for metrics in timed)]
     fits = all(sum(metrics.get(name, 0.0) for name in names) <= metrics["time/batch"] for metrics in timed)
@@ -126,7 +126,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line with the times that are not shown as parts, because they overlap the parts."""
+    """Return a line with the times that overlap the parts, and therefore are not parts themselves."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():

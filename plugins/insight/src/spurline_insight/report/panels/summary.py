@@ -32,7 +32,7 @@ class SummaryPanel(Panel):
 
 
 def _progress_cards(record: RunRecord) -> list[Card]:
-    """Return the reward, or the loss if there is none. The loss of a policy does not show how good the policy is."""
+    """Return the reward if recorded, otherwise the loss. A policy's loss does not show how good the policy is."""
     for name, noun in ((REWARD, "reward"), ("loss", "loss")):
         _, values = record.series(name)
         if values:
@@ -112,7 +112,7 @@ class ConfigPanel(Panel):
         fragments: list[str] = []
         if history := record.summary.get("history"):
             entries = "".join(f"<li>{text(_change(entry))}</li>" for entry in history)
-            fragments.append(f"<h3>Changed on the way</h3><ul>{entries}</ul>")
+            fragments.append(f"<h3>Changed during the run</h3><ul>{entries}</ul>")
         if record.config:
             fragments.append(_as_yaml(record.config))
         if versions := record.summary.get("versions"):
@@ -128,6 +128,6 @@ def _as_yaml(settings: Any) -> str:
 
 def _change(entry: Mapping[str, Any]) -> str:
     values = (entry["before"], entry["now"])
-    # If a component was replaced, its name is enough.
+    # If a component was replaced, show only the names of both components.
     before, now = (scalar(value.get("name", value) if isinstance(value, Mapping) else value) for value in values)
     return f"after step {entry['step']:,}: {entry['key']}: {before} -> {now}"

@@ -2,7 +2,7 @@
 
 Data flow: decoder layer -> attention of a pass, which writes to a `KvCache` and reads it -> hidden states. The
 attention is registered with transformers as "spurline_cached". Prompts are computed by `segment_attention`, as in
-training. A row of the cache is a slot, which has one response. The decoder fills slots from the first, without gaps.
+training. Each row of the cache is a slot for one response. The decoder always uses the first slots, without gaps.
 
 The caches of transformers hold rows of one length, padded on the left. Here each row has its own length, so rows can be
 added and removed at any step without moving others.
@@ -25,11 +25,11 @@ from spurline_models.streams.segment_attention import segment_attention
 from spurline_models.streams.token_stream import SegmentPlan
 
 _CAPACITY_STEP = 64
-"""Slots grow by a multiple of this many tokens, since all tensors are copied each time."""
+"""The capacity of slots is a multiple of this many tokens. Larger steps mean fewer copies of all tensors."""
 
 
 class KvCache:
-    """Two tensors [slots, heads, capacity, D] per layer, which are made when the layer first writes."""
+    """Keys and values: two tensors [slots, heads, capacity, D] per layer, allocated when the layer first writes."""
 
     def __init__(self) -> None:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -53,7 +53,7 @@ class KvCache:
             stored[start : start + new.shape[0], :, : new.shape[2]] = new
 
     def append(self, layer: int, lengths: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write a token per row, [rows, heads, D], after the `lengths` [rows] tokens of its slot. Returns the slots."""
+        """Write one token per row, [rows, heads, D], at index `lengths` [rows] of its slot. Returns the rows' slots."""
         rows = torch.arange(lengths.shape[0], device=lengths.device)
         stored_keys, stored_values = (stored[: lengths.shape[0]] for stored in self._layers[layer])
         stored_keys[rows, :, lengths] = keys
@@ -71,7 +71,7 @@ class KvCache:
         self._slots = self._capacity = 0
 
     def _empty(self, like: Tensor) -> Tensor:
-        # Zeros, since masked keys may have any value except NaN.
+        # Unused positions are zero, since even masked keys must not be NaN.
         return like.new_zeros((self._slots, like.shape[1], self._capacity, like.shape[3]))
 
     def _move_to_new(self, stored: Tensor, used: int) -> Tensor:
@@ -94,7 +94,7 @@ def cached_attention(
     kv_pass: PromptPass | TokenPass | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention. The arguments are those that transformers passes."""
+    """Compute attention. transformers calls this function and decides its arguments."""
     if kv_pass is None:
         raise ModelError(
             f"{type(module).__name__} does not pass the model's keyword arguments to its attention, so it cannot "
@@ -114,7 +114,7 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
     """Put the model in evaluation mode with the attention of this name; restore both afterwards.
 
-    It does not switch gradients off, since that applies to one thread only, and callers use several.
+    Gradients stay on: switching them off would affect only the current thread, and callers use several threads.
     """
     before: Any = causal.config._attn_implementation
     was_training = causal.training
@@ -150,7 +150,7 @@ class PromptPass:
 
 
 _NOT_CACHED = ("softcap", "s_aux", "position_bias")
-"""Keywords by which models ask for more than plain attention."""
+"""Keyword arguments with which models ask for more than plain attention."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class TokenPass:
             raise ModelError(f"{type(module).__name__} uses {', '.join(asked)}, which the cache does not support.")
         rows, heads = query.shape[:2]
         keys, values = self.cache.append(_layer(module), self.lengths, key[:, :, 0], value[:, :, 0])
-        # Query heads with the same key head are treated as several tokens, so keys need not be repeated.
+        # The query heads that share a key head become the token axis, so keys need not be repeated.
         grouped = query.reshape(rows, key.shape[1], -1, query.shape[-1])
         mask, width = self._mask(sliding_window), max(self.widths)
         first = max(width - sliding_window, 0) if mask is None and sliding_window is not None else 0
@@ -191,7 +191,7 @@ class TokenPass:
         return output.reshape(rows, 1, heads, -1)
 
     def _mask(self, window: int | None) -> Tensor | None:
-        """Return a mask [rows, 1, 1, width], True for keys that are seen; None if all rows are equally long."""
+        """Return a mask [rows, 1, 1, width], True for keys that a row sees; None if all rows have the same length."""
         if min(self.widths) == max(self.widths):
             return None
         if window not in self._masks:

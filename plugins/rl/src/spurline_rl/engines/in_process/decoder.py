@@ -1,10 +1,10 @@
 """Generate many responses together. Each step generates one token of every response.
 
-A new response begins with a pass over its prompt. Responses are added and removed between steps. Threads and waiting
-are in `engine.py`.
+A new response begins with a pass over its prompt. Responses are added and removed between steps. `engine.py` handles
+threads and waiting requests.
 
-A second decoder generates each response on its own. It serves deterministic engines, and models whose layers remember
-more than keys and values. Before a decoder is used, its cache is tested on a few random prompts.
+A second decoder generates each response alone. It serves deterministic engines, and models whose layers keep more state
+than keys and values. Before a decoder is used, its cache is tested on a few random prompts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Decoder:
     """Generates responses.
 
     Args:
-        routing: Routing of the model's experts, if responses record them.
+        routing: Routing of the model's experts; None if responses do not record experts.
 
     Attributes:
         responses: Unfinished responses, in the order of their slots in the cache.
@@ -87,7 +87,7 @@ class Decoder:
         self._is_outdated = False
 
     def take(self, waiting: deque[Response]) -> tuple[list[Response], list[Response]]:
-        """Take responses from the front of `waiting` while they fit. Returns the taken and the refused ones."""
+        """Take responses from the front of `waiting` while they fit. Returns taken and refused responses."""
         taken: list[Response] = []
         refused: list[Response] = []
         longest = max((response.most_cached_tokens for response in self.responses), default=0)
@@ -123,11 +123,11 @@ class Decoder:
         return ended
 
     def outdate(self) -> None:
-        """Compute all keys and values again before the next step, since the weights have changed."""
+        """Mark all keys and values as outdated, since the weights have changed. The next step computes them again."""
         self._is_outdated = True
 
     def free_cache(self) -> None:
-        """Free the keys and values. For unfinished responses they are computed again later."""
+        """Free the keys and values. The next step computes them again for unfinished responses."""
         self._cache.clear()
         self.outdate()
 
@@ -263,14 +263,14 @@ def _cut_into_streams(responses: Sequence[Response]) -> Iterator[list[Response]]
 class OwnCacheDecoder(Decoder):
     """Generates each response in its own passes, with a cache that transformers makes.
 
-    A response then never depends on other responses. This decoder also serves linear attention, state spaces,
+    Responses therefore never depend on each other. This decoder also supports linear attention, state spaces,
     convolutions, and attention that `KvCache` does not support (softcaps, sinks).
     """
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.attention = library_attention(self.model.causal)
-        # By `id` of the response.
+        # The keys are the `id`s of responses.
         self._caches: dict[int, dict[str, Any]] = {}
 
     def step(self, version: int) -> None:
@@ -293,7 +293,7 @@ class OwnCacheDecoder(Decoder):
                 self._caches[id(response)] = {}
                 state = self._read(response, context, self._caches[id(response)], 0)
             else:
-                # Attempts at the same prompt copy the cache of the first one.
+                # Attempts at the same prompt copy the cache of the first attempt.
                 self._caches[id(response)] = copy.deepcopy(self._caches[id(first)])
                 response.experts = copy.deepcopy(first.experts)
             self._write([response], state, version)
@@ -337,7 +337,7 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Raise ModelError if logprobs of tokens change when all tokens before them are read at once, without a cache."""
+    """Raise ModelError if logprobs with the cache differ from logprobs with all earlier tokens read in one pass."""
     causal = decoder.model.causal
     size, random = vocabulary_size(causal), torch.Generator().manual_seed(0)
     prompts = [torch.randint(size, (length,), generator=random).tolist() for length in range(1, 7)]
@@ -357,7 +357,7 @@ def _check_cache(decoder: Decoder) -> None:
     allowed = (_HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE) * expected.std()
     if not difference <= allowed:
         raise ModelError(
-            f"{type(causal).__name__} gives other log-probabilities token by token than at once: they differ by "
+            f"{type(causal).__name__} gives different log-probabilities with and without a cache: they differ by "
             f"{difference:.2g} on average, and {allowed:.2g} is allowed. Its cache is incomplete, so it cannot "
             "generate in_process. Choose another source.engine.name, or another model."
         )

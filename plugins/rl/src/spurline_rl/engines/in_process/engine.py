@@ -1,8 +1,8 @@
 """Rollout engine `in_process`: generate with the Hugging Face model in this process.
 
 Data flow: requests of environments -> the engine, on their event loop -> decode steps on one thread -> results.
-It is the engine for CPUs, small models and tests. A server such as vLLM is faster. The engine generates with the
-backend's model, or with its own copy, which takes published weights.
+This engine is for CPUs, small models and tests. A server such as vLLM is faster. The engine generates with the
+backend's model, or with its own copy, into which published weights are written.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
 
 
 def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) -> None:
-    """Free the cache and the weights of a model. With `keep_weights`, the host's memory keeps the weights."""
+    """Free the cache and the weights of a model. If `keep_weights` is true, the weights stay in host memory."""
     decoder.free_cache()
     on_host = decoder.model.causal.device.type == "cpu"
     if not (keep_weights and on_host):
@@ -77,13 +77,13 @@ def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) 
 
 
 class InProcessEngine(TakesWeights):
-    """A `RolloutEngine` that also `SharesWeights`. It is a `MaySleep` if it does not share weights.
+    """A `RolloutEngine` that implements `SharesWeights`. If it does not share weights, it also implements `MaySleep`.
 
-    Without `share` it loads a copy of the model with the first request, and only updates change its weights. After
-    `share`, call the backend only while nobody awaits `generate`, or between `pause` and `resume`.
+    If `share` is not called, the engine loads its own copy of the model at the first request, and only updates change
+    this copy. After `share`, call the backend only while nobody awaits `generate`, or between `pause` and `resume`.
 
-    The engine runs on the event loop. All work on the model runs on one thread. A burst is a task that takes decode
-    steps. It ends when no request is in flight, or when a pause, a sleep or an update holds the engine.
+    The engine runs on the event loop. All work on the model runs on one thread. A burst is a task that runs decode
+    steps. It ends when no request is in flight. A pause, a sleep or an update also ends it, and delays the next burst.
     """
 
     transports = ("in_process",)
@@ -94,7 +94,7 @@ class InProcessEngine(TakesWeights):
         self._open_model: Callable[[], GenerationModel] = lambda: load_own_model(config, run)
         self._open_memory = lambda: DeviceMemory(_profile(config, run))
         self._memory: DeviceMemory | None = None
-        # True after a sleep without weights, until an update has brought new ones.
+        # True after a sleep that did not keep the weights, until an update brings new weights.
         self._lacks_weights = False
         self._decoder: Decoder | None = None
         self._version = 0
@@ -234,7 +234,7 @@ class InProcessEngine(TakesWeights):
             self._burst = asyncio.create_task(self._decode(), name="spurline-decode")
 
     async def _decode(self) -> None:
-        """Take decode steps until nobody waits or something holds the engine."""
+        """Run decode steps until no request is in flight or `_hold` is called."""
         ended: list[Response] = []
         try:
             decoder = await self.load()
@@ -258,7 +258,7 @@ class InProcessEngine(TakesWeights):
         self._start_burst()
 
     def _goes_on(self, ended: list[Response]) -> bool:
-        """Return whether requests other than those in `ended` are in flight, and nothing holds the engine."""
+        """Return whether decoding continues: requests other than `ended` are in flight, and no hold is set."""
         held = self._holds or self._failure is not None
         return not held and len(self._in_flight) > sum(response in self._in_flight for response in ended)
 
@@ -283,7 +283,7 @@ class InProcessEngine(TakesWeights):
         self._waiting.clear()
 
     async def _hold(self, why: str) -> None:
-        """Wait until no decode step is under way, and begin none until `_release`."""
+        """Wait for the decode step under way, and start no further step until `_release`."""
         self._holds.add(why)
         await self._wait_for_burst(why)
         if self._failure is not None:

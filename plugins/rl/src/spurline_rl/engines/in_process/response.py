@@ -24,8 +24,8 @@ class Written(NamedTuple):
 
     Attributes:
         finish_reason: None until the response has ended.
-        routed_experts: int16 [tokens, layers, top_k] of the tokens computed since the last call. The first call has
-            those of the prompt too.
+        routed_experts: int16 [tokens, layers, top_k], the experts of the tokens computed since the last call. The first
+            call includes the tokens of the prompt.
     """
 
     token_ids: list[int]
@@ -39,8 +39,8 @@ class Written(NamedTuple):
 class ExpertRecord:
     """The experts chosen for the computed tokens of a context.
 
-    A token may be computed again, after an update or by another engine. The record keeps its first experts, since later
-    tokens were sampled with them.
+    A token may be computed again, after an update or by another engine. The record keeps the experts of the first time,
+    since later tokens were sampled with these experts.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ExpertRecord:
             self._length += len(new)
 
     def since(self, start: int) -> NDArray[np.int16] | None:
-        """Return the experts from this token on; None if there are none."""
+        """Return the experts of all tokens from index `start` on; None if no experts are recorded."""
         if not self._parts:
             return None
         # Search from the end, since callers ask for the last tokens after every step.
@@ -73,7 +73,7 @@ class ExpertRecord:
         return np.concatenate(found)
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
-        """Return experts [num_tokens, layers, top_k], -1 for tokens that were not computed; None if there are none."""
+        """Return experts [num_tokens, layers, top_k], -1 for tokens not computed; None if no experts are recorded."""
         found = self.since(0)
         if found is None:
             return None
@@ -115,7 +115,7 @@ class Response:
 
     @property
     def cached_tokens(self) -> int:
-        """Return the number of tokens that the model has read, all except the last one."""
+        """Return the number of tokens that the model has read: all tokens of `context` except the last."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -167,13 +167,13 @@ def check_request(request: GenerationRequest) -> None:
     """Raise DataError for a request that no model can answer."""
     asked = request.sampling
     if len(request.prompt_ids) == 0:
-        raise DataError(f"{request.name}: the prompt has no tokens. Give at least one, such as the chat template's.")
+        raise DataError(f"{request.name}: the prompt has no tokens. Give at least one token, such as BOS.")
     if not asked.max_new_tokens >= 1:
         problem = f"max_new_tokens is {asked.max_new_tokens}; a response has at least 1 token."
     elif not 0 <= asked.temperature < math.inf:
-        problem = f"temperature is {asked.temperature}; give 0 for greedy, or a number above."
+        problem = f"temperature is {asked.temperature}; give 0 for greedy decoding, or a larger number."
     elif not 0 < asked.top_p <= 1:
-        problem = f"top_p is {asked.top_p}; give a number above 0, up to 1 for all tokens."
+        problem = f"top_p is {asked.top_p}; give a number above 0 and at most 1 (all tokens)."
     elif not asked.top_k >= 0:
         problem = f"top_k is {asked.top_k}; give 0 for all tokens, or a count."
     elif "" in asked.stop:

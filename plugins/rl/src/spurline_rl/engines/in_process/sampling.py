@@ -28,7 +28,7 @@ class Sampled:
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the random number in [0, 1) of this seed and position of a response."""
+    """Return a random number in [0, 1) that depends only on the seed and the position in the response."""
     bits = xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed & 0xFFFF_FFFF_FFFF_FFFF, position))
     # With 52 bits, the product of this number and a sum of probabilities is below the sum even after rounding.
     return (bits >> 12) * 2.0**-52
@@ -73,7 +73,7 @@ def _adjust(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
 
 
 def _cut_off(logits: Tensor, settings: Sequence[Sampling]) -> Tensor:
-    """Keep the top_k largest logits and ties. Of these, keep the likeliest until their sum reaches top_p."""
+    """Keep the top_k largest logits and ties. Of these, keep the likeliest until their probabilities sum to top_p."""
     size = logits.shape[-1]
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     last = torch.tensor([min(setting.top_k or size, size) - 1 for setting in settings], device=logits.device)

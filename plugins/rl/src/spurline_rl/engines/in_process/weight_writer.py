@@ -20,7 +20,7 @@ from spurline_models.weights import NamedWeights, WeightGroup
 class WeightWriter:
     """Replaces every weight of a model in place, one after another. After an error some weights are old and some new.
 
-    Some weights have another form in the model, such as joined experts. They are written when their layer is complete.
+    Some weights have another form in the model, such as joined experts. They are written when all parts have arrived.
     """
 
     def __init__(self, causal: PreTrainedModel):
@@ -48,7 +48,7 @@ class WeightWriter:
                 raise RunFailedError(f"The engine's model has no weight '{name}'.{suggestion(name, self._shapes)}")
             if tensor.shape != shape:
                 raise RunFailedError(
-                    f"Weight {name} has shape {tuple(tensor.shape)}, and the engine's model {tuple(shape)}."
+                    f"Weight {name} has shape {tuple(tensor.shape)}, but {tuple(shape)} in the engine's model."
                 )
             self._missing.discard(name)
             if name in self._targets:
