@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import assume, given, settings
@@ -30,6 +30,14 @@ class Plan:
     works_s: float
     ending: Ending
     clings_s: float = 0.0
+
+
+async def run(places: Places, what: str, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
+    call = places.start(what, work)
+    try:
+        return await call.outcome
+    finally:
+        await places.end([call], what)
 
 
 @dataclass
@@ -62,7 +70,7 @@ class Seen:
 
     async def run(self, places: Places, number: int, plan: Plan) -> None:
         try:
-            self.told[number] = f"result {await places.run(f'job {number}', partial(self.work, number, plan))}"
+            self.told[number] = f"result {await run(places, f'job {number}', partial(self.work, number, plan))}"
         except Exception as error:  # noqa: BLE001 - what the caller is told
             self.told[number] = f"{type(error).__name__}: {error}"
 
@@ -156,7 +164,7 @@ def test_a_call_that_is_cancelled_before_it_has_a_place_does_not_begin():
 def test_a_cancelled_call_waits_for_its_work_and_names_work_that_goes_on(clings_s: float):
     async def observe() -> tuple[str, int]:
         seen, places = Seen(), Places(1, 1e6, lambda: 0.0, "the.limit")
-        call = asyncio.ensure_future(places.run("job 7", lambda: seen.work(7, Plan(50.0, "clings", clings_s))))
+        call = asyncio.ensure_future(run(places, "job 7", lambda: seen.work(7, Plan(50.0, "clings", clings_s))))
         await asyncio.sleep(1)
         call.cancel()
         [ended] = await asyncio.gather(call, return_exceptions=True)
@@ -176,4 +184,4 @@ def test_an_error_after_the_time_limit_is_not_told_in_place_of_it():
 
     places = Places(1, LIMIT_S, lambda: 0.0, "the.limit")
     with pytest.raises(AttemptFailedError, match=r"^job 0 did not end within 33 s \(the\.limit\)\.$"):
-        run_virtually(places.run("job 0", spiteful))
+        run_virtually(run(places, "job 0", spiteful))

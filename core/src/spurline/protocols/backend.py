@@ -69,7 +69,7 @@ class Backend(Protocol):
 
         Args:
             batch: The mini-batch.
-            objective: The loss and its normaliser. A critic's loss gets the critic's values instead of logprobs.
+            objective: The loss and its normaliser. A critic's loss gets the critic's values as `logprobs`.
             role: The model that is trained.
 
         Returns:

@@ -71,8 +71,8 @@ class Collator(Protocol):
     Factory: `Class(config, pad_token_id=int, layout=ParallelLayout)`.
     A collator is deterministic and has no state between calls, so it may run on another thread. Padding has
     `input_ids` = pad_token_id and zero in every other column. The number of rows is a multiple of `layout.data`, and
-    the rows of each rank are together. `info` has `packing/fill` (real tokens / all positions). Raises DataError naming
-    a sample that does not fit.
+    rank 0's rows come first, then rank 1's, and so on. `info` has `packing/fill` (real tokens / all positions). Raises
+    DataError naming a sample that does not fit.
     """
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:

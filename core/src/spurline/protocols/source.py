@@ -205,7 +205,7 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """Return facts about the data as JSON values, for `spurline plan` and reports (see `data.token_store`)."""
+        """Return facts about the data as JSON values, for plan and report; see `spurline.data.token_store`."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
@@ -323,7 +323,7 @@ class DecoratedSource(BatchSource):
 class Samples(Protocol):
     """Tokenized data from which batches are drawn.
 
-    Samples are counted from 0, dataset after dataset. Any batch can be made at any time, on any thread.
+    Samples are counted from 0, dataset after dataset. Pure: any batch can be made at any time, on any thread.
     """
 
     def sizes(self) -> tuple[int, ...]:

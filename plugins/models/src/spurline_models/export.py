@@ -171,7 +171,7 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint of a run. The backend is not started if it has a reader for its checkpoints.
+    """Export a checkpoint. A backend with a `checkpoint_reader` (`adapter_reader` for an adapter) is not started.
 
     Args:
         loaded: The config of the run.

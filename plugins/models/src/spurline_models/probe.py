@@ -40,7 +40,7 @@ _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. Small logits would hide a softcap."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Fields of models that depend on positions in a row. They read rows, since the probe is too short to show this."""
+"""Config fields that make a model depend on positions in a row. It then reads rows: the probe is too short to tell."""
 _ATTENTION_KINDS = {
     "full_attention": False,
     "attention": False,

@@ -79,7 +79,7 @@ class GroupedWeights:
         return {name: tensor for group in self.groups for name, tensor in group.weights.items()}
 
     def weights_of(self, group: WeightGroup, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the group's weights by Hugging Face name, made of unsharded tensors. They may share memory."""
+        """Return the group's weights by Hugging Face name, made of unsharded `tensors`, whose memory they may share."""
         raise NotImplementedError
 
 

@@ -12,11 +12,12 @@ import asyncio
 import sysconfig
 import threading
 import traceback
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from spurline.errors import RunFailedError
 from spurline_rl.protocols.environment import AttemptFailedError
@@ -147,10 +148,14 @@ async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: 
         # Read all exceptions. asyncio would log unread ones, which would hide the first error.
         _ = task.done() and (task.cancelled() or task.exception())
     if stuck:
-        raise RunFailedError(
-            f"{what} was cancelled, but still runs {limit:g} s later. An environment must let "
-            "asyncio.CancelledError pass."
-        )
+        raise _still_runs(what, limit)
+
+
+def _still_runs(what: str, limit_s: float) -> RunFailedError:
+    return RunFailedError(
+        f"{what} was cancelled, but still runs {limit_s:g} s later. An environment must let "
+        "asyncio.CancelledError pass."
+    )
 
 
 async def all_or_none(
@@ -166,8 +171,32 @@ async def all_or_none(
         tasks.clear()
 
 
+@dataclass(eq=False, slots=True)
+class Call(Generic[T]):
+    """A call that `Places` runs.
+
+    Attributes:
+        what: Name of the call in messages.
+        outcome: Gets the result or the error of the call. If it is cancelled first, the call does not begin.
+        task: The task while it runs, else None.
+    """
+
+    what: str
+    work: Callable[[], Coroutine[Any, Any, T]]
+    outcome: asyncio.Future[T]
+    task: asyncio.Task[T] | None = None
+    end: float = 0.0
+    is_late: bool = False
+
+    def fail(self, error: BaseException) -> None:
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
+
 class Places:
     """Runs a limited number of coroutines at a time, each with the same time limit. They begin in the order of calls.
+
+    Tens of thousands may run, so each takes only one task, and one timer serves all of them.
 
     Args:
         count: Largest number of coroutines that run at the same time.
@@ -178,59 +207,90 @@ class Places:
     """
 
     def __init__(self, count: int, timeout_s: float, seconds_down: Callable[[], float], setting: str) -> None:
-        self._free = asyncio.Semaphore(count)
+        self._num_free = count
         self._timeout_s = timeout_s
         self._seconds_down = seconds_down
         self._setting = setting
-        # One timer serves all coroutines, since tens of thousands may be running.
-        self._ends: dict[asyncio.Future[None], float] = {}
+        self._waiting: deque[Call[Any]] = deque()
+        # All have the same limit, so they reach it in the order in which they began.
+        self._running: dict[asyncio.Task[Any], Call[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Call `work()` as soon as fewer than `count` coroutines run, and return its result.
+    def start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
+        """Call `work()` as soon as fewer than `count` coroutines run. Every call must be passed to `end` later.
 
-        Raises:
-            AttemptFailedError: If the coroutine takes too long, or if its own code cancels it.
-            RunFailedError: If the coroutine still runs after it was cancelled.
+        The errors of the outcome are those of the coroutine, AttemptFailedError if it takes too long or if its own code
+        cancels it, and RunFailedError if it still runs after it was cancelled.
         """
-        async with self._free:
-            loop = asyncio.get_running_loop()
-            task, over = loop.create_task(work()), loop.create_future()
-            task.add_done_callback(lambda _: _deliver(over, None))
-            self._ends[over] = self._clock() + self._timeout_s
+        call = Call(what, work, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._fill()
+        return call
+
+    async def end(self, calls: Sequence[Call[Any]], what: str) -> None:
+        """Cancel the calls that have not ended, and wait for them. Raises RunFailedError if one still runs."""
+        for call in calls:
+            call.outcome.cancel()
+            # asyncio would log an unread error.
+            _ = call.outcome.cancelled() or call.outcome.exception()
+        if running := [call.task for call in calls if call.task is not None]:
+            await end_tasks(running, what)
+
+    def _fill(self) -> None:
+        while self._num_free and self._waiting:
+            call = self._waiting.popleft()
+            if call.outcome.done():
+                continue
+            self._num_free -= 1
+            call.end = self._clock() + self._timeout_s
+            call.task = asyncio.get_running_loop().create_task(call.work())
+            self._running[call.task] = call
+            call.task.add_done_callback(self._take)
             if self._timer is None:
                 self._end_late()
-            try:
-                await over
-                in_time = task.done()
-            except BaseException:
-                await end_tasks([task], what)
-                raise
-            finally:
-                del self._ends[over]
-            if not in_time:
-                await end_tasks([task], what)
-        try:
-            if not in_time:
-                raise AttemptFailedError(f"{what} did not end within {self._timeout_s:g} s ({self._setting}).")
-            if task.cancelled():
-                # A CancelledError would end the run without a message.
-                raise AttemptFailedError(f"{what} was cancelled by its own code.")
-            return task.result()
-        finally:
-            # The traceback of an error refers to this frame, and the frame would keep the task alive.
-            del task
+
+    def _take(self, task: asyncio.Task[Any]) -> None:
+        """Give the outcome of a task to its call, and the place to another call."""
+        # The error is read, because asyncio would log an unread one.
+        error = None if task.cancelled() else task.exception()
+        if (call := self._running.pop(task, None)) is None:
+            return
+        # The traceback of an error refers to frames that would keep the task alive.
+        call.task = None
+        self._num_free += 1
+        if call.is_late:
+            call.fail(AttemptFailedError(f"{call.what} did not end within {self._timeout_s:g} s ({self._setting})."))
+        elif task.cancelled():
+            # A CancelledError would end the run without a message.
+            call.fail(AttemptFailedError(f"{call.what} was cancelled by its own code."))
+        elif error is not None:
+            call.fail(error)
+        elif not call.outcome.done():
+            call.outcome.set_result(task.result())
+        self._fill()
 
     def _end_late(self) -> None:
-        """End the wait for coroutines that have reached the time limit. Set the timer for the next coroutine."""
+        """Cancel the coroutines that have reached the time limit. Set the timer for the next coroutine."""
         self._timer = None
-        now = self._clock()
-        # All coroutines have the same limit, so they reach it in the order in which they began.
-        for over, end in self._ends.items():
-            if end > now:
-                self._timer = over.get_loop().call_later(max(end - now, _TICK_S), self._end_late)
+        now, loop = self._clock(), asyncio.get_running_loop()
+        for task, call in self._running.items():
+            if call.is_late:
+                continue
+            if call.end > now:
+                self._timer = loop.call_later(max(call.end - now, _TICK_S), self._end_late)
                 break
-            _deliver(over, None)
+            call.is_late = True
+            task.cancel()
+            loop.call_later(CANCEL_TIMEOUT_S, self._give_up, call)
+
+    def _give_up(self, call: Call[Any]) -> None:
+        """Fail a call that still runs although it was cancelled, and give its place to another call."""
+        if call.task is not None:
+            del self._running[call.task]
+            call.task = None
+            self._num_free += 1
+            call.fail(_still_runs(call.what, CANCEL_TIMEOUT_S))
+            self._fill()
 
     def _clock(self) -> float:
         """Return a time in seconds that stands still while no engine can generate."""

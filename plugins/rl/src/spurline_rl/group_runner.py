@@ -6,6 +6,7 @@ the reason. Every source of rollouts uses `GroupRunner.run_group`.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from collections import Counter
@@ -19,7 +20,7 @@ import numpy as np
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
 from spurline.terminal import printable
 from spurline_rl.chat_front import PrefixError
-from spurline_rl.concurrency import Places, all_or_none, located
+from spurline_rl.concurrency import Call, Places, all_or_none, located
 from spurline_rl.draws import Draw, SkippedRow, row_of
 from spurline_rl.protocols.environment import AttemptFailedError, Environment, PolicyHandle, Task
 from spurline_rl.trajectory import Group, Trajectory
@@ -135,12 +136,12 @@ class GroupRunner:
             RunFailedError: If the prompt is given up, and the run has now given up more prompts than it may.
             DataError: For a row that cannot be used, unless `on_bad_row: skip`.
         """
-        tasks = map(prompt.task, range(self.samples_per_prompt))
+        tasks = [prompt.task(sample) for sample in range(self.samples_per_prompt)]
         try:
             # Read these numbers first, so that nothing is generated for a row without them.
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
-            trajectories = await all_or_none([self._try_until_done(task) for task in tasks], what)
+            trajectories = await self._attempt_all(tasks, what)
         except _GiveUp as failure:
             lost = GivenUpPrompt(prompt.uid, prompt.number, str(failure))
             self.given_up.add(lost)
@@ -155,24 +156,47 @@ class GroupRunner:
         """Return how many attempts at this prompt were retries, and forget the number."""
         return self._retries_of.pop(uid, 0)
 
-    async def _try_until_done(self, task: Task) -> Trajectory:
-        """Return the trajectory of the first attempt that succeeds. Raises _GiveUp after the last retry."""
-        attempt = 0
-        what = f"{type(self.environment).__name__}.run for {_name(task)}"
-        while True:
-            try:
-                return await self._places.run(what, partial(self._attempt, task, attempt))
-            except PrefixError as error:
-                raise _GiveUp(_explain_failure(task, attempt, error)) from error
-            except DataError as error:
-                raise explain_bad_row(task.location, error) from error
-            except Exception as error:
-                if isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError):
-                    raise
+    async def _attempt_all(self, tasks: Sequence[Task], what: str) -> list[Trajectory]:
+        """Return the trajectory of the first attempt at each task that succeeds. `what` names the tasks in errors.
+
+        Raises:
+            _GiveUp: If the last retry of an attempt fails.
+        """
+        calls = [self._start(task, 0) for task in tasks]
+        attempts = [0] * len(calls)
+        try:
+            while True:
+                try:
+                    return await asyncio.gather(*(call.outcome for call in calls))
+                except Exception:  # noqa: BLE001 - each failure is judged by itself
+                    self._repeat_failed(tasks, calls, attempts)
+        finally:
+            await self._places.end(calls, what)
+            # The traceback of an error refers to this frame, and the frame would keep the outcomes alive.
+            calls.clear()
+
+    def _start(self, task: Task, attempt: int) -> Call[Trajectory]:
+        name = f"{type(self.environment).__name__}.run for {_name(task)}"
+        return self._places.start(name, partial(self._attempt, task, attempt))
+
+    def _repeat_failed(self, tasks: Sequence[Task], calls: list[Call[Trajectory]], attempts: list[int]) -> None:
+        """Replace the failed calls by calls with other seeds. Raises an error if one of them must not be repeated."""
+        for number, (task, call) in enumerate(zip(tasks, calls, strict=True)):
+            if call.outcome.done() and (error := call.outcome.exception()) is not None:
+                attempt = attempts[number]
+                if isinstance(error, PrefixError):
+                    raise _GiveUp(_explain_failure(task, attempt, error)) from error
+                if isinstance(error, DataError):
+                    raise explain_bad_row(task.location, error) from error
+                if not isinstance(error, Exception) or (
+                    isinstance(error, SpurlineError) and not isinstance(error, AttemptFailedError)
+                ):
+                    raise error
                 if attempt == self.retries:
                     raise _GiveUp(_explain_failure(task, attempt, error)) from error
                 self._count_retry(task, attempt, error)
-            attempt += 1
+                attempts[number] += 1
+                calls[number] = self._start(task, attempts[number])
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
         """Count a retry. Print the reason of the run's first retry, since a prompt may be given up only much later."""

@@ -39,7 +39,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(name, value, global_step=step)
 
     def flush(self) -> None:
-        """Write all values to disk. After a kill, steps before the last checkpoint are not logged again."""
+        """Write all values to disk. After a kill, steps up to the last checkpoint are not logged again."""
         assert self._writer is not None, "TensorboardTracker.flush before start or after close"
         self._writer.flush()
 

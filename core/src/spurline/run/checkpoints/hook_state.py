@@ -28,7 +28,7 @@ class HookStates:
         self._is_closed = False
 
     def keep(self, plugin: str | None, name: str, state: Stateful) -> None:
-        """Save this state in every later checkpoint. If the run is resumed, restore the state now.
+        """Save this state in every later checkpoint. In a resumed run, restore it now or in `restore`.
 
         `plugin` is the name of the plugin whose hook called `Run.keep_state`, or None if no plugin called it.
 

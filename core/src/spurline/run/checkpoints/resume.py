@@ -43,7 +43,7 @@ class ResumeRequest:
     """The options of a resume.
 
     Attributes:
-        choice: `auto` (the latest checkpoint if there is one), `never`, `latest`, `best` or the path of a checkpoint.
+        choice: `auto` (the latest checkpoint if there is one), `never`, or a choice of `CheckpointStore.chosen`.
         allow_change: Settings or sections that may differ from the checkpoint although they affect training.
     """
 

@@ -54,7 +54,7 @@ class RunResult:
 
 
 def explained(error: BaseException, state: RunState, how: str) -> BaseException:
-    """Return the error that ended a run. Errors of some types get a text or note that names the last checkpoint.
+    """Return the error that ended a run. Some errors get a text or note on the last checkpoint and how to continue.
 
     Args:
         error: The error.

@@ -85,7 +85,7 @@ class CispoConfig(PolicyLossConfig):
     clip_low: Annotated[float | None, OnResume.BY_NAME] = Field(default=None, gt=0, lt=1)
     """Lowest weight is 1 - clip_low; null sets no lower bound, as the paper does."""
     clip_high: Annotated[float, OnResume.BY_NAME] = Field(default=4.0, gt=0, allow_inf_nan=False)
-    """Highest weight is 1 + clip_high. Several, including 5, were equally good in ScaleRL (arXiv:2510.13786)."""
+    """Highest weight is 1 + clip_high. In ScaleRL, several weights, including 5, worked alike (arXiv:2510.13786)."""
 
 
 class SapoConfig(PolicyLossConfig):

@@ -35,6 +35,8 @@ from spurline_rl.protocols.correction import Corrected, Correction
 _BLOCK_TOKENS = 1 << 16
 """Largest number of tokens in a block of several rows. The arrays of such a block fit into a processor's cache."""
 _PERCENTILES = (1, 50, 99)
+_SAMPLED_TOKENS = 1 << 20
+"""In batches with more tokens than this, percentiles are those of about so many tokens, evenly spread."""
 
 
 def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple[TrainingBatch, dict[str, float]]:
@@ -55,7 +57,9 @@ def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple
     if correction is None and any(name not in batch.tokens for name in COLUMNS):
         return batch, {}
     count = batch.num_loss_tokens
-    ratios, done, largest = np.empty(count), 0, 0.0
+    done, largest = 0, 0.0
+    # An odd stride does not take the same few positions of each row.
+    stride, sampled = count // _SAMPLED_TOKENS | 1, [np.empty(0)]
     factors = np.ones((batch.num_rows, batch.length), np.float32) if correction is not None else None
     sums: defaultdict[str, float] = defaultdict(float)
     size = max(1, _BLOCK_TOKENS // max(batch.length, 1))
@@ -63,9 +67,9 @@ def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple
     for start in range(0, max(batch.num_rows, 1), size):
         block = LogRatios(batch.between(start, min(start + size, batch.num_rows)))
         difference = block.values.numpy()
-        ratio = ratios[done : done + len(difference)]
+        ratio = np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+        sampled.append(ratio[-done % stride :: stride].copy())
         done += len(difference)
-        np.exp(np.clip(difference, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, out=ratio), out=ratio)
         distances = np.abs(difference)
         largest = np.maximum(largest, distances.max(initial=0.0))
         sums["mismatch/logprob_diff"] += float(distances.sum())
@@ -80,7 +84,7 @@ def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple
     if not count:
         return batch, {}
     metrics = {name: total / count for name, total in sums.items()}
-    percentiles = np.percentile(ratios, _PERCENTILES, overwrite_input=True).tolist()
+    percentiles = np.percentile(np.concatenate(sampled), _PERCENTILES).tolist()
     metrics |= {f"mismatch/ratio_p{percent}": value for percent, value in zip(_PERCENTILES, percentiles, strict=True)}
     return batch, {**metrics, "mismatch/logprob_diff/max": float(largest)}
 

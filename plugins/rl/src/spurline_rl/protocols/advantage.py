@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Advantage(Protocol):
     """Set `advantages` on every turn of scored groups.
 
-    Factory: `Class(config)`. Implementations have no side effects and use only numpy.
+    Factory: `Class(config)`. Implementations are pure functions and use only numpy.
 
     Attributes:
         needs: Fields of a turn that the algorithm reads besides `rewards`, such as `values` of a critic.

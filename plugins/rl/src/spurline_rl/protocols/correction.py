@@ -36,7 +36,7 @@ class Corrected:
 class Correction(Protocol):
     """Compute importance weights or masks from logprobs.
 
-    Factory: `Class(config)`. Implementations have no side effects. A token's factor depends only on its own segment.
+    Factory: `Class(config)`. Implementations are pure functions. A token's factor depends only on its own segment.
 
     `correct` is called for a few rows of a batch at a time, before any update. The factors become the column
     `correction_factors`, which is 1 on tokens without loss. `spurline.update.reduction.reduce_corrected` applies them.

@@ -233,7 +233,7 @@ class TakesWeights(ABC):
 
     An update is `begin_update`, then `load_bucket` until every weight has arrived, then `finish_update`. Updates do not
     overlap. After a RunFailedError the engine generates no more tokens. An engine may have several members, which are
-    engines that share the requests. Such an engine, or one that starts slowly, overrides the methods with a default.
+    engines that share the requests. Such an engine, or one that starts slowly, overrides the concrete methods too.
 
     Attributes:
         transports: Names of the transports whose buckets the engine reads, the best one first.
