@@ -235,7 +235,7 @@ def with_own(plugins: FakePlugins) -> FakePlugins:
         ),
         (
             {"source": {**ROLLOUTS, "advantage_scope": "minibatch"}, "minibatches": "own_minibatches"},
-            "advantage_scope is minibatch, but minibatches: own_minibatches does not say how many prompts",
+            "advantage_scope is minibatch, but minibatches: own_minibatches sets no number of prompts",
         ),
         (
             {"source": "own_prompts", "minibatches": {"name": "by_prompt", "prompts_per_minibatch": 4}},

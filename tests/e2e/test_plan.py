@@ -168,7 +168,7 @@ def test_plan_names_the_row_whose_tools_the_template_leaves_out(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules.0 is 'nope', and no module"),
+        ({"backend.lora": {"target_modules": ["nope"]}}, "backend.lora.target_modules.0 is 'nope', but no module"),
         ({"model.freeze": ["*"]}, "model.freeze leaves nothing to train"),
         ({"optimizer.groups": NOWHERE}, "no trained parameter has such a name"),
         ({"optimizer.groups": [{"match": "*norm*", "weight_decay": 0.5}], "backend.lora": {}}, "no trained parameter"),
@@ -313,7 +313,7 @@ def test_metrics_that_only_an_evaluation_tells_are_not_refused_before(base_confi
 
 def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_config: Config) -> None:
     said: list[str] = []
-    with pytest.raises(UserError, match="is 'nope', and no module"):
+    with pytest.raises(UserError, match="is 'nope', but no module"):
         train(changed(base_config, {"backend.lora": {"target_modules": ["nope"]}}), progress=said.append)
     assert "reading the data" not in said
 

@@ -223,7 +223,7 @@ def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_n
     )
     foreign = query.replace("q_proj", "k_proj")
     mistakes: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-        "missing": (lambda tensors: tensors.pop(down), r"without model\.layers\.1\.mlp\.down_proj\.lora_B"),
+        "missing": (lambda tensors: tensors.pop(down), r"lacks model\.layers\.1\.mlp\.down_proj\.lora_B"),
         "not a target": (lambda tensors: tensors.update({foreign: tensors[query]}), f"fit no layer .*: {foreign}"),
         "no adapter": (lambda tensors: tensors.update(weight=tensors[query]), "fit no layer .*: weight"),
     }

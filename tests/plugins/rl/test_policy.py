@@ -96,5 +96,5 @@ def test_a_reward_for_a_turn_without_tokens_is_refused():
     policy = make_policy(ScriptedEngine(lambda request: []))
     run(policy.generate([1]))
     assert policy.finish(turn_rewards=[0.0]).turns[0].rewards is not None
-    with pytest.raises(AttemptFailedError, match="no place for its reward of 2"):
+    with pytest.raises(AttemptFailedError, match="cannot have a reward, but it got 2"):
         policy.finish(turn_rewards=[2.0])

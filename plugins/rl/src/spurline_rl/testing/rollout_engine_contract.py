@@ -55,7 +55,7 @@ class EngineContract:
 
 
 class RolloutEngineContract(EngineContract):
-    """A test suite: define `make_engine(model)` in a subclass. `EngineContract` describes the tolerance and limit."""
+    """A test suite: define `make_engine(model)`. `EngineContract` explains `logprob_tolerance` and `limit_s`."""
 
     @pytest.fixture
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
