@@ -41,7 +41,11 @@ def synchronous(config: Mapping[str, Any]) -> Config:
 def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
     """Return the metrics that asynchronous and synchronous runs have in common, without times."""
     return [
-        {name: value for name, value in line.items() if not name.startswith(("async/", "staleness/", "sync/"))}
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("async/", "staleness/", "sync/", "publish/"))
+        }
         for line in deterministic(read_metrics(run))
     ]
 

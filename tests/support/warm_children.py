@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("spurline_async_rl.engines.child_process",)
+MODULES = ("spurline_async_rl.engines.child_process", "sabotaged_child")
 """Modules of `ChildProcess` that are forked. Others start as usual."""
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36

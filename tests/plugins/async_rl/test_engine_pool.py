@@ -232,6 +232,93 @@ def test_an_update_that_no_engine_survives_is_an_error_with_the_reasons() -> Non
     use(lambda: world.pool(2), body)
 
 
+def test_a_rejected_engine_is_replaced_and_its_tokens_since_the_last_proof_are_written_again() -> None:
+    world = World()
+    request = asked(3)
+    longest = len(reference(request)[0])
+
+    async def body(pool: EnginePool, trainer: Trainer) -> tuple[GenerationResult, str, int]:
+        writing = asyncio.ensure_future(pool.generate(request))
+        while world.written < 3:
+            await asyncio.sleep(0)
+        await trainer.publish(version=1)
+        written = world.written
+        while world.written < written + 4:
+            await asyncio.sleep(0)
+        rejected = pool.holder_of(request.name)
+        assert rejected is not None
+        pool.accept(rejected, 0)
+        pool.reject(rejected, "it is late")
+        lost = world.written - written
+        result = await writing
+        while len(world.members) < 3:
+            await asyncio.sleep(0)
+        return result, rejected, lost
+
+    result, rejected, lost = use(lambda: world.pool(2), body)
+    check(request, result)
+    assert lost >= 4
+    assert world.written >= longest + lost
+    first, second = result.engine.split(", ")
+    assert (first, second == rejected) == (rejected, False)
+
+
+def test_an_engine_whose_replacement_is_rejected_too_is_not_replaced_again() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        pool.reject("engine 0 life 0", "it is late")
+        while not any(member.version == 0 for member in world.members[2:]):
+            await asyncio.sleep(0)
+        with pytest.raises(RunFailedError, match=r"engine 0 life 2 was started again for the same reason.*late"):
+            pool.reject("engine 0 life 2", "it is late")
+        pool.accept("engine 0 life 2", 0)
+        pool.reject("engine 0 life 2", "it is late")
+
+    use(lambda: world.pool(2), body)
+
+
+def test_every_engine_answers_a_probe_and_one_that_crosses_an_update() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> list[Any]:
+        answers = await pool.generate_on_each(asked(5))
+        pool.crossing = asked(6, max_new_tokens=400)
+        await trainer.publish(version=1)
+        crossed = await pool.take_crossed(1, 2)
+        assert await pool.take_crossed(1, 2) == {}
+        return [answers, crossed]
+
+    answers, crossed = use(lambda: world.pool(3), body)
+    names = [member.name for member in world.members]
+    assert [*answers] == [*crossed] == names
+    for name, answer in answers.items():
+        check(asked(5), answer)
+        assert answer.engine == name
+    for answer in crossed.values():
+        tokens = answer.token_ids.tolist()
+        assert tokens == reference(asked(6, max_new_tokens=len(tokens)))[0]
+        assert set(answer.versions.tolist()) == {0, 1} or answer.finish_reason == "stop"
+
+
+def test_engines_that_all_stand_still_in_an_update_are_replaced_as_dead_ones_are() -> None:
+    world = World()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> GenerationResult:
+        world.hang_at["load_bucket"] = lambda member: member in world.members[:2]
+        await trainer.publish(version=1)
+        await pool.wait_for_one()
+        assert all(member.is_closed for member in world.members[:2])
+        while not pool.awaiting_weights:
+            await asyncio.sleep(0.01)
+        await trainer.publish(version=1)
+        return await pool.generate(asked(1))
+
+    result = use(lambda: world.pool(2, update_timeout_s=0.1), body)
+    check(asked(1), result)
+    assert set(result.versions.tolist()) == {1}
+
+
 def test_an_engine_without_progress_is_replaced_and_its_requests_go_on_elsewhere() -> None:
     world = World()
     hung: list[ScriptedMember] = []

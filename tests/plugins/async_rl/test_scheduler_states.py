@@ -39,8 +39,8 @@ def in_state(state: State) -> Scheduler:
 def test_no_prompt_is_lost_or_repeated_by_a_move(state: State):
     allowed = {
         State.PENDING: {State.RUNNING, State.SKIPPED},
-        State.RUNNING: {*ENDS},
-        State.BUFFERED: {State.TRAINED},
+        State.RUNNING: {*ENDS, State.PENDING},
+        State.BUFFERED: {State.TRAINED, State.PENDING},
         State.FILTERED: {State.TRAINED},
     }.get(state, set())
     for following in State:
@@ -78,6 +78,23 @@ def test_counts_follow_every_move_and_sum_up_to_what_was_drawn():
     assert scheduler.counts() == dict.fromkeys(names, 1)
     assert scheduler.num_ended == 4
     assert_nothing_lost(scheduler)
+
+
+def test_groups_given_back_start_again_before_all_others():
+    scheduler = make(batch_size=2, draw_limit=64)
+    for state in (State.BUFFERED, State.FILTERED, State.BUFFERED):
+        scheduler.end(start(scheduler), state)
+    assert start(scheduler) == 3
+    scheduler.discard_filtered(1)
+    for draw in (3, 0):
+        scheduler.give_back(draw)
+        assert_nothing_lost(scheduler)
+    assert (scheduler.in_state(State.PENDING), scheduler.in_state(State.BUFFERED)) == ([0, 3], [2])
+    assert (scheduler.in_state(State.FILTERED), scheduler.filtered) == ([1], [])
+    assert [start(scheduler) for _ in range(2)] == [0, 3]
+    scheduler.end(0, State.BUFFERED)
+    scheduler.check()
+    assert scheduler.take() == [0, 2]
 
 
 def test_a_checkpoint_that_holds_other_groups_than_its_states_say_is_found_out():

@@ -270,6 +270,13 @@ def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"Rollout and trainer logprobs differ by {difference:.3f} nats on average. Check that engine and trainer "
             f"use the same weights, precision and temperature{correct}.",
         )
+    if (rejected := metrics.get("publish/rejected", 0.0)) > 0:
+        yield (
+            "undelivered",
+            f"{_count(rejected, 'engine')} confirmed new weights but did not generate with them: the logprobs of the "
+            f"proof differ by {metrics.get('publish/probe_diff', 0.0):.2g} nats. Choose another source.weight_sync, or "
+            "another version of the engine.",
+        )
     largest = max(abs(metrics.get("advantage/max", 0.0)), abs(metrics.get("advantage/min", 0.0)))
     # In groups of one sample, or with a critic, equal rewards may have advantages other than 0.
     if metrics.get("groups/zero_variance", 0.0) >= 1 and largest <= _NO_ADVANTAGE:

@@ -28,7 +28,16 @@ from spurline_rl.losses.policy_loss import kl_estimate
 from spurline_rl.metrics import advantage_metrics, kl_reward_metrics
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.correction import Correction
-from spurline_rl.trajectory import FlatTurns, Group, Turn, in_one_block, trajectories_of, turns_of, with_turns
+from spurline_rl.trajectory import (
+    FlatTurns,
+    Group,
+    Trajectory,
+    Turn,
+    in_one_block,
+    trajectories_of,
+    turns_of,
+    with_turns,
+)
 from spurline_text.tokenizer import pad_token_id
 
 
@@ -180,6 +189,17 @@ class Preparation:
         if self._config.router_replay:
             _check_experts(batch, rows)
         return batch
+
+    def logprobs_of(self, turns: Sequence[Turn], backend: Backend) -> list[NDArray[np.float32]]:
+        """Return the backend's logprobs of the response tokens of these turns, as the loss uses them."""
+        groups = [Group("turns", 0, tuple(Trajectory("turns", number, (turn,)) for number, turn in enumerate(turns)))]
+        laid_out = self._lay_out(groups)
+        batch = laid_out.without_padding_rows()
+        padded = laid_out.pad_rows(self._layout.data)
+        logprobs = backend.logprobs(padded, "policy", temperature=self._config.sampling.temperature)
+        found = [values.copy() for values in self.turn_columns(batch, groups).split(logprobs)]
+        laid_out.release()
+        return found
 
     def turn_columns(self, batch: TrainingBatch, groups: Sequence[Group]) -> TurnColumns:
         """Return the positions of each turn's response in the batch of these groups."""

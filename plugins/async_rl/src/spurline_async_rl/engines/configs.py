@@ -55,6 +55,10 @@ class PoolConfig(RolloutEngineConfig):
         return self.engines
 
     @property
+    def recomputes_cache(self) -> bool:
+        return self.kv_cache == "recompute"
+
+    @property
     def is_colocated(self) -> bool:
         return self.placement == "colocated"
 

@@ -71,6 +71,10 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 
 _GIVEN_UP_CLOSE_S = 5.0
 """Time limit in seconds to close an engine that is dead or has not started. Then its processes are killed."""
+_LOOK_S = 0.002
+"""Seconds between two looks at the tokens of a request."""
+_BEGINNING_S = 0.5
+"""An update waits at most this long for the first token of a request that is to cross it."""
 _HANDING_OVER_S = 1.0
 """Seconds in which the member of a dead engine may add its last tokens to `Progress`."""
 
@@ -118,8 +122,12 @@ class PooledEngine(ControlledEngine):
         self.has_started = False
         # True once the engine's processes have ended.
         self.has_ended = False
-        # True if the engine died because a command failed or took too long.
+        # True if the engine died because a command failed while it was alive.
         self.has_refused = False
+        # True if the engine did not generate with the weights that it had confirmed.
+        self.is_rejected = False
+        # The newest version for which the engine has proven that it generates with its weights.
+        self.proven_version = -1
         self.transports = transports
         self._member = member
         self._config = config
@@ -130,6 +138,7 @@ class PooledEngine(ControlledEngine):
         self._awaited: set[_Awaited] = set()
         self._holds: set[str] = set()
         self._moved_at = 0.0
+        self._crossing: tuple[Progress, asyncio.Task[FinishReason]] | None = None
 
     @property
     def name(self) -> str:
@@ -243,6 +252,40 @@ class PooledEngine(ControlledEngine):
             if awaited.answer.done():
                 _retrieve(awaited.answer)
 
+    @property
+    def is_crossing(self) -> bool:
+        """Return whether a request of `begin_crossing` has not been taken."""
+        return self._crossing is not None
+
+    async def begin_crossing(self, request: GenerationRequest) -> None:
+        """Begin this request, and return when it has its first token, or after a while."""
+        if self.state != "ready" or self._crossing is not None:
+            return
+        progress = Progress()
+        work = asyncio.create_task(self.generate(request, progress))
+        work.add_done_callback(_retrieve)
+        self._crossing = (progress, work)
+        began = asyncio.get_running_loop().time()
+        # A busy engine may let it wait, and the update must not wait with it.
+        await self._until_crossing(
+            lambda: len(progress) > 0 or asyncio.get_running_loop().time() - began > _BEGINNING_S
+        )
+
+    async def take_crossed(self, version: int, num_tokens: int) -> Progress:
+        """End the request of `begin_crossing` when it has so many tokens of this version. Return its tokens."""
+        assert self._crossing is not None
+        progress, work = self._crossing
+        await self._until_crossing(lambda: progress.count_of(version) >= num_tokens)
+        work.cancel()
+        self._crossing = None
+        return progress
+
+    async def _until_crossing(self, condition: Callable[[], bool]) -> None:
+        """Return when the condition is true, or the request has ended. `generate` limits the time."""
+        assert self._crossing is not None
+        while not condition() and not self._crossing[1].done():
+            await asyncio.wait({self._crossing[1]}, timeout=_LOOK_S)
+
     async def control(self, command: Command) -> None:
         """Have the member carry out the command. If this fails or takes too long, the engine dies.
 
@@ -283,7 +326,6 @@ class PooledEngine(ControlledEngine):
             if self._end.done():
                 return False
             if not task.done():
-                self.has_refused = True
                 self.kill(f"{self.name} did not {what} within {limit_s:g} s (source.engine.{setting})")
             elif task.cancelled():
                 self.kill(f"{self.name} could not {what}: the engine itself cancelled the call")

@@ -89,6 +89,8 @@ class EnginePool(ControlledEngine):
         self._has_started = False
         self._any_started = False
         self._failure: Exception | None = None
+        # Numbers of the engines that were rejected and whose replacements have not been accepted yet.
+        self._rejected: set[int] = set()
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
@@ -139,6 +141,8 @@ class EnginePool(ControlledEngine):
             except EngineDiedError:
                 # `_keep_alive` reports the death. Another engine continues the response.
                 reason = None
+                if engine.is_rejected or self.needs_proof:
+                    progress.cut_after(engine.proven_version)
             except DataError:
                 if not response.has_tokens:
                     raise
@@ -146,9 +150,52 @@ class EnginePool(ControlledEngine):
                 return response.result("length")
             finally:
                 self._holders.pop(request.name, None)
-            reason = response.add(progress, reason)
+            reason = response.add(progress, reason, engine.name)
             if reason is not None:
                 return response.result(reason)
+
+    async def generate_on_each(
+        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+    ) -> Mapping[str, GenerationResult]:
+        async def answer(engine: PooledEngine) -> GenerationResult | None:
+            response, progress = Response(request, self._tokenizer), Progress()
+            try:
+                reason = await engine.generate(response.rest(), progress)
+            except EngineDiedError:
+                # Its replacement answers after its own update.
+                return None
+            return response.result(response.add(progress, reason, engine.name) or "abort")
+
+        await self._until(request.name, lambda: not self._held)
+        # Dead engines are not waited for, because their replacements need the thread that waits for these answers.
+        ready = [engine for engine in self._ready() if members is None or engine in members]
+        answers = await asyncio.gather(*map(answer, ready))
+        return {engine.name: found for engine, found in zip(ready, answers, strict=True) if found is not None}
+
+    async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
+        crossing = [engine for engine in self._engines if engine.is_crossing]
+        parts = await asyncio.gather(*(engine.take_crossed(version, num_tokens) for engine in crossing))
+        results: dict[str, GenerationResult] = {}
+        for engine, progress in zip(crossing, parts, strict=True):
+            assert self.crossing is not None
+            response = Response(self.crossing, self._tokenizer)
+            results[engine.name] = response.result(response.add(progress, None, engine.name) or "abort")
+        return results
+
+    def accept(self, name: str, version: int) -> None:
+        for number, engine in enumerate(self._engines):
+            if engine.name == name:
+                engine.proven_version = version
+                self._rejected.discard(number)
+
+    def reject(self, name: str, reason: str) -> None:
+        for number, engine in enumerate(self._engines):
+            if engine.name == name:
+                if number in self._rejected:
+                    raise RunFailedError(f"{name} was started again for the same reason before: {reason}.")
+                self._rejected.add(number)
+                engine.is_rejected = True
+                engine.kill(f"{name} does not have the published weights: {reason}")
 
     async def control(self, command: Command) -> None:
         """Send the command to all engines that take part in its hold.
@@ -164,6 +211,9 @@ class EnginePool(ControlledEngine):
         self._open()
         if command.begins:
             self._held[command.hold] = await self._ready_for(command)
+            if command.hold == UPDATE and self.crossing is not None and self._held.keys() == {UPDATE}:
+                crossing = [engine.begin_crossing(self.crossing) for engine in self._held[UPDATE]]
+                await asyncio.gather(*crossing)
         engines = self._held.get(command.hold, [])
         answers = await asyncio.gather(*(engine.control(command) for engine in engines), return_exceptions=True)
         refusals = [engine.reason for engine in engines if engine.has_refused]

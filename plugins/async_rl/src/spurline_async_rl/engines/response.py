@@ -108,6 +108,16 @@ class Progress:
         if len(other):
             self._add(other._token_ids, other._logprobs, other._raw_logprobs, other._versions)
 
+    def count_of(self, version: int) -> int:
+        """Return the number of tokens of this version."""
+        return self._versions.count(version)
+
+    def cut_after(self, version: int) -> None:
+        """Drop the tokens of newer versions."""
+        self.cut(sum(1 for own in self._versions if own <= version))
+        # The next engine reports the experts of all tokens before its own.
+        self.experts = ExpertRecord()
+
     def cut(self, length: int) -> None:
         """Drop the tokens beyond this length."""
         for column in (self._token_ids, self._logprobs, self._raw_logprobs, self._versions):
@@ -147,6 +157,7 @@ class Response:
         self._finds_stop_texts = finds_stop_texts
         self._stop_texts = StopTexts(tokenizer, request.sampling.stop) if request.sampling.stop else None
         self._num_searched = 0
+        self._engines: list[str] = []
         self._has_stop_text = finds_stop_texts and self._cut_behind_stop_text()
 
     @property
@@ -177,12 +188,14 @@ class Response:
             seed=derive_seed(request.seed, "continuation", num_tokens, 0),
         )
 
-    def add(self, part: Progress, reason: FinishReason | None) -> FinishReason | None:
+    def add(self, part: Progress, reason: FinishReason | None, engine: str = "") -> FinishReason | None:
         """Add the tokens of an engine, and return the finish reason if the response is complete.
 
-        `reason` is the engine's own finish reason, if any.
+        `reason` is the engine's own finish reason, if any, and `engine` is its name.
         """
         was_continued = self.has_tokens
+        if engine and len(part):
+            self._engines.append(engine)
         self._so_far.extend(part)
         # The engine's prompt included all earlier tokens, so these experts begin at the first token of the prompt.
         if (experts := part.experts.since(0)) is not None:
@@ -202,6 +215,7 @@ class Response:
             versions=so_far.versions,
             finish_reason=reason,
             routed_experts=so_far.experts.of_context(num_tokens),
+            engine=", ".join(self._engines),
         )
 
     def _cut_behind_stop_text(self) -> bool:

@@ -8,6 +8,8 @@ simulation and the tests can all run this code. The bound is S (`max_staleness`)
                        -> filtered -> trained at a step (if draws run out)
                        -> given up | skipped
 
+A running or buffered group may be given back, and is then pending again.
+
 Batch d is trained after d updates, and weights of version v contain v updates. So a token of version v in batch d is
 d - v updates old. This is its staleness.
 
@@ -19,8 +21,8 @@ that may train the group, because its oldest tokens can have version v. If batch
 So the batches t, t + 1, ..., d have room for these groups, and no deadline is before t.
 
 Admission keeps (1). A new group has the latest deadline of all, v + S. It is admitted only if there are fewer than
-(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. A restart
-does too, because the interrupted groups are admitted again before all others, with later deadlines.
+(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. So does a
+restart, and giving groups back: these groups are admitted again before all others, with later deadlines.
 
 After batch t is taken, (1) must hold for t + 1, that is, with d - t in place of d - t + 1.
 - `window` takes the groups with the earliest deadlines first, and waits until (1) would hold for the groups that are
@@ -68,8 +70,8 @@ class State(IntEnum):
 
 _NEXT: Mapping[State, tuple[State, ...]] = {
     State.PENDING: (State.RUNNING, State.SKIPPED),
-    State.RUNNING: (State.BUFFERED, State.FILTERED, State.GIVEN_UP, State.SKIPPED),
-    State.BUFFERED: (State.TRAINED,),
+    State.RUNNING: (State.BUFFERED, State.FILTERED, State.GIVEN_UP, State.SKIPPED, State.PENDING),
+    State.BUFFERED: (State.TRAINED, State.PENDING),
     State.FILTERED: (State.TRAINED,),
 }
 
@@ -189,6 +191,18 @@ class Scheduler:
         elif state is State.GIVEN_UP:
             self._num_given_up += 1
         self._note_depth()
+
+    def give_back(self, draw: int) -> None:
+        """Generate a group again that is running or buffered."""
+        self._move(draw, State.PENDING)
+        self._running.pop(draw, None)
+        self._buffered.pop(draw, None)
+        self._pending = deque(sorted([*self._pending, draw]))
+
+    def discard_filtered(self, draw: int) -> None:
+        """Never train the filtered group, even if draws run out. It takes no room, so it could not begin again."""
+        self._filtered.remove(draw)
+        self._num_given_up += 1
 
     def publish(self, version: int) -> None:
         """Note that engines generate with weights of this version from now on."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from spurline.config.paths import PathSetting
-from spurline.config.section import Component, OnResume
+from spurline.config.section import Component, OnResume, Section
 from spurline.errors import Problem
 from spurline.protocols.source import SourceFacts
 from spurline_async_rl.weights.configs import DEFAULT_BUCKET_BYTES
@@ -21,6 +21,20 @@ from spurline_rl.protocols.weight_sync import WeightSyncConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
+
+
+class ProofConfig(Section):
+    """The proof that each engine generates with the published weights. An engine without this proof is replaced.
+
+    After a publish, every engine answers one fixed request, and the trainer computes the logprobs of the answer itself.
+    """
+
+    every: int = Field(default=0, ge=0)
+    """Publishes from one proof to the next; 0 for no proofs. The first publish to an engine is always proven."""
+    on_undelivered: Literal["restart", "stop", "warn"] = "restart"
+    """Action for an engine that does not have the published weights. `restart` starts it again, generates again
+    what it has made since its last proof, and ends the run if that happens to the new engine too. `stop` ends the run.
+    `warn` prints a warning. With colocated engines and those of other packages, `restart` ends the run too."""
 
 
 class AsyncRolloutsConfig(PromptSourceConfig):
@@ -49,6 +63,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     """Steps between two publishes of the weights; at most max_staleness + 1."""
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
     """Transport of weights to the engines; null chooses the best transport for the engine."""
+    proof: Annotated[ProofConfig, OnResume.FREE] = ProofConfig()
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)

@@ -73,7 +73,18 @@ class LoopThread:
         Raises:
             RunFailedError: If the coroutine takes longer than `timeout_s`. It is cancelled then.
         """
-        future = self.start(coroutine)
+        return self.wait(self.start(coroutine), timeout_s, what, every_s=every_s, waits_for=waits_for)
+
+    def wait(
+        self,
+        future: concurrent.futures.Future[T],
+        timeout_s: float,
+        what: str,
+        *,
+        every_s: float | None = None,
+        waits_for: Callable[[], str] | None = None,
+    ) -> T:
+        """Return the result of a future of `start`, as `run` does."""
         began = time.monotonic()
         try:
             while True:

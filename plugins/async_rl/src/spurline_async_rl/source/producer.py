@@ -19,7 +19,7 @@ from spurline_async_rl.timeline.records import STATE_NAMES, Timeline
 from spurline_rl.draws import Draw, PromptDraws, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, GroupRunner, Outcome, reasons_of
 from spurline_rl.prompt_source import Collected
-from spurline_rl.trajectory import Group, has_equal_returns
+from spurline_rl.trajectory import Group, has_equal_returns, turns_of
 
 _ADMITTED_AT_ONCE = 32
 """Groups that start without a break for other work on the loop. A publish may let thousands of attempts start."""
@@ -63,6 +63,9 @@ class Producer:
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
+        # The newest version that each rejected engine has proven.
+        self._distrusted: dict[str, int] = {}
+        self._given_back = 0
         self._stopped = True
         self._goes_on_admitting = False
 
@@ -109,6 +112,36 @@ class Producer:
         self._timeline.taken(step, draws)
         self._admit()
         return collected, costs["retries"]
+
+    def distrust(self, engine: str, version: int) -> int:
+        """Generate all groups again that have tokens of this engine with weights newer than this version.
+
+        Returns:
+            The number of finished groups that are generated again. Running ones follow when they end.
+        """
+        self._distrusted[engine] = version
+        tainted = [draw for draw, group in self._groups.items() if self._is_tainted(group)]
+        for draw in tainted:
+            del self._groups[draw]
+            if draw in self.scheduler.filtered:
+                self.scheduler.discard_filtered(draw)
+            else:
+                self.scheduler.give_back(draw)
+        self._given_back += len(tainted)
+        self._admit()
+        return len(tainted)
+
+    def take_given_back(self) -> int:
+        """Return how many groups were given back since the last call."""
+        count, self._given_back = self._given_back, 0
+        return count
+
+    def _is_tainted(self, group: Group) -> bool:
+        return any(
+            turn.versions is not None and turn.versions.max(initial=-1) > version and engine in turn.engine.split(", ")
+            for engine, version in self._distrusted.items()
+            for turn in turns_of([group])
+        )
 
     async def close(self) -> None:
         """Cancel all running groups, and wait until they end. Attempts have their own time limit for this."""
@@ -186,12 +219,18 @@ class Producer:
             self._costs["quarantined"] += 1
             self._given_up.append(outcome)
             state = State.GIVEN_UP
+        elif self._is_tainted(outcome):
+            self._given_back += 1
+            state = State.PENDING
         else:
             self._groups[draw.number] = outcome
             tokens = int(outcome.flat.num_response.sum())
             oldest, newest = version_range(outcome)
             state = State.FILTERED if self._filters and has_equal_returns(outcome) else State.BUFFERED
-        self.scheduler.end(draw.number, state)
+        if state is State.PENDING:
+            self.scheduler.give_back(draw.number)
+        else:
+            self.scheduler.end(draw.number, state)
         self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
 
     def _fail(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, listing
 from spurline.plugins.registry import Registry
 from spurline.protocols.backend import Backend
+from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.timeline.records import Timeline
@@ -31,6 +32,7 @@ class Publisher:
         registry: Registry,
         loop: LoopThread,
         timeline: Timeline,
+        proof: PublishProof,
         notify: Callable[[], None],
     ) -> None:
         chosen = choose_sync(config.weight_sync, engine, registry, weights_on_gpu(run))
@@ -40,6 +42,7 @@ class Publisher:
         self._watchdog_s = config.watchdog_s
         self._loop = loop
         self._timeline = timeline
+        self._proof = proof
         self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
         self._engine.on_awaiting_weights = notify
 
@@ -62,12 +65,14 @@ class Publisher:
         if engines is None:
             waiting = f"Starting a rollout engine '{self._name}' again"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
+        self._proof.before_publish(engines)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
         with ends_the_run(what):
             limit_s, waits_for = self._sync.timeout_s + GRACE_S, lambda: self._sync.waits_for
             report = self._loop.run(publishing, limit_s, what, every_s=self._watchdog_s, waits_for=waits_for)
         self._timeline.ended("publish")
+        self._proof.ask(version, engines)
         return report
 
     def close(self) -> None:

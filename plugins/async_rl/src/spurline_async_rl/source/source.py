@@ -16,11 +16,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.engines.commands import ControlledEngine
+from spurline_async_rl.proof.proof import DELIVERED, PublishProof
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -32,12 +36,15 @@ from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
+from spurline_models.architecture import load_model_config
+from spurline_models.lengths import position_limit
 from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
-from spurline_rl.protocols.rollout_engine import RolloutEngine
+from spurline_rl.protocols.rollout_engine import RolloutEngine, TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
+from spurline_rl.trajectory import Turn
 
 _CLOSE_TIMEOUT_S = 120.0
 _BLOCKED_AFTER_S = 5.0
@@ -82,6 +89,7 @@ class AsyncRolloutSource(PromptSource):
             ready=self._preparation.ready,
         )
         self._publisher: Publisher | None = None
+        self._proof: PublishProof | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
         # Metrics of publishes since the last call of `_take_synced`.
@@ -103,6 +111,7 @@ class AsyncRolloutSource(PromptSource):
         super().start(step, backend)
         self._updates = step - 1
         self._timeline.resume(self._updates)
+        self._proof = self._make_proof()
         self._publisher = Publisher(
             self._engine,
             self._config,
@@ -110,6 +119,7 @@ class AsyncRolloutSource(PromptSource):
             self._context.host.registry,
             self._loop,
             self._timeline,
+            self._proof,
             notify=self._changed.set,
         )
         if self._config.engine.is_colocated:
@@ -173,6 +183,7 @@ class AsyncRolloutSource(PromptSource):
             "async/running": float(scheduler.num_running),
             "async/buffered": float(scheduler.num_buffered),
             "async/depth": scheduler.depth.value,
+            "async/given_back": float(self._producer.take_given_back()),
             **self._load(),
         }
 
@@ -294,6 +305,7 @@ class AsyncRolloutSource(PromptSource):
             self._colocation.serve(self._updates, awaiting)
         elif awaiting:
             self._publisher.publish(self._updates, self._backend, awaiting)
+            self._settle_proof()
 
     def _watchdog(self, describe: Callable[[float], str]) -> Watchdog:
         return Watchdog(self._config, self._loop, self._observed, describe)
@@ -309,7 +321,11 @@ class AsyncRolloutSource(PromptSource):
         if report is not None:
             self._note_synced(report, is_update=is_update)
         yield
+        assert self._proof is not None
+        self._proof.await_answers()
         self._colocation.take_back(keep_weights=keep_weights)
+        # The trainer has its device again, so it can judge the answers of this turn.
+        self._settle_proof()
 
     def _note_synced(self, report: SyncReport, *, is_update: bool = True) -> None:
         """Note a publish. `is_update` is true if the engines had older weights before."""
@@ -317,7 +333,7 @@ class AsyncRolloutSource(PromptSource):
             self._hooks.on_weights_synced(step=self._updates, report=report)
         seen = self._synced
         new = {"time/sync": report.transfer_s, "time/sync_pause": report.pause_s, "sync/bytes": report.bytes_sent}
-        self._synced = {name: seen.get(name, 0.0) + value for name, value in new.items()}
+        self._synced = {**seen, **{name: seen.get(name, 0.0) + value for name, value in new.items()}}
 
     def _take_synced(self) -> dict[str, float]:
         synced, self._synced = self._synced, {}
@@ -327,5 +343,43 @@ class AsyncRolloutSource(PromptSource):
         """Publish the current weights, and let more groups start."""
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
+        if self._config.max_staleness == 0:
+            # Nothing else is generated meanwhile, so the probes cannot change the rounding of other requests.
+            self._settle_proof()
         self._loop.call(self._producer.publish, self._updates)
+        self._settle_proof()
         return report
+
+    def _settle_proof(self) -> None:
+        """Judge the answers to the last probes, and note the metrics."""
+        assert self._proof is not None, "not started"
+        began = time.perf_counter()
+        if not (found := self._proof.settle(self._score)):
+            return
+        for name, value in found.items():
+            worse = min if name == DELIVERED else max
+            self._synced[name] = worse(self._synced.get(name, value), value)
+        self._synced["time/proof"] = self._synced.get("time/proof", 0.0) + time.perf_counter() - began
+
+    def _score(self, turns: Sequence[Turn]) -> Sequence[NDArray[np.float32]]:
+        return self._preparation.logprobs_of(turns, self._backend)
+
+    def _make_proof(self) -> PublishProof:
+        config = self._config
+        model = load_model_config(self._context.config.model)
+        limit = position_limit(model)
+        limits = (config.engine.context_tokens, None if limit is None else limit.tokens)
+        return PublishProof(
+            cast("TakesWeights", self._engine),
+            config.proof,
+            self._context.tokenizer,
+            self._loop,
+            temperature=config.sampling.temperature,
+            context=min((limit for limit in limits if limit is not None), default=None),
+            vocabulary=getattr(model.get_text_config(), "vocab_size", None),
+            crosses=config.engine.recomputes_cache,
+            restarts=not config.engine.is_colocated,
+            distrust=self._producer.distrust,
+            timeout_s=config.stall_timeout_s,
+            report_s=config.watchdog_s,
+        )

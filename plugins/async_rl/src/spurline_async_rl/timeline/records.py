@@ -24,15 +24,16 @@ from spurline_async_rl.scheduling.scheduler import State
 
 TIMELINE_FILE = "timeline.jsonl"
 
-GroupState = Literal["buffered", "filtered", "quarantined", "skipped"]
+GroupState = Literal["buffered", "filtered", "quarantined", "skipped", "given back"]
 SpanKind = Literal["wait", "train", "publish", "evaluate"]
 STATE_NAMES: Mapping[State, GroupState] = {
     State.BUFFERED: "buffered",
     State.FILTERED: "filtered",
     State.GIVEN_UP: "quarantined",
     State.SKIPPED: "skipped",
+    State.PENDING: "given back",
 }
-"""The states in which a group ends, with their names in the file."""
+"""The states in which a group ends, with their names in the file. A group that is given back begins again later."""
 
 
 class GroupSpan(NamedTuple):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
 from spurline.config.section import ComponentConfig
+from spurline.errors import RunFailedError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,11 @@ class RolloutEngineConfig(ComponentConfig):
     def notes_experts(self) -> bool:
         """Return whether results have `routed_experts` when the source asks for router replay."""
         return False
+
+    @property
+    def recomputes_cache(self) -> bool:
+        """Return whether keys and values of unfinished responses are computed again after an update."""
+        return True
 
     @property
     def is_colocated(self) -> bool:
@@ -145,6 +151,7 @@ class GenerationResult:
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
             token that was not computed, such as the last one. None if the run does not ask for them.
+        engine: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
     """
 
     token_ids: NDArray[np.int32]
@@ -153,6 +160,7 @@ class GenerationResult:
     versions: NDArray[np.int32]
     finish_reason: FinishReason
     routed_experts: NDArray[np.int16] | None = None
+    engine: str = ""
 
 
 class RolloutEngine(Protocol):
@@ -241,12 +249,17 @@ class TakesWeights(ABC):
         longest_start_s: Seconds after which `start` and `wait_for_one` fail.
         on_awaiting_weights: Called on the event loop when a member has started and needs weights. The thread that owns
             the backend then publishes to `awaiting_weights`.
+        crossing: A request that each member begins just before an update, so that it goes on with the new weights; None
+            for no such request. Engines without members may ignore it.
+        needs_proof: Whether tokens of a member that died before `accept` are dropped from unfinished responses.
     """
 
     transports: Sequence[str]
     takes_adapters: bool = False
     longest_start_s: float = 0.0
     on_awaiting_weights: Callable[[], None] | None = None
+    crossing: GenerationRequest | None = None
+    needs_proof: bool = False
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
@@ -277,6 +290,38 @@ class TakesWeights(ABC):
     async def wait_for_one(self) -> None:
         """Wait until at least one member can take weights."""
         return
+
+    async def generate_on_each(
+        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+    ) -> Mapping[str, GenerationResult]:
+        """Generate the same continuation on each of these members, or on all that have weights.
+
+        Returns:
+            The results by the member's name, without members that died.
+        """
+        return {"the engine": await cast("RolloutEngine", self).generate(request)}
+
+    async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
+        """End the requests `crossing` of the last update, and return their results by the member's name.
+
+        Args:
+            version: The version of the update.
+            num_tokens: A request may end when it has this many tokens of this version.
+        """
+        return {}
+
+    def accept(self, name: str, version: int) -> None:  # noqa: B027 - only engines with members need it
+        """Note that this member has proven to generate with the weights of this version."""
+
+    def reject(self, name: str, reason: str) -> None:
+        """Replace a member that does not generate with the weights of the version that it claims.
+
+        Requests in flight lose the tokens that it has generated since the last proof.
+
+        Raises:
+            RunFailedError: If it cannot be replaced, or if the last replacement was rejected too.
+        """
+        raise RunFailedError(f"{name} cannot be replaced: {reason}.")
 
     @abstractmethod
     async def begin_update(self, version: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -96,6 +97,8 @@ class VllmEngine(EnginePool):
         self._spec = engine_spec(config, run)
         self._model_tokenizer = tokenizer
         self._cluster = None
+        # How often each server was connected. A new connection has a new name.
+        self._connections: Counter[str] = Counter()
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
             transports = ("collective", "disk")
@@ -132,7 +135,9 @@ class VllmEngine(EnginePool):
         if config.mode == "server":
             url, key = config.urls[number], os.environ.get(config.api_key_env)
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
-            return ServerMember(f"server {url}", make_api, self._model_tokenizer)
+            self._connections[url] += 1
+            again = f" (connection {self._connections[url]})" if self._connections[url] > 1 else ""
+            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer)
         each = config.tensor_parallel_size
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)

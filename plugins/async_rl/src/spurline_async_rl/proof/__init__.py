@@ -1,0 +1,1 @@
+"""Prove after each publish that every engine generates with the published weights."""

@@ -1,0 +1,270 @@
+"""Ask every engine a fixed request after a publish, and judge the answers with the trainer's own logprobs.
+
+Data flow: publish -> probes to all engines -> answers -> the trainer's logprobs of them -> Judge -> accept or reject.
+
+There are two probes. One is asked after the publish, and takes the path of all requests. Its prompt spans several
+blocks of a prefix cache. The other one crosses the update: it begins before and ends after it, so its last tokens show
+keys and values that should have been computed again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from spurline.errors import DataError, RunFailedError
+from spurline_async_rl.proof.judgement import Judge, mean_difference
+from spurline_async_rl.source.configs import ProofConfig
+from spurline_async_rl.source.loop_thread import LoopThread, tell
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
+from spurline_rl.trajectory import Turn
+
+PROMPT_TOKENS = 260
+"""Tokens of the prompt. A prefix cache of vLLM shares whole blocks, of up to 128 tokens."""
+ANSWER_TOKENS = 32
+_CROSSING_TOKENS = 256
+"""Most tokens of the answer that crosses an update."""
+_CROSSED_TOKENS = 8
+"""Tokens of the new version after which this answer may end."""
+_SEED = 20_011
+DIFFERENCE, DELIVERED, REJECTED = "publish/probe_diff", "publish/delivered", "publish/rejected"
+"""Metrics: the largest mean difference of logprobs, the smallest `delivered`, and the number of rejected engines."""
+_ADVICE = (
+    "Choose another source.weight_sync or another version of the engine, and report this fault to its authors. Or "
+    "accept it with source.proof.on_undelivered: warn."
+)
+
+Score = Callable[[Sequence[Turn]], Sequence[NDArray[np.float32]]]
+"""Returns the trainer's logprobs of the response tokens of each turn."""
+_Answers = tuple[Mapping[str, GenerationResult], Mapping[str, GenerationResult]]
+"""The answers to the probe and those to the request that crossed the update, by the engine's name."""
+
+
+def make_probe(
+    tokenizer: PreTrainedTokenizerBase, temperature: float, context: int | None, vocabulary: int | None = None
+) -> GenerationRequest:
+    """Return the request that proves a publish. Its prompt has random tokens that are not special.
+
+    Args:
+        context: Largest number of tokens of prompt and response, if it is known.
+        vocabulary: Number of tokens that the model knows, if the tokenizer may have more.
+    """
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    known = min(len(tokenizer), vocabulary or len(tokenizer))
+    ordinary = np.array([token for token in range(known) if token not in special], np.int64)
+    length = PROMPT_TOKENS if context is None else max(1, min(PROMPT_TOKENS, context - 2 * ANSWER_TOKENS))
+    prompt = np.random.default_rng(_SEED).choice(ordinary, length)
+    sampling = Sampling(temperature=temperature, max_new_tokens=ANSWER_TOKENS)
+    return GenerationRequest(prompt.tolist(), sampling, _SEED, "the proof of a publish sample 0 turn 0")
+
+
+class _Asked(NamedTuple):
+    """The probes of one publish. `is_all` says whether all engines got it."""
+
+    version: int
+    is_all: bool
+    answers: concurrent.futures.Future[_Answers]
+
+
+class PublishProof:
+    """The proofs of one run. All methods are called on the training thread.
+
+    Args:
+        context, vocabulary: See `make_probe`.
+        crosses: Whether engines compute keys and values again after an update.
+        restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
+        distrust: Called on the event loop with the name of a rejected engine and the newest version that it has proven.
+            What the engine made since then must not be trained on.
+        timeout_s: Seconds that the engines may take to answer.
+        report_s: Seconds after which a message says that the answers take long.
+    """
+
+    def __init__(
+        self,
+        engine: TakesWeights,
+        config: ProofConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        loop: LoopThread,
+        *,
+        temperature: float,
+        context: int | None,
+        vocabulary: int | None,
+        crosses: bool,
+        restarts: bool,
+        distrust: Callable[[str, int], object],
+        timeout_s: float,
+        report_s: float,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._loop = loop
+        self._restarts = restarts
+        self._distrust = distrust
+        self._timeout_s = timeout_s
+        self._report_s = report_s
+        self._judge = Judge()
+        self._num_publishes = 0
+        self._is_due = False
+        self._asked: list[_Asked] = []
+        # Engines about which `on_undelivered: warn` has told.
+        self._told: set[str] = set()
+        engine.needs_proof = config.every > 0 and config.on_undelivered != "warn"
+        # The newest version that each engine has proven.
+        self._proven: dict[str, int] = {}
+        self._probe = make_probe(tokenizer, temperature, context, vocabulary)
+        longer = replace(self._probe.sampling, max_new_tokens=_CROSSING_TOKENS)
+        name = "the proof across a publish sample 0 turn 0"
+        self._crossing = replace(self._probe, sampling=longer, seed=_SEED + 1, name=name) if crosses else None
+
+    def before_publish(self, members: Sequence[TakesWeights] | None) -> None:
+        """Decide whether the next publish is proven. `members` are the engines that get it, or None for all.
+
+        A publish to engines that were started again is always proven.
+        """
+        every = self._config.every
+        self._is_due = every > 0 and (members is not None or self._num_publishes % every == 0)
+        self._num_publishes += members is None
+        self._engine.crossing = self._crossing if self._is_due and members is None else None
+
+    def ask(self, version: int, members: Sequence[TakesWeights] | None) -> None:
+        """Send the probes to the engines that got this version."""
+        if self._is_due:
+            crosses = self._engine.crossing is not None
+            answers = self._loop.start(self._answer(version, members, crosses=crosses))
+            self._asked.append(_Asked(version, members is None, answers))
+
+    async def _answer(self, version: int, members: Sequence[TakesWeights] | None, *, crosses: bool) -> _Answers:
+        try:
+            answers = await self._engine.generate_on_each(self._probe, members)
+        except DataError as error:
+            raise RunFailedError(
+                f"The probe of source.proof does not fit: {error} Raise the engine's context to "
+                f"{PROMPT_TOKENS + 2 * ANSWER_TOKENS} tokens, or set source.proof.every: 0."
+            ) from error
+        return answers, await self._engine.take_crossed(version, _CROSSED_TOKENS) if crosses else {}
+
+    def await_answers(self) -> None:
+        """Return when all engines have answered. Raises RunFailedError at the time limit."""
+        for asked in self._asked:
+            what = f"The proof that the engines have the weights of version {asked.version}"
+            self._loop.wait(asked.answers, self._timeout_s, what, every_s=self._report_s)
+
+    def settle(self, score: Score) -> Mapping[str, float]:
+        """Judge the answers to the last probes, and return metrics. Before this, nothing may be trained on.
+
+        Raises:
+            RunFailedError: If an engine does not have the published weights, and is not replaced.
+        """
+        self.await_answers()
+        asked, self._asked = self._asked, []
+        metrics: dict[str, float] = {}
+        for each in asked:
+            for name, value in self._judge_all(each, *each.answers.result(), score).items():
+                worse = min if name == DELIVERED else max
+                metrics[name] = worse(metrics.get(name, value), value)
+        return metrics
+
+    def _judge_all(
+        self,
+        asked: _Asked,
+        answers: Mapping[str, GenerationResult],
+        crossed: Mapping[str, GenerationResult],
+        score: Score,
+    ) -> dict[str, float]:
+        version = asked.version
+        # An engine that has died gives no tokens.
+        answers = {name: answer for name, answer in answers.items() if len(answer.token_ids)}
+        if asked.is_all:
+            self._distrust_silent(answers)
+        scored = self._score([*answers.values(), *crossed.values()], score)
+        verdicts = {
+            name: self._judge.judge(version, answer.token_ids.tolist(), answer.logprobs, next(scored))
+            for name, answer in answers.items()
+        }
+        faults = {name: verdict.fault for name, verdict in verdicts.items()}
+        for name, verdict in verdicts.items():
+            if verdict.is_far:
+                tell(
+                    f"The logprobs of {name} differ from the trainer's by {verdict.difference:.2g} nats per token. "
+                    "Check that both have the same precision, quantization and experts. Three times as much is allowed."
+                )
+        for name, answer in answers.items():
+            if claimed := sorted({*answer.versions.tolist()} - {version}):
+                faults[name] = f"it claims to have the weights of version {claimed[0]}"
+        differences = [verdict.difference for verdict in verdicts.values()]
+        for name, answer in crossed.items():
+            # Old keys and values show most in the first tokens after the update.
+            trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)[:_CROSSED_TOKENS]
+            if len(is_new):
+                difference = mean_difference(answer.logprobs[is_new], trainer[is_new])
+                differences.append(difference)
+                if not difference <= self._judge.bar and not faults.get(name):
+                    faults[name] = (
+                        f"a response that it began before the update goes on with logprobs that differ from the "
+                        f"trainer's by {difference:.2g} nats per token, so it has keys and values of older weights"
+                    )
+        faults = {name: fault for name, fault in faults.items() if fault}
+        self._loop.call(self._accept, [name for name in answers if name not in faults], version)
+        for name, fault in faults.items():
+            self._reject(name, version, fault)
+        delivered = [verdict.delivered for verdict in verdicts.values() if verdict.delivered is not None]
+        return {
+            **({DIFFERENCE: max(differences)} if differences else {}),
+            **({DELIVERED: min(delivered)} if delivered else {}),
+            REJECTED: float(len(faults)),
+        }
+
+    def _score(self, answers: Sequence[GenerationResult], score: Score) -> Iterator[NDArray[np.float32]]:
+        """Yield the trainer's logprobs of each answer. Equal answers are computed once."""
+        turns: dict[tuple[int, ...], Turn] = {}
+        for answer in answers:
+            turn = Turn(
+                prompt_ids=np.array(self._probe.prompt_ids, np.int32),
+                response_ids=answer.token_ids,
+                loss_mask=np.ones(len(answer.token_ids), np.uint8),
+                logprobs=answer.logprobs,
+                versions=answer.versions,
+                routed_experts=answer.routed_experts,
+            )
+            turns.setdefault(tuple(answer.token_ids.tolist()), turn)
+        found = dict(zip(turns, score([*turns.values()]), strict=True)) if turns else {}
+        return (found[tuple(answer.token_ids.tolist())] for answer in answers)
+
+    def _accept(self, names: Sequence[str], version: int) -> None:
+        for name in names:
+            self._proven[name] = version
+            self._engine.accept(name, version)
+
+    def _distrust_silent(self, answers: Mapping[str, GenerationResult]) -> None:
+        """Distrust engines that died before they answered. Nobody knows with which weights they generated last."""
+        for name in [name for name in self._proven if name not in answers]:
+            proven = self._proven.pop(name)
+            if self._engine.needs_proof:
+                self._loop.call(self._distrust, name, proven)
+
+    def _reject(self, name: str, version: int, fault: str) -> None:
+        what = f"{name} does not generate with the weights of version {version}, which it has confirmed: {fault}."
+        if self._config.on_undelivered == "warn":
+            if name not in self._told:
+                self._told.add(name)
+                tell(f"{what} Its tokens are trained on nevertheless (source.proof.on_undelivered: warn).")
+            return
+        if self._config.on_undelivered == "stop" or not self._restarts:
+            raise RunFailedError(f"{what} {_ADVICE}")
+        proven = self._proven.pop(name, -1)
+
+        def replace_engine() -> None:
+            self._distrust(name, proven)
+            self._engine.reject(name, fault)
+
+        try:
+            self._loop.call(replace_engine)
+        except RunFailedError as error:
+            raise RunFailedError(f"{what} {error} {_ADVICE}") from error
+        tell(f"{what} It is started again. What it has made since its last proof is generated again.")

@@ -1,0 +1,132 @@
+"""Engines that answer every update as if all was well, and generate with other weights than they claim."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from async_runs import assert_every_prompt_ended_once, asynchronous
+from child_engines import engines_of
+from run_helpers import Config, read_metrics, train
+from sabotaged_child import KINDS
+
+from spurline.child import ChildProcess
+from spurline.errors import RunFailedError
+from spurline.run.checkpoints.state_files import read_state
+from spurline_async_rl.engines import child_process
+from spurline_async_rl.source.recordings import groups_of, recorded_step
+from spurline_rl.trajectory import turns_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+
+BROKEN_AT = 2
+IN_CI = ("frozen", "stale_cache")
+
+
+@pytest.fixture
+def proven_config(rl_config: Config) -> Config:
+    """An asynchronous run with two child processes, which records what it trains on."""
+    config = asynchronous(
+        rl_config | {"report": {"enabled": False}},
+        correction="tis",
+        max_staleness=2,
+        max_concurrent_groups=4,
+        record_groups=True,
+        proof={"every": 1},
+        engine={"name": "child_process", "engines": 2},
+    )
+    config["optimizer"]["learning_rate"] = 2e-3
+    return config
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, kind: str, *, engines: str = "0", always: bool = False) -> None:
+    """Break the updates of these engines from version `BROKEN_AT` on; with `always`, of their replacements too."""
+    started: set[str] = set()
+
+    def start(module: str, *, log: Path, environment: dict[str, str], **more: Any) -> ChildProcess:
+        number = log.stem.removeprefix("engine-")
+        if number in engines and (always or number not in started):
+            # The first update of a replacement has a later version.
+            first = 0 if number in started else BROKEN_AT
+            module, environment = "sabotaged_child", {**environment, "SABOTAGE": f"{kind}@{first}"}
+        started.add(number)
+        return ChildProcess(module, log=log, environment=environment, **more)
+
+    monkeypatch.setattr(child_process, "ChildProcess", start)
+
+
+def trained_by(config: Config) -> dict[str, set[int]]:
+    """Return the versions of the tokens that were trained on, by the engine that made them."""
+    found: dict[str, set[int]] = {}
+    for line in read_metrics(config["run_dir"]):
+        for group in groups_of(read_state(recorded_step(Path(config["run_dir"]), line["step"]))):
+            for turn in turns_of([group]):
+                assert turn.versions is not None
+                for engine in turn.engine.split(", "):
+                    found.setdefault(engine, set()).update(turn.versions.tolist())
+    return found
+
+
+def test_honest_engines_are_proven_at_every_publish(proven_config: Config) -> None:
+    lines = train(proven_config).lines
+    assert [line["publish/rejected"] for line in lines[:-1]] == [0.0] * (len(lines) - 1)
+    assert all(line["publish/probe_diff"] < 1e-4 for line in lines[:-1])
+    assert all(0.99 < line["publish/delivered"] < 1.01 for line in lines[1:-1])
+    assert all(engine.startswith("engine ") for engine in trained_by(proven_config))
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in IN_CI else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_an_engine_with_other_weights_is_replaced_and_none_of_its_tokens_is_trained_on(
+    kind: str, proven_config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sabotage(monkeypatch, kind)
+    lines = train(proven_config).lines
+    [step] = [line["step"] for line in lines if line.get("publish/rejected")]
+    # Whether the request that crosses an update is still under way then is up to the clock.
+    assert step == BROKEN_AT or (kind == "stale_cache" and step == BROKEN_AT + 1)
+    err = capfd.readouterr().err
+    said = f"does not generate with the weights of version {step}"
+    [line] = [line for line in err.splitlines() if said in line]
+    engine = line.partition(" does not")[0]
+    assert engine.startswith("engine 0 (process ")
+    assert max(trained_by(proven_config)[engine], default=0) < step
+    assert_every_prompt_ended_once(proven_config)
+    assert engines_of(os.getpid()) == []
+
+
+def test_a_run_ends_when_the_replacement_has_other_weights_too(
+    proven_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch, "other_model", engines="01", always=True)
+    with pytest.raises(RunFailedError, match=r"engine \d .*started again for the same reason.*on_undelivered"):
+        train(proven_config)
+    versions = set().union(*trained_by(proven_config).values())
+    assert max(versions) < BROKEN_AT
+    assert engines_of(os.getpid()) == []
+
+
+@pytest.mark.parametrize("choice", ["stop", "warn"])
+def test_a_broken_engine_ends_the_run_or_is_only_told_of_as_the_config_says(
+    choice: str, proven_config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sabotage(monkeypatch, "frozen", engines="01")
+    proven_config["source"]["proof"]["on_undelivered"] = choice
+    if choice == "stop":
+        with pytest.raises(RunFailedError, match=rf"engine \d .*weights of version {BROKEN_AT}.*on_undelivered: warn"):
+            train(proven_config)
+        assert len(read_metrics(proven_config["run_dir"])) == BROKEN_AT - 1
+        return
+    lines = train(proven_config).lines
+    assert [line["publish/rejected"] for line in lines[:-1]] == [0.0] * (BROKEN_AT - 1) + [2.0] * (
+        len(lines) - BROKEN_AT
+    )
+    assert "Its tokens are trained on nevertheless" in capfd.readouterr().err
+
+
+def test_proofs_are_off_by_default(proven_config: Config) -> None:
+    del proven_config["source"]["proof"]
+    assert not any(name.startswith("publish/") for line in train(proven_config).lines for name in line)
