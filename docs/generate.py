@@ -15,7 +15,7 @@ import inspect
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -98,7 +98,8 @@ def _plugin(name: str) -> list[str]:
         own = _own_fields(entry.config)
         others = [field for field in entry.config.model_fields if field not in {*own, "name"}]
         if own:
-            lines += [*_table(entry.config, skip=(*others, "name"), above=_mark_of_kind(entry.kind)), ""]
+            above = _mark_of_kind(entry.kind)
+            lines += [*_table(entry.config, (*others, "name"), above), "", *_inner_tables(entry.config, own, above)]
         if others:
             lines += [f"And as without the plugin: {', '.join(f'`{other}`' for other in others)}.", ""]
     return lines
@@ -166,12 +167,15 @@ def _component(entry: Registration, default: bool) -> list[str]:
     above = _mark_of_kind(entry.kind)
     if set(entry.config.model_fields) - {"name"}:
         lines += [*_table(entry.config, skip=("name",), above=above), ""]
-    for name, field in entry.config.model_fields.items():
-        inner = _section_type(field)
+    return [*lines, *_inner_tables(entry.config, entry.config.model_fields, above)]
+
+
+def _inner_tables(config: type[BaseModel], names: Iterable[str], above: OnResume) -> Iterator[str]:
+    """Yield a table for each of these fields that is a section."""
+    for name in names:
+        inner = _section_type(field := config.model_fields[name])
         if inner is not None:
-            table = _table(inner, skip=(), above=_mark(field, above))
-            lines += [f"`{name}`: {summary_of(inner)}", "", *table, ""]
-    return lines
+            yield from (f"`{name}`: {summary_of(inner)}", "", *_table(inner, (), _mark(field, above)), "")
 
 
 def _table(section: type[BaseModel], skip: tuple[str, ...], above: OnResume) -> list[str]:

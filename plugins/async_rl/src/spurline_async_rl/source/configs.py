@@ -64,6 +64,7 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     weight_sync: Annotated[Annotated[WeightSyncConfig, Component("weight_sync")] | None, OnResume.FREE] = None
     """Transport of weights to the engines; null chooses the best transport for the engine."""
     proof: Annotated[ProofConfig, OnResume.FREE] = ProofConfig()
+    """Proof that engines generate with the published weights."""
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
