@@ -92,8 +92,8 @@ class _Builder:
     def with_default(self, field: FieldInfo, mark: Component | None = None) -> FieldInfo:
         """Return a copy of the field whose default fits its new type.
 
-        A component field defaults to the default component of its kind. If the field declares a component config as
-        its default, that config is used only where code builds sections directly.
+        A component field defaults to the default component of its kind, even if the field declares another default. The
+        declared one counts only where code builds the section itself.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -135,7 +135,7 @@ class _Builder:
         default = self._registry.default(mark.kind)
         names = self._registry.all_names(mark.kind)
         if not names:
-            # `config.error_messages` adds to this error which plugin has components of the kind.
+            # `config.error_messages` extends this error with the name of a plugin that has such components.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
         # A component may contain a component of the same kind, but of another name: else the type would be infinite.
@@ -144,7 +144,7 @@ class _Builder:
         discriminator = Discriminator(
             _chosen_name(default),
             custom_error_type=_UNKNOWN,
-            # `config.error_messages` parses this text. A context mapping is not hashable, and typing hashes the object.
+            # `config.error_messages` parses this text. A context would be a dict, but the annotation must be hashable.
             custom_error_message=f"{mark.kind} {mark.shorthand}",
         )
         return _annotated(

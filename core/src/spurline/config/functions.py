@@ -1,4 +1,4 @@
-"""Represent the functions that a Python program puts into a config as text.
+"""Represent functions as text, so that a Python program can put them into a config.
 
 A loaded config contains references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
 number, since the same function may have a different number in another process.

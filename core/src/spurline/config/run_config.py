@@ -114,7 +114,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = False
     """Run Python code that ships with a hub model."""
     allow_extrapolation: bool = False
-    """Allow sequences longer than the model's rotary positions support, including its rope scaling. A model with
+    """Allow sequences that are too long for the model's rotary positions even with its rope scaling. A model with
     learned position embeddings cannot be extended in this way."""
     config_overrides: dict[str, Any] = {}
     """Fields of the model's own config to change, such as `{attention_dropout: 0.0}`."""
@@ -203,7 +203,7 @@ class StopWhenConfig(WatchedMetricConfig):
     patience: int | None = Field(default=None, ge=1)
     """End after this many evaluations in a row without a new best value; null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Only an improvement over the best value by more than this counts for `patience`."""
+    """Smallest improvement: for `patience`, a value is a new best only if it is better by more than this."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
     """End when the metric is as good as this or better; null disables this."""
 
@@ -316,7 +316,7 @@ class RunConfig(Section):
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data, rounded up to whole batches. The next epoch fills up the last batch."""
+    """Passes over the mixed training data, rounded up to whole batches: a further epoch fills the last one."""
     source: Annotated[SourceConfig, Component("source")]
     """The component that supplies the batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]

@@ -43,7 +43,7 @@ class Section(BaseModel):
     retired: ClassVar[tuple[str, ...]] = ()
     """Settings of earlier versions. They are ignored in the records of runs and when a run is resumed.
 
-    Retire a setting only if it did not change training, or if a checkpoint that was made with it is refused anyway.
+    Retire a setting only if it never changed training, or if other checks refuse checkpoints that were made with it.
     """
 
     @model_validator(mode="before")
@@ -111,7 +111,7 @@ class ComponentConfig(Section):
     kind: ClassVar[str] = ""
     """Kind of the component, set by the base class of the kind."""
     goes_with: ClassVar[str] = ""
-    """Settings that messages advise to set together with this component, such as `loss: ppo`; empty for none."""
+    """Other settings that go with this component, such as `loss: ppo`. Messages suggest them together."""
     missing_settings: ClassVar[Mapping[str, str]] = {}
     """Messages, by key, about settings that other components of the kind have. Each says why this component lacks the
     setting, and what to do instead."""
@@ -173,8 +173,8 @@ class OnResume(Enum):
 
 
 BARE = "(as written)"
-"""Key of a bare string that `--set` has turned into a mapping. Only the config model, which is built later, knows
-which setting the string stands for."""
+"""Key of a bare string, such as `collator: packed`, to which `--set` adds a setting. Only the config model, which is
+built later, knows which setting the string stands for."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
@@ -216,7 +216,7 @@ class SchemaOfShorthand:
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union = handler(core_schema)
-        # `oneOf` would refuse a mapping without `name`, since several components match it. Loading takes the default.
+        # Loading takes the default for a mapping without `name`, which `oneOf` would refuse, since several match.
         choices: list[Any] = union.pop("oneOf", None) or [union]
         text: dict[str, Any] = {"type": "string"}
         if self._names is not None:

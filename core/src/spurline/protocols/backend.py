@@ -131,7 +131,7 @@ class Backend(Protocol):
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         """Restore the state that `save` wrote, even on a different number of ranks.
 
-        If the facts say `verifies_files`, files with `digests` are verified before anything changes. Raises
+        If the facts say `verifies_files`, each file in `digests` is verified before anything changes. Raises
         CheckpointError if the state does not fit or a file is damaged.
         """
         ...
@@ -283,10 +283,10 @@ class BackendFacts:
     the backend is built and loads the checkpoint."""
     adapter_reader: str | None = None
     """`"module:function"` that reads the policy's adapter in the same way: `function(run: RunConfig, folder: Path,
-    digests) -> AdapterStream` of `spurline_models.adapters.adapter_weights`. If this is None, a backend that
-    `TrainsAdapters` is built and loads the checkpoint."""
+    digests) -> AdapterStream` of `spurline_models.adapters.adapter_weights`. If this is None, the
+    backend is built, which must be a `TrainsAdapters`, and loads the checkpoint."""
     stays_on_cpu: bool = False
-    """True if the backend trains in this process on the CPU. If it starts ranks, `rank_request` has their device."""
+    """True if the backend trains in this process, on the CPU. If it starts ranks, `rank_request` has their device."""
     replays_experts: bool = False
     """True if the backend's models route tokens to the experts in a batch's column `routed_experts`."""
     balances_experts: bool = False
@@ -312,7 +312,7 @@ class BackendConfig(ComponentConfig):
         return BackendFacts()
 
     def layout(self) -> ParallelLayout:
-        """Return the requirements of the backend's parallelism for a batch. The default fits a single process."""
+        """Return what the backend's parallelism requires of a batch. The default fits a single process."""
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:

@@ -1,6 +1,6 @@
 """Define the interface of evaluations on held-out data.
 
-A source may make the evaluation of `data.eval`. Other evaluations are components (`spurline.protocols.evaluation`).
+The source makes the one of `data.eval`, if it can. Other evaluations are components (`spurline.protocols.evaluation`).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return a text that identifies the held-out data. A resumed run compares scores only if this is unchanged."""
+        """Return a text that identifies the held-out data. Earlier scores stay valid only if it is unchanged."""
 
     @abstractmethod
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
-        """Return finite metrics, and sample answers with prompt, response, reference and scores.
+        """Return metrics, all finite, and some example answers, each with prompt, response, reference and scores.
 
         The run puts `eval/` or `eval/NAME/` in front of the names of metrics, and adds `time` in seconds.
         """

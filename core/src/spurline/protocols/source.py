@@ -54,7 +54,7 @@ class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """If the source cannot use a critic, the words with which messages name the source; None if it can use a critic."""
+    """None if the source can use a critic, else the name of the source in the message that it cannot."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
@@ -96,15 +96,15 @@ MODEL_DROPOUT = ("attention_dropout", "hidden_dropout", "resid_pdrop", "attn_pdr
 
 
 class SourceConfig(ComponentConfig):
-    """Settings of a source. The class attributes are used before a config is validated, and `facts` after it."""
+    """Settings of a source. Class attributes are read before a config is validated, `facts` afterwards."""
 
     kind: ClassVar[str] = "source"
     run_defaults: ClassVar[Mapping[str, str]] = {}
-    """Names of the components that a run with this source uses by default, by top-level setting."""
+    """Default components of a run with this source, by top-level setting."""
 
     decorates: ClassVar[str | None] = None
-    """Name of the setting with another source that this source wraps, if any. The run also uses the wrapped source's
-    `run_defaults`."""
+    """If this source wraps another one, the setting that has the config of the wrapped source. The run also uses that
+    source's `run_defaults`."""
 
     @property
     def facts(self) -> SourceFacts:
@@ -154,7 +154,7 @@ class SourceContext:
         host: Enabled plugins. Create further components with `host.registry.create(kind, config, ...)`, and call hooks
             with `host.hooks`.
         tokenizer: The tokenizer of the model.
-        layout: The requirements of the backend's parallelism for batches.
+        layout: What the parallelism of the backend requires of batches.
         row_limit: Number of rows to read of each dataset, for `spurline plan`; None reads all.
         progress: Called when slow work begins.
     """
@@ -248,7 +248,7 @@ class BatchSource(ABC):
         return None
 
     def held_out(self, datasets: Sequence[DatasetConfig]) -> Samples | None:
-        """Return the samples of held-out data if the source defines them; None makes one sample of each row."""
+        """Return the samples of held-out data. If this is None, the run makes one sample of each row."""
         return None
 
     def sample_keys(self) -> NDArray[np.uint64] | None:

@@ -215,7 +215,7 @@ def _early_end(config: RunConfig) -> list[str]:
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches, or show the first prompt. Return the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # An impure source builds each batch only once. `_first_batches` needs the first batches.
+        # An impure source builds each batch only once, and `_first_batches` needs the first ones.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)

@@ -86,7 +86,7 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return the bytes by part that generation needs on the trainer's device; {} if engines use other devices."""
+        """Return how many bytes each part of generation needs on the trainer's device; {} on other devices."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:

@@ -91,7 +91,7 @@ class Attempts:
     def _make_runner(
         self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
     ) -> GroupRunner:
-        """Make a runner. If `temperature` is given, it is for held-out attempts, without top_p and top_k."""
+        """Make a runner for training, or, with `temperature`, for held-out attempts without top_p and top_k."""
         faults, trains = self._config.faults, temperature is None
         sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
         if temperature is not None:

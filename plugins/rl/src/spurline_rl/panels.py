@@ -123,7 +123,7 @@ def _mean_reward(record: RunRecord) -> list[Trace]:
 
 
 def _term_plot(record: RunRecord, terms: Sequence[str]) -> str:
-    """Draw reward terms before weights. Terms of held-out prompts are dashed."""
+    """Draw the unweighted reward terms. Terms of held-out prompts are dashed."""
     traces: list[Trace] = []
     for index, term in enumerate(terms):
         name, color = term.removeprefix(_TERM), series_color(index + 2)

@@ -24,7 +24,7 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
 
     Args:
         run_seed: The seed of the run.
-        uid: Name of the prompt's draw. It differs from epoch to epoch.
+        uid: Name of one use of a prompt. It differs from epoch to epoch.
         sample: Number of the attempt in its group.
         turn: Number of the turn.
         attempt: Number of failed attempts before this one. It gives a retry other seeds.
@@ -63,7 +63,7 @@ class EnginePolicy:
         return tuple(self._finished[number] for number in sorted(self._finished))
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling | None = None) -> GenerationResult:
-        """Generate a turn. Raises PluginError for a sampling that cannot be trained on, and errors of the engine."""
+        """Generate a turn. Raises PluginError for settings that cannot be trained on. Errors of the engine pass."""
         if sampling is not None and not self.any_distribution:
             self._check_distribution(sampling)
         # A turn gets its number before the engine is awaited, so numbers do not depend on which turn ends first.

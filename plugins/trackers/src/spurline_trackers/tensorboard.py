@@ -23,7 +23,7 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:
-        """Open a new event file. In older files, TensorBoard then hides `info.first_step` and all later steps."""
+        """Open a new event file. TensorBoard then hides the steps of older files from `info.first_step` on."""
         assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
             log_dir=str(info.run_dir / "tensorboard"), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
@@ -39,7 +39,7 @@ class TensorboardTracker:
                 self._writer.add_scalar(name, value, global_step=step)
 
     def flush(self) -> None:
-        """Write all values to disk. After a kill, steps up to the last checkpoint are not logged again."""
+        """Write all values to disk, since a resume does not log the steps before its checkpoint again."""
         assert self._writer is not None, "TensorboardTracker.flush before start or after close"
         self._writer.flush()
 

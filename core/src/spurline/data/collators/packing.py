@@ -19,7 +19,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
-    """Return rows of sample positions, the rows of each rank together. Their number is a multiple of `num_ranks`."""
+    """Return rows of sample positions: first all rows of rank 0, then those of rank 1, and so on; as many for each."""
     if algorithm == "multifit":
         rows = multifit(lengths, capacity, num_ranks)
     else:
@@ -69,7 +69,7 @@ def _decreasing(
 
 
 def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Pack by first-fit-decreasing with about the lowest capacity that needs no more rows than the full capacity does.
+    """Pack by first-fit-decreasing, with a capacity that is as low as it can roughly be without adding rows.
 
     The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
     over these rows (Coffman, Garey and Johnson 1978). Unlike these authors, `even_capacities` does not bisect.
@@ -85,7 +85,7 @@ def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list
 
 
 def even_capacities(least: int, capacity: int) -> Iterator[int]:
-    """Yield capacities to try: `least`, the lowest possible, plus a margin that doubles each time; finally `capacity`.
+    """Yield capacities to try, in rising order: `least` plus a margin that doubles each time, and at last `capacity`.
 
     The first margin, a 2048th of `least`, is enough for most batches of hundreds of samples. Bisection would find the
     exact capacity at ten times the cost.

@@ -48,7 +48,7 @@ class EpochOrder(ABC):
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """If True, passes over a dataset are shuffled, unless an epoch is exactly one. If False, they keep file order."""
+    """If True, each pass over a dataset is shuffled, unless it is a whole epoch. If False, they keep file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)

@@ -46,7 +46,7 @@ class Meeting:
         receivers: The number of workers of each engine. The sender has rank 0, and the workers follow in this order.
         device: The device of the sender's weights. Groups use NCCL for `cuda` and gloo for `cpu`.
         limit_s: Time limit in seconds, both for joining a group and for each broadcast.
-        group: Name of one sender's group within the meeting.
+        group: Name of the group within the meeting, which has one for each sender.
     """
 
     host: str

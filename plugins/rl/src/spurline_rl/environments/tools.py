@@ -72,7 +72,7 @@ class ToolCall:
 
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. One call with a problem replaces all beyond `limit`."""
+    """Return the calls in a turn's text, in order. A last call says if others beyond `limit` were dropped."""
     found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
     calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
     if len(found) > len(calls):
@@ -105,7 +105,7 @@ class Toolbox:
         """Make the call. Returns the text for the model, and whether the call failed.
 
         Raises:
-            SpurlineError: If the tool raises a SpurlineError, since the model cannot have caused it.
+            SpurlineError: If the tool raises one. The model did not cause it, so it is not returned as text.
         """
         problem = call.problem or self._problem(call)
         if not problem:

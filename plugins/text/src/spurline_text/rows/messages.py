@@ -28,7 +28,7 @@ SHAREGPT_ROLES = {
     "function_response": "tool",
     "function_call": "assistant",
 }
-"""The OpenAI role for each other role name in datasets."""
+"""The OpenAI role for each role name of other formats."""
 
 
 def read_messages(value: Any, field: str) -> list[Message]:
