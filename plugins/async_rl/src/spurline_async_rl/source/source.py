@@ -179,11 +179,12 @@ class AsyncRolloutSource(PromptSource):
     def _levels(self) -> dict[str, float]:
         """Return metrics of the groups and of the loop. This is called on the loop."""
         scheduler = self._producer.scheduler
+        proven = {"async/given_back": float(self._producer.take_given_back())} if self._config.proof.every else {}
         return {
+            **proven,
             "async/running": float(scheduler.num_running),
             "async/buffered": float(scheduler.num_buffered),
             "async/depth": scheduler.depth.value,
-            "async/given_back": float(self._producer.take_given_back()),
             **self._load(),
         }
 
