@@ -315,8 +315,7 @@ def test_any_engine_that_takes_weights_is_started_and_its_members_are_served(mak
     run, backend, rollout_engine = cast("Any", None), cast("Any", Weights(weights())), cast("Any", engine)
     registry = PluginHost.load(["async_rl"]).registry
     timeline = Timeline(tmp_path / "timeline.jsonl")
-    proof: Any = SimpleNamespace(before_publish=lambda _: None, ask=lambda *_: None)
-    publisher = Publisher(rollout_engine, config, run, registry, loop, timeline, proof, told.set)
+    publisher = Publisher(rollout_engine, config, run, registry, loop, timeline, None, told.set)
     try:
         publisher.start_engines()
         publisher.publish(1, backend)

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
+from spurline_rl.losses.corrections import BLOCK_TOKENS
 from spurline_rl.trajectory import Group, has_equal_returns, trajectories_of, turns_of
-
-_BLOCK = 1 << 16
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -85,7 +84,7 @@ def advantage_metrics(batch: TrainingBatch) -> dict[str, float]:
         return {}
     mean = values.mean(dtype=np.float64)
     # Blocks fit into a processor's cache, and no copy of all values in float64 is made.
-    blocks = (values[start : start + _BLOCK] - mean for start in range(0, len(values), _BLOCK))
+    blocks = (values[start : start + BLOCK_TOKENS] - mean for start in range(0, len(values), BLOCK_TOKENS))
     variance = sum(float(block @ block) for block in blocks) / len(values)
     found = {"mean": mean, "std": np.sqrt(variance), "max": values.max(), "min": values.min()}
     return {f"advantage/{name}": float(value) for name, value in found.items()}

@@ -22,6 +22,7 @@ from spurline_async_rl.engines.member import EngineDiedError, EngineMember, Pool
 from spurline_async_rl.engines.response import Progress, Response
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
+from spurline_rl.trajectory import FinishReason
 
 T = TypeVar("T")
 
@@ -158,13 +159,13 @@ class EnginePool(ControlledEngine):
         self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
     ) -> Mapping[str, GenerationResult]:
         async def answer(engine: PooledEngine) -> GenerationResult | None:
-            response, progress = Response(request, self._tokenizer), Progress()
+            progress = Progress()
             try:
-                reason = await engine.generate(response.rest(), progress)
+                reason = await engine.generate(request, progress)
             except EngineDiedError:
                 # Its replacement answers after its own update.
                 return None
-            return response.result(response.add(progress, reason, engine.name) or "abort")
+            return self._result_of(engine, request, progress, reason)
 
         await self._until(request.name, lambda: not self._held)
         # Dead engines are not waited for, because their replacements need the thread that waits for these answers.
@@ -175,12 +176,21 @@ class EnginePool(ControlledEngine):
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
         crossing = [engine for engine in self._engines if engine.is_crossing]
         parts = await asyncio.gather(*(engine.take_crossed(version, num_tokens) for engine in crossing))
-        results: dict[str, GenerationResult] = {}
-        for engine, progress in zip(crossing, parts, strict=True):
-            assert self.crossing is not None
-            response = Response(self.crossing, self._tokenizer)
-            results[engine.name] = response.result(response.add(progress, None, engine.name) or "abort")
-        return results
+        request = self.crossing
+        if not crossing:
+            return {}
+        assert request is not None
+        return {
+            engine.name: self._result_of(engine, request, progress, None)
+            for engine, progress in zip(crossing, parts, strict=True)
+        }
+
+    def _result_of(
+        self, engine: PooledEngine, request: GenerationRequest, progress: Progress, reason: FinishReason | None
+    ) -> GenerationResult:
+        """Return the result of a request that only this engine has worked on, even if it has not ended."""
+        response = Response(request, self._tokenizer)
+        return response.result(response.add(progress, reason, engine.name) or "abort")
 
     def accept(self, name: str, version: int) -> None:
         for number, engine in enumerate(self._engines):

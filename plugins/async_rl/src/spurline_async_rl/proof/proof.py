@@ -64,6 +64,13 @@ def make_probe(
     return GenerationRequest(prompt.tolist(), sampling, _SEED, "the proof of a publish sample 0 turn 0")
 
 
+def note_worst(noted: dict[str, float], found: Mapping[str, float]) -> None:
+    """Note the worse value of each metric of `settle`, if several publishes are reported together."""
+    for name, value in found.items():
+        worse = min if name == DELIVERED else max
+        noted[name] = worse(noted.get(name, value), value)
+
+
 class _Asked(NamedTuple):
     """The probes of one publish. `is_all` says whether all engines got it."""
 
@@ -73,7 +80,7 @@ class _Asked(NamedTuple):
 
 
 class PublishProof:
-    """The proofs of one run. All methods are called on the training thread.
+    """The proofs of one run, whose `every` is not 0. All methods are called on the training thread.
 
     Args:
         context, vocabulary: See `make_probe`.
@@ -97,7 +104,7 @@ class PublishProof:
         vocabulary: int | None,
         crosses: bool,
         restarts: bool,
-        distrust: Callable[[str, int], object],
+        distrust: Callable[[str, int], None],
         timeout_s: float,
         report_s: float,
     ) -> None:
@@ -114,7 +121,7 @@ class PublishProof:
         self._asked: list[_Asked] = []
         # Engines about which `on_undelivered: warn` has told.
         self._told: set[str] = set()
-        engine.needs_proof = config.every > 0 and config.on_undelivered != "warn"
+        engine.needs_proof = config.on_undelivered != "warn"
         # The newest version that each engine has proven.
         self._proven: dict[str, int] = {}
         self._probe = make_probe(tokenizer, temperature, context, vocabulary)
@@ -128,7 +135,7 @@ class PublishProof:
         A publish to engines that were started again is always proven.
         """
         every = self._config.every
-        self._is_due = every > 0 and (members is not None or self._num_publishes % every == 0)
+        self._is_due = members is not None or self._num_publishes % every == 0
         self._num_publishes += members is None
         self._engine.crossing = self._crossing if self._is_due and members is None else None
 
@@ -165,9 +172,7 @@ class PublishProof:
         asked, self._asked = self._asked, []
         metrics: dict[str, float] = {}
         for each in asked:
-            for name, value in self._judge_all(each, *each.answers.result(), score).items():
-                worse = min if name == DELIVERED else max
-                metrics[name] = worse(metrics.get(name, value), value)
+            note_worst(metrics, self._judge_all(each, *each.answers.result(), score))
         return metrics
 
     def _judge_all(

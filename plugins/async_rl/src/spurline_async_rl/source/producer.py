@@ -113,11 +113,10 @@ class Producer:
         self._admit()
         return collected, costs["retries"]
 
-    def distrust(self, engine: str, version: int) -> int:
+    def distrust(self, engine: str, version: int) -> None:
         """Generate all groups again that have tokens of this engine with weights newer than this version.
 
-        Returns:
-            The number of finished groups that are generated again. Running ones follow when they end.
+        Running groups follow when they end.
         """
         self._distrusted[engine] = version
         tainted = [draw for draw, group in self._groups.items() if self._is_tainted(group)]
@@ -129,7 +128,6 @@ class Producer:
                 self.scheduler.give_back(draw)
         self._given_back += len(tainted)
         self._admit()
-        return len(tainted)
 
     def take_given_back(self) -> int:
         """Return how many groups were given back since the last call."""

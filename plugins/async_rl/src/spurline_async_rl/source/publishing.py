@@ -32,7 +32,7 @@ class Publisher:
         registry: Registry,
         loop: LoopThread,
         timeline: Timeline,
-        proof: PublishProof,
+        proof: PublishProof | None,
         notify: Callable[[], None],
     ) -> None:
         chosen = choose_sync(config.weight_sync, engine, registry, weights_on_gpu(run))
@@ -65,14 +65,16 @@ class Publisher:
         if engines is None:
             waiting = f"Starting a rollout engine '{self._name}' again"
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
-        self._proof.before_publish(engines)
+        if self._proof is not None:
+            self._proof.before_publish(engines)
         publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
         with ends_the_run(what):
             limit_s, waits_for = self._sync.timeout_s + GRACE_S, lambda: self._sync.waits_for
             report = self._loop.run(publishing, limit_s, what, every_s=self._watchdog_s, waits_for=waits_for)
         self._timeline.ended("publish")
-        self._proof.ask(version, engines)
+        if self._proof is not None:
+            self._proof.ask(version, engines)
         return report
 
     def close(self) -> None:

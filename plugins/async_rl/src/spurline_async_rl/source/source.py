@@ -24,7 +24,7 @@ from spurline.progress import waiting
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.engines.commands import ControlledEngine
-from spurline_async_rl.proof.proof import DELIVERED, PublishProof
+from spurline_async_rl.proof.proof import PublishProof, note_worst
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -111,7 +111,7 @@ class AsyncRolloutSource(PromptSource):
         super().start(step, backend)
         self._updates = step - 1
         self._timeline.resume(self._updates)
-        self._proof = self._make_proof()
+        self._proof = self._make_proof() if self._config.proof.every else None
         self._publisher = Publisher(
             self._engine,
             self._config,
@@ -322,8 +322,8 @@ class AsyncRolloutSource(PromptSource):
         if report is not None:
             self._note_synced(report, is_update=is_update)
         yield
-        assert self._proof is not None
-        self._proof.await_answers()
+        if self._proof is not None:
+            self._proof.await_answers()
         self._colocation.take_back(keep_weights=keep_weights)
         # The trainer has its device again, so it can judge the answers of this turn.
         self._settle_proof()
@@ -353,13 +353,10 @@ class AsyncRolloutSource(PromptSource):
 
     def _settle_proof(self) -> None:
         """Judge the answers to the last probes, and note the metrics."""
-        assert self._proof is not None, "not started"
         began = time.perf_counter()
-        if not (found := self._proof.settle(self._score)):
+        if self._proof is None or not (found := self._proof.settle(self._score)):
             return
-        for name, value in found.items():
-            worse = min if name == DELIVERED else max
-            self._synced[name] = worse(self._synced.get(name, value), value)
+        note_worst(self._synced, found)
         self._synced["time/proof"] = self._synced.get("time/proof", 0.0) + time.perf_counter() - began
 
     def _score(self, turns: Sequence[Turn]) -> Sequence[NDArray[np.float32]]:

@@ -32,7 +32,7 @@ from spurline_rl.losses.log_ratios import COLUMNS, LogRatios
 from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO, bounded_exp
 from spurline_rl.protocols.correction import Corrected, Correction
 
-_BLOCK_TOKENS = 1 << 16
+BLOCK_TOKENS = 1 << 16
 """Largest number of tokens in a block of several rows. The arrays of such a block fit into a processor's cache."""
 _PERCENTILES = (1, 50, 99)
 _SAMPLED_TOKENS = 1 << 20
@@ -62,7 +62,7 @@ def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple
     stride, sampled = count // _SAMPLED_TOKENS | 1, [np.empty(0)]
     factors = np.ones((batch.num_rows, batch.length), np.float32) if correction is not None else None
     sums: defaultdict[str, float] = defaultdict(float)
-    size = max(1, _BLOCK_TOKENS // max(batch.length, 1))
+    size = max(1, BLOCK_TOKENS // max(batch.length, 1))
     # A batch without rows is one block.
     for start in range(0, max(batch.num_rows, 1), size):
         block = LogRatios(batch.between(start, min(start + size, batch.num_rows)))
