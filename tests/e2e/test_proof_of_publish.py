@@ -73,7 +73,10 @@ def test_honest_engines_are_proven_at_every_publish(proven_config: Config) -> No
     lines = train(proven_config).lines
     assert [line["publish/rejected"] for line in lines[:-1]] == [0.0] * (len(lines) - 1)
     assert all(line["publish/probe_diff"] < 1e-4 for line in lines[:-1])
-    assert all(0.99 < line["publish/delivered"] < 1.01 for line in lines[1:-1])
+    # It is unknown after a publish that changes the first token of the answer.
+    delivered = [line["publish/delivered"] for line in lines if "publish/delivered" in line]
+    assert len(delivered) >= (len(lines) - 2) / 2
+    assert all(0.99 < share < 1.01 for share in delivered)
     assert all(engine.startswith("engine ") for engine in trained_by(proven_config))
 
 
