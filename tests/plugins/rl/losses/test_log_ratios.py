@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.data.batch import TrainingBatch
+from spurline_rl import metrics as rl_metrics
 from spurline_rl.losses import configs, corrections
 from spurline_rl.losses.corrections import compare
 from spurline_rl.metrics import advantage_metrics
@@ -78,7 +79,8 @@ _RARE = st.sampled_from([0.0, 0.0, 0.001])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_blocks_of_tokens_with_loss_give_what_whole_columns_give(batch: TrainingBatch, block_tokens: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corrections, "_BLOCK_TOKENS", block_tokens)
+        patch.setattr(corrections, "BLOCK_TOKENS", block_tokens)
+        patch.setattr(rl_metrics, "BLOCK_TOKENS", block_tokens)
         mismatch = oracle.mismatch(batch)
         assert compare(batch)[1] == approx(mismatch)
         assert advantage_metrics(batch) == approx(oracle.advantages(batch))
