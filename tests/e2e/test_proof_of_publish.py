@@ -64,7 +64,7 @@ def trained_by(config: Config) -> dict[str, set[int]]:
         for group in groups_of(read_state(recorded_step(Path(config["run_dir"]), line["step"]))):
             for turn in turns_of([group]):
                 assert turn.versions is not None
-                for engine in turn.engine.split(", "):
+                for engine in turn.engines:
                     found.setdefault(engine, set()).update(turn.versions.tolist())
     return found
 

@@ -28,7 +28,7 @@ def test_vllm_says_nothing_of_gpus_where_there_is_none(tmp_path: Path, monkeypat
     run = run_config(write_model_folder(tmp_path / "model"))
     monkeypatch.setattr(configs, "num_gpus", lambda: 0)
     [line] = VllmEngineConfig().describe(run, 128, 1024)
-    assert line.startswith("engine vllm: 1 without a GPU here, 4 GiB of keys and values")
+    assert line.startswith("engine vllm: 1 engine without a GPU here, 4 GiB of keys and values")
     assert "%" not in line
 
 
@@ -37,11 +37,11 @@ def test_vllm_takes_its_share_of_its_gpus(tmp_path: Path, monkeypatch: pytest.Mo
     run = run_config(write_model_folder(tmp_path / "model"))
     config = VllmEngineConfig(engines=2, tensor_parallel_size=4, gpu_memory_utilization=0.4, max_model_len=4096)
     [line] = config.describe(run, 128, 1024)
-    assert "2 of 4 GPU each" in line
+    assert "2 engines on 4 GPUs each" in line
     assert "40% of each of its GPUs (gpu_memory_utilization);" in line
     [line] = VllmEngineConfig(kv_cache_gb=2.5, placement="ray").describe(run, 128, 1024)
     assert "GPUs (gpu_memory_utilization), 2.5 GiB of keys and values each" in line
-    assert line.startswith("engine vllm on the Ray cluster: 1 of 1 GPU each")
+    assert line.startswith("engine vllm on the Ray cluster: 1 engine on 1 GPU each")
     assert config.context_tokens == 4096
     assert VllmEngineConfig().context_tokens is None
     server = VllmEngineConfig(mode="server", urls=("http://a", "http://b"))

@@ -259,7 +259,7 @@ def test_a_rejected_engine_is_replaced_and_its_tokens_since_the_last_proof_are_w
     check(request, result)
     assert lost >= 4
     assert world.written >= longest + lost
-    first, second = result.engine.split(", ")
+    first, second = result.engines
     assert (first, second == rejected) == (rejected, False)
 
 
@@ -294,7 +294,7 @@ def test_every_engine_answers_a_probe_and_one_that_crosses_an_update() -> None:
     assert [*answers] == [*crossed] == names
     for name, answer in answers.items():
         check(asked(5), answer)
-        assert answer.engine == name
+        assert answer.engines == (name,)
     for answer in crossed.values():
         tokens = answer.token_ids.tolist()
         assert tokens == reference(asked(6, max_new_tokens=len(tokens)))[0]

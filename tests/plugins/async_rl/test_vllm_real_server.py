@@ -17,7 +17,7 @@ import pytest
 from living_processes import living_below
 from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
 
-from spurline.errors import RunFailedError
+from spurline.errors import ConfigError, RunFailedError
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
 from spurline_async_rl.engines.vllm.server import ServerApi
 from spurline_async_rl.weights.collective import CollectiveSync
@@ -79,6 +79,7 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
     """A server with a key asks for it where tokens are made, and not where weights are changed."""
     url, process = server
     monkeypatch.setenv("VLLM_API_KEY", KEY)
+    monkeypatch.setattr(ServerApi, "is_here", False)
     asked = [request(prompt, seed=seed, max_new_tokens=400) for seed, prompt in enumerate(PROMPTS * 2)]
 
     def sync() -> Any:
@@ -97,6 +98,10 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
                 member = ServerApi(url, KEY, 10.0)
                 assert (await member.model()).is_open
                 await member.close()
+                other = vllm_engine(models.old, tmp_path / "other", **_server_settings(url))
+                with pytest.raises((ConfigError, RunFailedError), match="belongs to run"):
+                    await other.start()
+                await other.close()
                 writing = asyncio.gather(*map(engine.generate, asked))
                 await engine.generate(request(PROMPTS[0], max_new_tokens=20, temperature=0.0))
                 await publish(engine, 2, models.new, sync())

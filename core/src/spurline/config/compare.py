@@ -91,7 +91,10 @@ def _settled(mark: OnResume, before: Any, now: Any) -> OnResume:
 
 
 def _mark_of(key: str, marks: Mapping[str, OnResume]) -> OnResume:
-    """Return the mark of a field, or else of the closest marked section around it. All of a FREE section is FREE."""
+    """Return the mark of a field, or the mark of the closest section around it that has one.
+
+    Every field within a FREE section is FREE.
+    """
     found = OnResume.REFUSED
     parts = key.split(".")
     for depth in range(1, len(parts) + 1):

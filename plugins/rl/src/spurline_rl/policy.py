@@ -95,7 +95,7 @@ class EnginePolicy:
             versions=result.versions,
             routed_experts=result.routed_experts,
             finish_reason=result.finish_reason,
-            engine=result.engine,
+            engines=result.engines,
         )
         return result
 

@@ -45,7 +45,7 @@ class Turn:
         rewards, advantages: float32 [A] or None.
         values, returns: float32 [A] or None: the critic's estimate before each token, and its training target.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
-        engine: Names of the engines that wrote the tokens; empty if they are unknown.
+        engines: Names of the engines that generated the tokens, in order; empty if they are unknown.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -59,7 +59,7 @@ class Turn:
     returns: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
-    engine: str = ""
+    engines: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         fields = self.__dict__

@@ -43,12 +43,13 @@ def permutation(count: int, seed: int, epoch: int, stream: int = 0) -> Indices:
 class EpochOrder(ABC):
     """Base of static orders: a subclass arranges the samples of one epoch.
 
-    Each epoch has `samples.shares` of each dataset. It begins in each dataset where the epoch before stopped, so over
-    several epochs every sample is seen equally often.
+    An epoch contains `samples.shares[i]` samples of dataset i. It continues in each dataset where the previous epoch
+    stopped, so over several epochs every sample is seen equally often.
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """If True, each pass over a dataset is shuffled, unless it is a whole epoch. If False, they keep file order."""
+    """If True, each pass over a dataset is shuffled, except a pass that is a whole epoch. If False, samples are in file
+    order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)

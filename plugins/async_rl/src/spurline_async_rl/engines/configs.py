@@ -304,13 +304,15 @@ class VllmEngineConfig(PoolConfig):
             return [f"engine {self.name}: {len(self.urls)} servers that run already"]
         where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
         share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
-        takes, cache_gb = f"of {self.tensor_parallel_size} GPU each, with {share}", self.kv_cache_gb
+        gpus = "1 GPU" if self.tensor_parallel_size == 1 else f"{self.tensor_parallel_size} GPUs"
+        takes, cache_gb = f"on {gpus} each, with {share}", self.kv_cache_gb
         if self.placement != "ray" and not num_gpus():
             takes, cache_gb = "without a GPU here", cache_gb or CPU_KV_CACHE_GB
         cache = "" if cache_gb is None else f", {cache_gb:g} GiB of keys and values each (kv_cache_gb)"
         decoded = min(responses, self.max_num_seqs * self.engines)
         return [
-            f"engine {self.name}{where}: {self.engines} {takes}{cache}; up to {decoded:,} responses decoded together"
+            f"engine {self.name}{where}: {self.engines} {'engine' if self.engines == 1 else 'engines'} {takes}{cache}; "
+            f"up to {decoded:,} responses decoded together"
         ]
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:

@@ -215,7 +215,7 @@ class Response:
             versions=so_far.versions,
             finish_reason=reason,
             routed_experts=so_far.experts.of_context(num_tokens),
-            engine=", ".join(self._engines),
+            engines=tuple(self._engines),
         )
 
     def _cut_behind_stop_text(self) -> bool:

@@ -136,7 +136,7 @@ class Producer:
 
     def _is_tainted(self, group: Group) -> bool:
         return any(
-            turn.versions is not None and turn.versions.max(initial=-1) > version and engine in turn.engine.split(", ")
+            turn.versions is not None and turn.versions.max(initial=-1) > version and engine in turn.engines
             for engine, version in self._distrusted.items()
             for turn in turns_of([group])
         )

@@ -80,7 +80,7 @@ def _block_state(groups: Sequence[Group]) -> dict[str, object]:
             for group in groups
         ],
         "finish_reasons": [turn.finish_reason for turn in turns],
-        "engines": [turn.engine for turn in turns],
+        "engines": [list(turn.engines) for turn in turns],
         "fields": {name: _joined([getattr(turn, name) for turn in turns]) for name in _FIELDS},
     }
 
@@ -90,13 +90,13 @@ def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
     columns = {name: iter(_split(joined)) for name, joined in fields.items()}
     reasons = cast("Sequence[Any]", state["finish_reasons"])
     # Earlier checkpoints and recordings have no engines.
-    engines = cast("Sequence[str]", state.get("engines", [""] * len(reasons)))
+    engines = cast("Sequence[Sequence[str]]", state.get("engines", [()] * len(reasons)))
     ends = iter(zip(reasons, engines, strict=True))
 
     def next_turn() -> Turn:
         values: dict[str, Any] = {name: next(column) for name, column in columns.items()}
-        reason, engine = next(ends)
-        return Turn(**values, finish_reason=reason, engine=engine)
+        reason, names = next(ends)
+        return Turn(**values, finish_reason=reason, engines=tuple(names))
 
     return [
         Group(

@@ -135,7 +135,7 @@ class ExchangeGroup:
                 looked = now
                 self._check()
             if now - began >= self._meeting.limit_s:
-                raise _LateError(f"it did not end within {self._meeting.limit_s:g} s (exchange_timeout_s)")
+                raise _LateError(f"the broadcast did not end within {self._meeting.limit_s:g} s (exchange_timeout_s)")
         # This raises the error of the broadcast, if any.
         work.wait()
         self._work = None

@@ -151,7 +151,7 @@ class GenerationResult:
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
             token that was not computed, such as the last one. None if the run does not ask for them.
-        engine: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
+        engines: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
     """
 
     token_ids: NDArray[np.int32]
@@ -160,7 +160,7 @@ class GenerationResult:
     versions: NDArray[np.int32]
     finish_reason: FinishReason
     routed_experts: NDArray[np.int16] | None = None
-    engine: str = ""
+    engines: tuple[str, ...] = ()
 
 
 class RolloutEngine(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -137,7 +138,8 @@ class VllmEngine(EnginePool):
             make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
             self._connections[url] += 1
             again = f" (connection {self._connections[url]})" if self._connections[url] > 1 else ""
-            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer)
+            owner = f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
+            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer, owner=owner)
         each = config.tensor_parallel_size
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)

@@ -25,6 +25,7 @@ from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
+from spurline_async_rl.engines.vllm.lease import ServerLease
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -63,7 +64,7 @@ class ServerApi:
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
         # The user's URL may end with the version of the API, as URLs of OpenAI's API do.
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
@@ -103,7 +104,7 @@ class ServerApi:
     @property
     def is_here(self) -> bool:
         """Return whether the server is reached over the loopback of this machine."""
-        return urlsplit(self._url).hostname in ("localhost", "127.0.0.1", "::1")
+        return urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
 
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the response in parts."""
@@ -125,7 +126,7 @@ class ServerApi:
             "stream": True,
         }
         try:
-            async with self._session.post(self._url + "/v1/completions", json=body) as answer:
+            async with self._session.post(self.url + "/v1/completions", json=body) as answer:
                 await self._check(answer)
                 async for line in answer.content:
                     text = line.decode().strip()
@@ -146,17 +147,6 @@ class ServerApi:
     async def resume(self) -> None:
         await self._call("POST", "/resume")
 
-    async def wait_gone(self) -> str:
-        """Return when the server can no longer be reached."""
-        while True:
-            await asyncio.sleep(_ASK_AGAIN_S)
-            try:
-                # Any answer counts, even an error from a busy server or a proxy.
-                async with self._session.get(self._url + "/v1/models"):
-                    pass
-            except (aiohttp.ClientError, OSError) as error:
-                return f"it cannot be reached any more: {self._lost(error)}"
-
     async def close(self) -> None:
         await self._session.close()
 
@@ -170,7 +160,7 @@ class ServerApi:
         on_failure: type[RunFailedError] = EngineDiedError,
     ) -> dict[str, Any]:
         try:
-            async with self._session.request(verb, self._url + path, json=body, params=params) as answer:
+            async with self._session.request(verb, self.url + path, json=body, params=params) as answer:
                 if answer.status == 404:
                     raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
@@ -185,7 +175,7 @@ class ServerApi:
             async with aiohttp.request(
                 # A proxy may redirect to a login page, or not answer at all.
                 "GET",
-                self._url + "/server_info",
+                self.url + "/server_info",
                 timeout=self._stranger_limit,
                 allow_redirects=False,
             ) as answer:
@@ -203,18 +193,18 @@ class ServerApi:
             )
         # With 408, 425, 429 and 5xx, the server may accept the request later, or another server may accept it.
         if answer.status < 500 and answer.status not in (408, 425, 429):
-            raise DataError(f"{self._url} refuses the request: {answer.status} {text}")
-        raise on_failure(f"{self._url} failed: {answer.status} {text}")
+            raise DataError(f"{self.url} refuses the request: {answer.status} {text}")
+        raise on_failure(f"{self.url} failed: {answer.status} {text}")
 
     def _delta(self, event: dict[str, Any]) -> Delta:
         if "error" in event:
-            raise EngineDiedError(f"{self._url} failed: {event['error']}")
+            raise EngineDiedError(f"{self.url} failed: {event['error']}")
         if not event["choices"]:
             return Delta((), ())
         (choice,) = event["choices"]
         reason = choice["finish_reason"]
         if reason not in (None, "stop", "length"):
-            raise EngineDiedError(f"{self._url} ended a response with '{reason}'.")
+            raise EngineDiedError(f"{self.url} ended a response with '{reason}'.")
         tokens = choice.get("token_ids") or ()
         logprobs = choice["logprobs"]["token_logprobs"] if tokens else ()
         return Delta(tokens, logprobs, reason)
@@ -222,10 +212,10 @@ class ServerApi:
     def _lost(self, error: BaseException) -> EngineDiedError:
         # Some errors of aiohttp have a more precise `os_error`.
         cause = getattr(error, "os_error", error)
-        return EngineDiedError(f"{self._url} cannot be reached: {type(cause).__name__}: {cause}")
+        return EngineDiedError(f"{self.url} cannot be reached: {type(cause).__name__}: {cause}")
 
     def _config_error(self, text: str) -> ConfigError:
-        return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
+        return ConfigError.at("source.engine.urls", f"names {self.url}, which {text}")
 
 
 def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None:
@@ -266,33 +256,45 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
 
 
 class ServerMember:
-    """An `EngineMember` for a server, which keeps running after `close`. `make_api` is called on the event loop."""
+    """An `EngineMember` for a server, which keeps running after `close`.
 
-    def __init__(self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase):
+    Args:
+        make_api: Called on the event loop.
+        owner: The name of this run, for other runs that try to use the server.
+    """
+
+    def __init__(
+        self, name: str, make_api: Callable[[], ServerApi], tokenizer: PreTrainedTokenizerBase, *, owner: str
+    ) -> None:
         self.name = name
+        self._owner = owner
         self._make_api = make_api
         self._api: ServerApi | None = None
+        self._claim: ServerLease | None = None
         self._model, self._max_model_len = "", 0
         self.num_workers = 1
         self.weights_dtype: str | None = None
         self._tokenizer = tokenizer
         self._version = 0
-        self._streams: set[asyncio.Task[FinishReason]] = set()
+        self._streams: set[asyncio.Task[FinishReason | None]] = set()
         self._gate = Gate()
 
     async def start(self) -> None:
         self._api = self._make_api()
+        self._claim = ServerLease(self._api, self._api.url, self._owner, tell=_tell)
         served = await self._api.model()
         self._model, self._max_model_len = served.name, served.max_model_len
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
-            print(f"{self.name} {_OPEN}", file=sys.stderr, flush=True)
+            _tell(f"{self.name} {_OPEN}")
+        await self._claim.begin()
         # An earlier run may have left the server paused.
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._max_model_len)
         while True:
+            await self._lease.until_valid()
             await self._gate.wait()
             if response.ended is not None:
                 return response.ended
@@ -303,16 +305,18 @@ class ServerMember:
             finally:
                 stream.cancel()
                 self._streams.discard(stream)
-            if not stream.cancelled():
-                return stream.result()
+            if not stream.cancelled() and (reason := stream.result()) is not None:
+                return reason
 
     async def control(self, command: Command) -> None:
         if command.begins:
             self._gate.shut(command.hold)
             await self._cut_streams()
+            # A run must not pause the server of another run.
+            await self._lease.call()
             await self._opened.pause()
         if call := worker_call(command):
-            check_complete(await self._opened.workers(*call))
+            check_complete(await self._lease.call(*call))
         if isinstance(command, FinishUpdate):
             self._version = command.version
         if command.ends:
@@ -321,7 +325,7 @@ class ServerMember:
             self._gate.open(command.hold)
 
     async def wait_dead(self) -> str:
-        return await self._opened.wait_gone()
+        return await self._lease.keep()
 
     async def close(self) -> None:
         api, self._api = self._api, None
@@ -330,10 +334,12 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         try:
-            if self._gate.holds:
-                # The server may be gone.
-                with contextlib.suppress(RunFailedError, ConfigError):
+            # The server may be gone.
+            with contextlib.suppress(RunFailedError, ConfigError):
+                if self._gate.holds:
+                    await self._lease.call()
                     await api.resume()
+                await self._lease.end()
         finally:
             await api.close()
 
@@ -343,10 +349,18 @@ class ServerMember:
             raise EngineDiedError(f"{self.name} is closed")
         return self._api
 
-    async def _stream(self, name: str, response: VllmResponse) -> FinishReason:
+    @property
+    def _lease(self) -> ServerLease:
+        assert self._claim is not None, "not started"
+        return self._claim
+
+    async def _stream(self, name: str, response: VllmResponse) -> FinishReason | None:
+        """Return the reason for the end of the response, or None if the claim of the server has run out before."""
         try:
             async with contextlib.aclosing(self._opened.complete(self._model, response.rest())) as deltas:
                 async for delta in deltas:
+                    if not self._lease.is_valid:
+                        return None
                     reason = response.add_delta(delta, self._version)
                     if reason is not None:
                         return reason
@@ -358,3 +372,7 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from spurline.errors import BucketLostError, RunFailedError
 from spurline_async_rl.engines.vllm.adapters import AdapterUpdate
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
+from spurline_async_rl.engines.vllm.lease import WorkerClaim
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
@@ -52,6 +53,23 @@ class WorkerExtension:
     rank: int
     device: torch.device
     _spurline_adapter: AdapterUpdate | None = None
+
+    def spurline_call(self, owner: str, lease_s: float, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call one of the other methods for a run, unless this worker belongs to another run; see `WorkerClaim`.
+
+        Args:
+            owner: The name of the run.
+            lease_s: The claim of the run lasts this many seconds from now on.
+            method: Empty to extend the claim only.
+        """
+        answer: dict[str, Any] = _CLAIM.extend(owner, lease_s)
+        if method and "claim" in answer:
+            answer["answer"] = getattr(self, method)(*arguments)
+        return {"answer": None, **answer}
+
+    def spurline_end_claim(self, owner: str) -> None:
+        """Let other runs use this worker."""
+        _CLAIM.end(owner)
 
     def spurline_begin_update(self) -> None:
         """Prepare the model's layers for new weights.
@@ -130,6 +148,7 @@ class WorkerExtension:
 
 
 _MEMORY = MemoryReader()
+_CLAIM = WorkerClaim()
 
 
 def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

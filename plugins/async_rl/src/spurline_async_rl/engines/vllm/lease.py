@@ -1,0 +1,170 @@
+"""Let one run at a time use a vLLM server, and notice when another server answers under its URL.
+
+Two runs that publish to one server would train on tokens of each other's weights. So a run claims the server: all calls
+to its workers carry the name of the run, and each call extends the claim by LEASE_S. A run trusts the server only
+within its claim, by its own clock, which starts before the clock of the server. So no token that it has received within
+its claim comes from the weights of another run, even if the run was stopped for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from spurline.errors import ConfigError, SpurlineError
+from spurline_async_rl.engines.member import EngineDiedError
+
+LEASE_S = 60.0
+"""A run that was killed blocks its servers for this many seconds, for all runs but its own continuation."""
+_ASK_AGAIN_S = 2.0
+"""Seconds between two calls that extend a claim."""
+_CONNECTIONS = 8
+"""Connections over which a run looks for several servers behind one URL."""
+
+
+class WorkerClaim:
+    """The claim of a run on one worker process of a server."""
+
+    def __init__(self) -> None:
+        self._process = uuid.uuid4().hex
+        self._owner = ""
+        self._number = 0
+        self._until = 0.0
+
+    def extend(self, owner: str, lease_s: float) -> dict[str, str | float]:
+        """Claim the worker for some seconds.
+
+        Returns:
+            Under `claim`, a text that changes when the worker belonged to another run or was started again. If the
+            worker belongs to another run, its name under `owner`, and the seconds that its claim lasts under `rest_s`.
+        """
+        now = time.monotonic()
+        if owner != self._owner:
+            if self._owner and now < self._until:
+                return {"owner": self._owner, "rest_s": self._until - now}
+            self._owner, self._number = owner, self._number + 1
+        self._until = now + lease_s
+        return {"claim": f"{self._process} {self._number}"}
+
+    def end(self, owner: str) -> None:
+        """End the claim of this run."""
+        if owner == self._owner:
+            self._owner = ""
+
+
+class CallsWorkers(Protocol):
+    """Calls a method of `WorkerExtension` in every worker of a server."""
+
+    async def workers(self, method: str, *arguments: Any) -> list[Any]: ...
+
+
+class ServerLease:
+    """The claim of this run on one server.
+
+    Args:
+        url: The URL of the server, for messages.
+        owner: The name of the run, for messages of other runs.
+        tell: Called with a message if the run has to wait for the claim of another run.
+    """
+
+    def __init__(self, api: CallsWorkers, url: str, owner: str, tell: Callable[[str], None]) -> None:
+        self._api = api
+        self._url = url
+        self._owner = owner
+        self._tell = tell
+        self._claims: Sequence[str] = ()
+        self._extended_at = -math.inf
+        self._extended = asyncio.Event()
+
+    @property
+    def is_valid(self) -> bool:
+        """Return whether no other run can have used the server since the last call."""
+        return time.monotonic() - self._extended_at < LEASE_S
+
+    async def until_valid(self) -> None:
+        """Wait until the claim has been extended, if it has run out."""
+        while not self.is_valid:
+            self._extended.clear()
+            await self._extended.wait()
+
+    async def begin(self) -> None:
+        """Claim the server.
+
+        Raises:
+            ConfigError: If the server belongs to a run that goes on, or the URL leads to several servers.
+        """
+        rest_s = math.inf
+        while True:
+            answers = await asyncio.gather(*(self._extend() for _ in range(_CONNECTIONS)))
+            others = [answer for workers in answers for answer in workers if "owner" in answer]
+            if not others:
+                break
+            owner, before_s, rest_s = others[0]["owner"], rest_s, max(answer["rest_s"] for answer in others)
+            if before_s == math.inf:
+                self._tell(
+                    f"{self._url} belongs to run {owner}. If that run was killed, its claim ends in {rest_s:.0f} s."
+                )
+            elif rest_s > before_s:
+                raise self._config_error(
+                    f"belongs to run {owner}, which goes on. Two runs would train on tokens of each other's weights. "
+                    "Give this run servers of its own, or end the other run."
+                )
+            await asyncio.sleep(min(_ASK_AGAIN_S, rest_s))
+        servers = {tuple(answer["claim"] for answer in workers) for workers in answers}
+        if len(servers) > 1:
+            raise self._config_error(
+                f"leads to {len(servers)} servers, as the URL of a load balancer does, so weights would reach only one "
+                "of them. List the URL of each server."
+            )
+        [self._claims] = servers
+
+    async def call(self, method: str = "", *arguments: Any) -> list[Any]:
+        """Extend the claim, and call a method in every worker, unless the server belongs to another run by now.
+
+        Raises:
+            EngineDiedError: If the server belongs or has belonged to another run, or was started again.
+            RunFailedError: If the method fails.
+        """
+        answers = await self._extend(method, *arguments)
+        for answer, claim in zip(answers, self._claims, strict=True):
+            if "owner" in answer:
+                raise EngineDiedError(f"{self._url} belongs to run {answer['owner']} by now")
+            if answer["claim"] != claim:
+                is_same = answer["claim"].split()[0] == claim.split()[0]
+                raise EngineDiedError(
+                    f"{self._url} {'belonged to another run meanwhile' if is_same else 'was started again'}, so it "
+                    "has other weights"
+                )
+        return [answer["answer"] for answer in answers]
+
+    async def keep(self) -> str:
+        """Extend the claim again and again, until the server is gone or has other weights. Return the reason."""
+        while True:
+            await asyncio.sleep(_ASK_AGAIN_S)
+            try:
+                await self.call()
+            except EngineDiedError as error:
+                return str(error)
+            except SpurlineError:
+                # A busy server or a proxy may answer with an error for a while.
+                continue
+
+    async def end(self) -> None:
+        """Let other runs use the server."""
+        if self._claims:
+            await self._api.workers("spurline_end_claim", self._owner)
+
+    async def _extend(self, method: str = "", *arguments: Any) -> list[dict[str, Any]]:
+        began = time.monotonic()
+        answers = await self._api.workers("spurline_call", self._owner, LEASE_S, method, *arguments)
+        if all("claim" in answer for answer in answers):
+            self._extended_at = began
+            self._extended.set()
+        return answers
+
+    def _config_error(self, text: str) -> ConfigError:
+        return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
