@@ -169,13 +169,13 @@ class StreamModel:
         for row_pass in self._row_passes(plan, device):
             # Routers do not count the fill at the beginning of the stream.
             fill = max(0, num_fill - row_pass.tokens.start)
-            real = row_pass.is_real
+            slots = row_pass.bucket.slots
             experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
             hidden = self._decoder_output(
                 row_pass.rows(input_ids),
                 row_pass.positions(position_ids),
                 experts,
-                slice(fill, None) if isinstance(real, slice) else real[fill:],
+                slice(fill, None) if slots is None else slots[fill:],
                 slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
             )
             parts.append(row_pass.stream(hidden))
@@ -296,11 +296,6 @@ class RowPass:
 
     tokens: slice
     bucket: Bucket
-
-    @property
-    def is_real(self) -> Tensor | slice:
-        """The slots of the flattened rows that hold tokens, not padding."""
-        return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
         """Arrange values [T, ...] of the stream as [rows, length, ...], without gradient."""

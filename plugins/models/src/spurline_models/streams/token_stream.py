@@ -69,7 +69,6 @@ class SegmentPlan:
         cu_seqlens: int32 [S + 1], the start of each segment, and T at the end.
         max_length: Tokens of the longest segment.
         buckets: Buckets that cover the stream in order.
-        tokens_of_buckets: Number of tokens of each bucket, for `Tensor.split`.
         exchange: The exchange with other processes. None if one process has the whole stream.
     """
 
@@ -77,7 +76,6 @@ class SegmentPlan:
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
-    tokens_of_buckets: tuple[int, ...]
     exchange: AttentionExchange | None = None
 
     @property
@@ -245,13 +243,11 @@ def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    buckets = cut_buckets(lengths, slots_per_call, send)
     return SegmentPlan(
         lengths=lengths,
         cu_seqlens=send(torch.from_numpy(cu_seqlens)),
         max_length=int(lengths[-1]) if len(lengths) else 0,
-        buckets=buckets,
-        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
+        buckets=cut_buckets(lengths, slots_per_call, send),
     )
 
 
