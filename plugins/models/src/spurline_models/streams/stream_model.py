@@ -25,7 +25,7 @@ from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
 from spurline_models.device_profile import DeviceProfile, slots_per_pass
 from spurline_models.experts.router_balance import StreamBalance
-from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting, check_experts
+from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
 from spurline_models.placement.activation_offloading import ActivationOffloading
@@ -138,8 +138,6 @@ class StreamModel:
         num_fill: int = 0,
     ) -> Tensor:
         """Return the last hidden states [T, H] of a stream [1, T]. `TokenStream` describes the arguments."""
-        if routed_experts is not None:
-            check_experts(routed_experts, self.routing.num_layers, self.routing.top_k)
         if self.reading == "rows":
             return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
         return self._decoder_output(
@@ -194,7 +192,7 @@ class StreamModel:
         **options: Any,
     ) -> Tensor:
         """Return [B, T, H]. `counted` selects tokens without padding. `stream_tokens` is their range in the stream."""
-        if "routing" in self.__dict__:
+        if routed_experts is not None or "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
             options[ROUTED_EXPERTS] = routed_experts
@@ -212,15 +210,10 @@ class StreamModel:
 
 
 class ValueModel(StreamModel):
-    """A decoder with a value head.
+    """A decoder with a value head, which `put_value_head` has put on it.
 
     In its loss inputs, `logprobs` has values. The value of a token is the expected return before the token is chosen.
     """
-
-    def __init__(self, causal: PreTrainedModel):
-        if not isinstance(causal.get_output_embeddings(), ValueHead):
-            put_value_head(causal)
-        super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """Return the inputs of a critic's loss, without temperature and entropy.
