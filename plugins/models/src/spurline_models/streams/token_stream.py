@@ -168,13 +168,6 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
         )
 
 
-def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
-    """Return the number of tokens of each row without padding, int64 [R]."""
-    lengths = batch.segments["length"]
-    ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
-    return np.diff(ends[lengths.offsets])
-
-
 def token_stream(
     batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
 ) -> TokenStream | None:
