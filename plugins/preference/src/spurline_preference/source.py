@@ -204,8 +204,6 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
     }
 
 
-Pairs = NDArray[np.int64]
-
 OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
 """Reason why a usable answer is left out: the other answer of its pair is not usable."""
 
@@ -277,7 +275,7 @@ class PairSet(SampleSet):
         return [side_of(source, side) for source in opened for side in SIDES]
 
 
-def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
+def _pairs_of_dataset(store: TokenStore, dataset: int) -> NDArray[np.int64]:
     """Return the store indices of both answers of each complete row, int64 [pairs, 2], in the order of the rows."""
     places = [np.flatnonzero(store.source == len(SIDES) * dataset + side) for side in range(len(SIDES))]
     _, of_chosen, of_rejected = np.intersect1d(
