@@ -204,10 +204,6 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
     }
 
 
-OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""Reason why a usable answer is left out: the other answer of its pair is not usable."""
-
-
 class PairSet(SampleSet):
     """A set of samples in which each sample is a pair. A row with an unusable answer is left out and counted."""
 
@@ -256,7 +252,8 @@ class PairSet(SampleSet):
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
-        dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
+        # These answers are usable, and the other answers of their pairs are not.
+        dropped = {**facts["dropped"], **({"other_answer_left_out": alone} if alone else {})}
         notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
 
