@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from spurline import load_config
 from spurline.cli import app
 from spurline.config.loading import LoadedConfig
+from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointError, ConfigError, RunFailedError, UserError
 from spurline.progress import silent
 from spurline_models import export, saved_weights
@@ -86,7 +87,7 @@ def assert_answers_as_exported(loaded: LoadedConfig, exported: Path, scratch: Pa
         # Whoever makes a temporary file fails.
         patch.setattr(tempfile, "tempdir", str(scratch))
         found = open_run(loaded, checkpoint, silent)
-    expected = open_model(str(exported), silent)
+    expected = open_model(ModelConfig(path=str(exported)), silent)
     assert (found.stops, found.sampling, found.context) == (expected.stops, expected.sampling, expected.context)
     assert found.tokenizer.chat_template == expected.tokenizer.chat_template
     state = found.causal.state_dict()

@@ -17,6 +17,7 @@ from run_helpers import Config, Spurline, train, wait_for, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_children import WarmRuns
 
+from spurline.config.run_config import ModelConfig
 from spurline.terminal import printable
 from spurline_models.answering import answers as answering
 
@@ -239,7 +240,7 @@ def test_a_bad_row_is_named_before_anything_is_answered(
 
 
 def test_an_answer_ends_with_a_stop_text(spurline_tiny_model: Path) -> None:
-    target = answering.open_model(str(spurline_tiny_model), lambda _: None)
+    target = answering.open_model(ModelConfig(path=str(spurline_tiny_model)), lambda _: None)
     prompt = answering.Prompts(target, None, raw=True).of_text("say 3")
     [free] = answering.answer(target, prompt, answering.Sampling(max_new_tokens=6))
     assert (free.finish_reason, free.tokens) == ("length", 6)

@@ -119,7 +119,7 @@ def test_a_batch_of_rows_is_the_stream_of_its_rows() -> None:
 @given(lengths=st.lists(st.integers(1, 40), max_size=20), slots_per_call=st.integers(0, 400))
 def test_buckets_cover_the_stream_in_order(lengths: list[int], slots_per_call: int) -> None:
     made = plan(lengths, slots_per_call)
-    assert sum(made.tokens_of_buckets) == sum(lengths)
+    assert sum(bucket.tokens for bucket in made.buckets) == sum(lengths)
     assert sum(bucket.count for bucket in made.buckets) == made.num_segments == len(lengths)
     assert made.cu_seqlens.tolist() == [0, *np.cumsum(sorted(lengths)).tolist()]
     assert all(one.length <= other.length for one, other in pairwise(made.buckets))

@@ -151,7 +151,9 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
     """Return each rank's micro-batches as lists of units. All ranks get as many as the rank that needs most."""
     if not units.costs:
         return [[] for _ in dealt]
-    count = max(1, *(_fewest(mine, units, limit) for mine in dealt))
+    # A unit over the limit needs a micro-batch of its own, as a unit of exactly the limit does.
+    needed = [math.ceil(sum(min(units.tokens[unit], limit) for unit in mine) / limit) for mine in dealt]
+    count = max(1, *needed)
     while True:
         found = [_spread(mine, units, count, limit) for mine in dealt]
         complete = [slots for slots in found if slots is not None]
@@ -159,13 +161,6 @@ def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -
             # Ranks wait for each other in every micro-batch, so all begin with their costliest micro-batch.
             return [sorted(slots, key=lambda slot: -units.cost(slot)) for slots in complete]
         count += 1
-
-
-def _fewest(chosen: Sequence[int], units: _Units, limit: float) -> int:
-    """Return a lower bound of the number of micro-batches. A unit over `limit` needs a micro-batch of its own."""
-    tokens = [units.tokens[unit] for unit in chosen]
-    fitting = [number for number in tokens if number <= limit]
-    return len(tokens) - len(fitting) + math.ceil(sum(fitting) / limit)
 
 
 def _spread(chosen: Sequence[int], units: _Units, count: int, limit: float) -> list[list[int]] | None:

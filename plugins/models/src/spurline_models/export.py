@@ -192,13 +192,12 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     if reader is None:
         with ExitStack() as stack:
             return export_model(_backend_of(loaded, found, stack), loaded, tokenizer, out, adapter=adapter)
+    content = _read(reader, config, found)
     if adapter:
-        return _write_adapter(_read(reader, config, found), tokenizer, out)
-
-    def write_weights(folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
-        write_weight_files(folder, _read(reader, config, found), dtype, max_file_bytes)
-
-    return _write_model(write_weights, config.model, tokenizer, out)
+        return _write_adapter(content, tokenizer, out)
+    return _write_model(
+        lambda folder, dtype, most: write_weight_files(folder, content, dtype, most), config.model, tokenizer, out
+    )
 
 
 def _backend_of(loaded: LoadedConfig, found: Checkpoint, stack: ExitStack) -> Backend:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
@@ -44,12 +45,9 @@ def generate_greedily(
     with evaluation_mode(causal), model.uncompiled(), _generation_setup(causal):
         # Models that read rows may mix tokens outside of attention, and padding on the left would change their results.
         for members in _batches([len(prompt) for prompt in prompts], max_new_tokens, pads=model.reading == "stream"):
-            width = max(len(prompts[member]) for member in members)
-            input_ids = torch.full((len(members), width), pad, dtype=torch.int64)
-            mask = torch.zeros_like(input_ids)
-            for row, member in enumerate(members):
-                input_ids[row, width - len(prompts[member]) :] = torch.as_tensor(prompts[member])
-                mask[row, width - len(prompts[member]) :] = 1
+            rows = [torch.as_tensor(prompts[member], dtype=torch.int64) for member in members]
+            input_ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
             # By default, transformers waits for other ranks at each token. Turn it off: ranks have their own prompts.
             output = generate(
                 input_ids.to(causal.device),
@@ -58,7 +56,7 @@ def generate_greedily(
                 synced_gpus=False,
             )
             assert isinstance(output, torch.Tensor)
-            for member, tokens in zip(members, output[:, width:].tolist(), strict=True):
+            for member, tokens in zip(members, output[:, input_ids.shape[1] :].tolist(), strict=True):
                 ends = (position for position, token in enumerate(tokens, start=1) if token in stop_tokens)
                 responses[member] = tokens[: next(ends, None)]
     return responses

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -28,7 +28,7 @@ from spurline_models.architecture import LOADING_ERRORS, build_without_memory, l
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.lengths import LengthLimit, length_limit
 from spurline_models.placement.narrow_weights import narrowable_modules
-from spurline_models.weight_files import layout_of, safetensors_files
+from spurline_models.weight_files import layout_of, safetensors_files, slices_of
 from spurline_text.hub import finding
 from spurline_text.tokenizer import describe_missing
 
@@ -116,10 +116,7 @@ def _with_weights(
     if narrow is not None:
         # Each weight is read in the dtype of its parameter.
         _cast(causal, torch.float32, narrow)
-    with ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(file, "pt")) for file in files]
-        slices = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
-        found, loading = read_into(causal, slices if weights is None else weights, device)
+    found, loading = read_into(causal, slices_of(files) if weights is None else weights, device)
     type(causal)._finalize_model_loading(causal, loading, found)
     check_loaded(model, found.missing_keys, found.mismatched_keys, found.unexpected_keys)
     if causal.can_generate():
@@ -157,21 +154,18 @@ def read_into(
     return found, loading
 
 
-def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Convert weights from their layout in files, such as a tensor for each expert, to the model's parameters.
 
     Args:
         causal: A model on device `meta`. It is moved back to `meta` at the end.
         weights: Tensors, or slices of files, by their names in files.
-        dtype: The dtype of the parameters.
 
     Returns:
         The parameters on CPU, by their names in the model.
     """
-    mapping: Any = get_model_conversion_mapping(causal)
-    loading = LoadStateDictConfig(dtype=dtype, weight_mapping=mapping, device_map={"": "cpu"})
     with quiet_loading():
-        convert_and_load_state_dict_in_model(causal, dict(weights), loading)
+        read_into(causal, weights, "cpu")
     found = {name: value.detach() for name, value in causal.named_parameters() if not value.is_meta}
     nn.Module.to(causal, device="meta")
     return found
@@ -252,16 +246,11 @@ def quiet_loading() -> Iterator[None]:
 
 
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
-    """Run `check_settings` for a loaded model."""
-    return check_settings(causal.config, f"{path} ({type(causal).__name__})", max_length)
-
-
-def check_settings(config: PretrainedConfig, name: str, max_length: int) -> LengthLimit | None:
-    """Check that the loss of a model with this config does not depend on how samples form micro-batches.
+    """Check that the loss of this model does not depend on how samples form micro-batches.
 
     Args:
-        config: The model's config.
-        name: The model's name, for errors.
+        causal: The model. Only its config is read.
+        path: The model's path, for errors.
         max_length: Tokens of the longest sample that the run's data may have.
 
     Returns:
@@ -270,7 +259,7 @@ def check_settings(config: PretrainedConfig, name: str, max_length: int) -> Leng
     Raises:
         ModelError: If the loss would depend on micro-batches.
     """
-    name = f"model.path: {name}"
+    config, name = causal.config, f"model.path: {path} ({type(causal).__name__})"
     for part in (config, config.get_text_config()):
         if getattr(part, "output_router_logits", False):
             raise ModelError(

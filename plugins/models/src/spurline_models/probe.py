@@ -189,17 +189,17 @@ class _Probe:
             with suppress(SpurlineError, *_PROBE_ERRORS), self._computing_exactly():
                 self._model.read_as("stream")
                 packed, windows = self._packed_hidden()
-                if not (self._compare_packing(packed, self._logits) or self._check_windows(windows)):
+                if not (self._compare_packing(packed) or self._check_windows(windows)):
                     return
         self._model.read_as("rows")
 
     def first_difference(self) -> str | None:
         with self._computing_exactly():
             packed, windows = self._packed_hidden()
-            found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed, self._logits)
+            found = self._compare_output_layer(self._states[-1]) or self._compare_packing(packed)
         found = found or self._check_windows(windows)
         if found is None and self._profile.autocast_dtype is not None:
-            found = self._compare_half_precision(self._logits)
+            found = self._compare_half_precision()
         return found
 
     def _own_forward(self) -> tuple[list[Tensor], list[Tensor]]:
@@ -218,21 +218,24 @@ class _Probe:
         with observed_windows() as windows:
             return self._model.hidden(stream.input_ids, stream.position_ids, stream.plan), windows
 
-    def _differences(self, packed: Tensor, reference: list[Tensor]) -> list[Tensor]:
-        """Return the logprobs of each sequence as training computes them, minus the logprobs of `reference` logits."""
+    def _differences(self, packed: Tensor) -> list[Tensor]:
+        """Return by how many standard deviations of the logits the logprobs of training differ, for each sequence."""
+        spread = torch.cat(self._logits).std().clamp_min(1e-30)
         return [
-            self._logprobs(rows[:-1], tokens[1:].to(self._profile.device))
-            - _full_logprobs(logits[:-1], tokens[1:].to(self._profile.device))
-            for rows, tokens, logits in zip(packed.split(_LENGTHS), self._sequences, reference, strict=True)
+            self._difference(rows[:-1], logits[:-1], tokens[1:].to(self._profile.device)).abs() / spread
+            for rows, tokens, logits in zip(packed.split(_LENGTHS), self._sequences, self._logits, strict=True)
         ]
 
-    def _logprobs(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)[0]
+    def _difference(self, hidden: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the logprobs that training computes from hidden states, minus those of the model's own logits."""
+        computed, _ = TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return computed - logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
-    def _compare_packing(self, packed: Tensor, reference: list[Tensor]) -> str | None:
+    def _compare_packing(self, packed: Tensor) -> str | None:
         worst, index = 0.0, 0
-        for number, difference in enumerate(self._differences(packed, reference)):
-            distance = float(difference.abs().max() / _spread(reference))
+        for number, difference in enumerate(self._differences(packed)):
+            distance = float(difference.max())
             if not distance <= worst:
                 worst, index = distance, number
         if worst <= self._tolerance:
@@ -258,9 +261,7 @@ class _Probe:
         loudness = _LOUD_LOGITS / float(self._model.head(states).std().clamp_min(1e-30))
         with own_code(causal), other_attention(causal, _OWN_ATTENTION), _decoder_output(self._model, loudness):
             own = causal(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0]
-        targets = sequence.roll(-1)
-        difference = self._logprobs(states * loudness, targets) - _full_logprobs(own, targets)
-        distance = float(difference.abs().max() / _LOUD_LOGITS)
+        distance = float(self._difference(states * loudness, own, sequence.roll(-1)).abs().max() / _LOUD_LOGITS)
         if distance <= self._tolerance:
             return None
         return (
@@ -304,26 +305,16 @@ class _Probe:
             config.sliding_window = window
         return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
-    def _compare_half_precision(self, reference: list[Tensor]) -> str | None:
+    def _compare_half_precision(self) -> str | None:
         """Compare with half precision, which uses another attention kernel."""
         with self._profile.computing():
-            differences = self._differences(self._packed_hidden()[0], reference)
-        distance = float(torch.cat(differences).abs().mean() / _spread(reference))
+            distance = float(torch.cat(self._differences(self._packed_hidden()[0])).mean())
         if distance <= HALF_PRECISION_TOLERANCE:
             return None
         return (
             f"gives other log-probabilities in bf16 than in fp32: {distance:.2g} standard deviations of the logits on "
             f"average (allowed {HALF_PRECISION_TOLERANCE:g}). Set backend.precision: fp32."
         )
-
-
-def _full_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-def _spread(logits: list[Tensor]) -> Tensor:
-    return torch.cat(logits).std().clamp_min(1e-30)
 
 
 @contextmanager

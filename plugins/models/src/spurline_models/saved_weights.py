@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -33,7 +31,7 @@ from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.optimizers.state import describe
 from spurline_models.placement.narrow_weights import quantizable_modules
 from spurline_models.placement.quantized_weights import QuantizedWeight
-from spurline_models.weight_files import WeightStream, safetensors_files
+from spurline_models.weight_files import WeightStream, safetensors_files, slices_of
 from spurline_models.weights import NamedWeights, digest_of_samples, entry, layer_of
 
 _FACTS = "state.json"
@@ -192,57 +190,47 @@ def _weights(
     model: ModelConfig,
     seed: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as stack:
-        original = stack.enter_context(_OriginalWeights(model, seed, saved)) if frozen else None
-        samples: list[tuple[str, Tensor, Tensor]] = []
-        for group in named.groups:
-            tensors: dict[str, Tensor] = {}
-            for part in group.parts:
-                for source in part.sources:
-                    if source in frozen:
-                        assert original is not None
-                        value = original.read(part.name, named.tensors[source].shape)
-                        held = [(source, value)]
-                        if part.name in quantized:
-                            weight = QuantizedWeight.of(value)
-                            value, held = weight.values(value.dtype), list(weight.named(source))
-                        tensors[source] = value
-                        samples += [entry(*item, saved.frozen_dtype) for item in held]
-                    else:
-                        tensors[source] = saved.read(source)
-            yield from named.weights_of(group, tensors).items()
-            tensors.clear()
-            return_freed_memory()
-        if frozen:
-            check_frozen(saved.where, saved.frozen_weights, digest_of_samples(samples))
+    original = _OriginalWeights(model, seed, saved) if frozen else None
+    samples: list[tuple[str, Tensor, Tensor]] = []
+    for group in named.groups:
+        tensors: dict[str, Tensor] = {}
+        for part in group.parts:
+            for source in part.sources:
+                if source in frozen:
+                    assert original is not None
+                    value = original.read(part.name, named.tensors[source].shape)
+                    held = [(source, value)]
+                    if part.name in quantized:
+                        weight = QuantizedWeight.of(value)
+                        value, held = weight.values(value.dtype), list(weight.named(source))
+                    tensors[source] = value
+                    samples += [entry(*item, saved.frozen_dtype) for item in held]
+                else:
+                    tensors[source] = saved.read(source)
+        yield from named.weights_of(group, tensors).items()
+        tensors.clear()
+        return_freed_memory()
+    if frozen:
+        check_frozen(saved.where, saved.frozen_weights, digest_of_samples(samples))
 
 
 class _OriginalWeights:
-    """A context that reads the weights of `model.path` one layer at a time. Names are as in the model without adapters.
+    """A reader of the weights of `model.path`, one layer at a time. Names are as in the model without adapters.
 
-    With `init: random`, all weights are made when the context is created.
+    With `init: random`, all weights are made at once.
     """
 
     def __init__(self, model: ModelConfig, seed: int, saved: SavedTensors):
         self._causal = _without_values(model, saved.frozen_dtype)
         self._saved = saved
-        self._files = ExitStack()
         self._slices: dict[str, dict[str, Any]] = {}
         self._layer: str | None = None
         self._weights: dict[str, Tensor] = {}
         paths = [] if model.init == "random" else safetensors_files(model)
-        for path in paths:
-            file = self._files.enter_context(safe_open(path, "pt"))
-            for key in file.keys():  # noqa: SIM118
-                self._slices.setdefault(_number_of(key), {})[key] = file.get_slice(key)
+        for key, part in slices_of(paths).items():
+            self._slices.setdefault(_number_of(key), {})[key] = part
         if not paths:
             self._weights = load_model(model, device_profile("cpu"), seed).state_dict()
-
-    def __enter__(self) -> _OriginalWeights:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.close()
 
     def read(self, name: str, shape: torch.Size) -> Tensor:
         """Return the weight of this name on CPU. Raises CheckpointError if it is missing or has another shape."""
@@ -250,7 +238,7 @@ class _OriginalWeights:
         if self._slices and self._layer != layer:
             self._weights.clear()
             self._layer = layer
-            self._weights = joined_weights(self._causal, self._slices.get(layer, {}), self._saved.frozen_dtype)
+            self._weights = joined_weights(self._causal, self._slices.get(layer, {}))
         found = self._weights.get(name)
         if found is None or found.shape != shape:
             there = "none" if found is None else f"one of shape {list(found.shape)}"

@@ -14,28 +14,27 @@ from spurline_models.backend_config import adapters_of
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.experts.router_replay import no_routers
 from spurline_models.experts.routers import find_routers
-from spurline_models.loading import check_settings, quiet_loading
+from spurline_models.loading import check_config, quiet_loading
 from spurline_models.optimizers.groups import check_groups, freeze_parameters
 from spurline_models.streams.stream_model import StreamModel, put_value_head
 
 
 def check_trainable(run: RunConfig) -> None:
     """Raise ConfigError or ModelError if the model cannot be trained with these settings."""
-    config, model = load_model_config(run.model), run.model
+    model = run.model
     try:
-        causal = build_without_memory(config, model)
+        causal = build_without_memory(load_model_config(model), model)
     except ModelError:
         if model.init == "random":
             # The model's code may read its new weights, which are on the meta device here and cannot be read.
             return
         raise
-    name = f"{model.path} ({type(causal).__name__})"
-    check_settings(config, name, run.data.max_length)
+    check_config(causal, model.path, run.data.max_length)
     with quiet_loading():
         # This raises ModelError for a model without a decoder or an output layer.
         StreamModel(causal)
     if run.source.facts.replays_experts and not find_routers(causal):
-        raise no_routers(name)
+        raise no_routers(f"{model.path} ({type(causal).__name__})")
     if model.router_aux_loss is not None:
         balance_coefficient(model, causal)
     adapters = adapters_of(run)

@@ -6,7 +6,7 @@ The check reads only headers and indexes, and opens no pickle. Tensors are writt
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from transformers.modeling_utils import str_to_torch_dtype
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointWriteError, ModelError, listing
@@ -27,27 +28,15 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
+_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
+"""The names of dtypes in safetensors files."""
 DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    name: dtype
+    for name, dtype in str_to_torch_dtype.items()
+    # Optimizer states may have these dtypes, weights may not.
+    if name not in ("F8_E4M3", "F8_E5M2", "U16", "U32", "U64")
 }
 """Dtypes of weights by their names in safetensors files."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    # Optimizer states may have these dtypes, weights may not.
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
 
 
 def check_weight_files(model: ModelConfig) -> None:
@@ -65,7 +54,14 @@ def check_weight_files(model: ModelConfig) -> None:
     if not paths:
         raise ModelError(_without_weights(folder))
     for path in paths:
-        _check_readable(path)
+        try:
+            # This reads the header and checks the file's length.
+            safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(
+                f"model.path: {path} is truncated or not a safetensors file ({str(error)[:300]}; "
+                f"{path.stat().st_size:,} bytes). {_FETCH}"
+            ) from error
 
 
 def _without_weights(folder: Path) -> str:
@@ -131,6 +127,12 @@ def stored_dtype(model: ModelConfig) -> torch.dtype:
     return floating.pop() if len(floating) == 1 else torch.float32
 
 
+def slices_of(paths: Iterable[Path]) -> dict[str, Any]:
+    """Return the tensors of safetensors files by name, as slices whose values are read when they are indexed."""
+    files = [safe_open(path, "pt") for path in paths]
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+
+
 def layout_of(path: Path) -> dict[str, Tensor]:
     """Read the header of a safetensors file, and return its tensors on device `meta`.
 
@@ -138,16 +140,14 @@ def layout_of(path: Path) -> dict[str, Tensor]:
         ModelError: If a dtype is not in `DTYPES`.
     """
     layout: dict[str, Tensor] = {}
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            part: Any = file.get_slice(name)
-            dtype = DTYPES.get(part.get_dtype())
-            if dtype is None:
-                raise ModelError(
-                    f"{path} holds {name} as {part.get_dtype()}. Weights must be {listing(DTYPES)}. Convert the model "
-                    "to BF16 first."
-                )
-            layout[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+    for name, part in slices_of([path]).items():
+        dtype = DTYPES.get(part.get_dtype())
+        if dtype is None:
+            raise ModelError(
+                f"{path} holds {name} as {part.get_dtype()}. Weights must be {listing(DTYPES)}. Convert the model "
+                "to BF16 first."
+            )
+        layout[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
     return layout
 
 
@@ -162,18 +162,6 @@ def _names_in(index: Path) -> list[str]:
     if not all(name.endswith(".safetensors") for name in names):
         raise ModelError(f"model.path: {index} names files that are not safetensors: {listing(names[:4])}.")
     return names
-
-
-def _check_readable(path: Path) -> None:
-    """Raise ModelError if `safe_open`, which reads the header and checks the file's length, raises an error."""
-    try:
-        with safe_open(path, "pt") as _:
-            pass
-    except (SafetensorError, OSError) as error:
-        raise ModelError(
-            f"model.path: {path} is truncated or not a safetensors file ({str(error)[:300]}; "
-            f"{path.stat().st_size:,} bytes). {_FETCH}"
-        ) from error
 
 
 def values_of_tensor(tensor: Tensor) -> Values:

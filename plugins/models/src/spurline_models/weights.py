@@ -135,27 +135,22 @@ class NamedWeights(GroupedWeights):
             for path, layer in self._layers.items()
         }
         adapters: dict[str, list[str]] = {path: [] for path in self._layers}
+        if self._layers:
+            from spurline_models.adapters.lora import adapter_parameters
+
+            for path, part, _ in adapter_parameters(self._causal):
+                adapters[path].append(f"{path}.{part}")
+        of_adapters = {source for sources in adapters.values() for source in sources}
         names: dict[str, str] = {}
         seen: set[int] = set()
         for source, tensor in self.tensors.items():
-            path = self._layer_of_adapter(source)
-            if path is not None:
-                adapters[path].append(source)
-            elif id(tensor) not in seen:
+            if source not in of_adapters and id(tensor) not in seen:
                 seen.add(id(tensor))
                 names[source] = without_adapters(source) if self._layers else source
         for source, name in names.items():
             layer = merged.pop(name, None)
             yield WeightPart(name, (source, *adapters.get(layer or "", ())), layer)
         assert not merged, f"adapters without the weight they adapt: {merged}"
-
-    def _layer_of_adapter(self, source: str) -> str | None:
-        """Return the innermost layer whose adapter has this tensor."""
-        paths = [path for path in self._layers if source.startswith(f"{path}.")]
-        innermost = max(paths, key=len, default=None)
-        if innermost is None or source.removeprefix(f"{innermost}.").startswith("base_layer."):
-            return None
-        return innermost
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
         # transformers renames and fuses some weights when it loads them. `revert_weight_conversion` undoes this.
@@ -222,14 +217,10 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
 
 
 def entry(name: str, tensor: Tensor, wide: torch.dtype | None) -> tuple[str, Tensor, Tensor]:
-    """Return the tensor's entry for `digest_of_samples`, cast to the dtype `wide` if it is given."""
-    return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample(tensor).to(wide)
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Return the values of the tensor that a digest covers."""
+    """Return (name, tensor on `meta` with shape and dtype, sampled values), cast to the dtype `wide` if it is given."""
     values = tensor.detach().reshape(-1)
-    return values[sampled_positions(values.numel()).to(values.device)]
+    sample = values[sampled_positions(values.numel()).to(values.device)].to(wide)
+    return name, torch.empty(tensor.shape, dtype=wide or tensor.dtype, device="meta"), sample
 
 
 def sampled_positions(num_values: int) -> Tensor:
@@ -241,7 +232,7 @@ def sampled_positions(num_values: int) -> Tensor:
 
 
 def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
-    """Return the hex digest of (name, tensor with shape and dtype, its `sample`) entries. Their order has no effect."""
+    """Return the hex digest of the results of `entry`. Their order has no effect."""
     entries: dict[str, bytes] = {}
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()

@@ -28,38 +28,33 @@ class PreferenceSourceConfig(SourceConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)
+        for reason in self._misfits(run):
+            yield Problem("name", f"is {self.name}, {reason}")
+
+    def _misfits(self, run: RunConfig) -> Iterable[str]:
         if run.loss.trains_on == "tokens":
-            yield Problem(
-                "name",
-                f"is {self.name}, but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set "
-                "loss: dpo, or remove the setting `loss`.",
+            yield (
+                f"but loss: {run.loss.name} would train on rejected answers as on chosen ones. Set loss: dpo, or "
+                "remove the setting `loss`."
             )
         if run.reduction.name == "fixed_norm":
-            yield Problem(
-                "name",
-                f"is {self.name}, which gives all pairs the same weight, but reduction: fixed_norm counts tokens. "
-                "Remove the setting `reduction`.",
+            yield (
+                "which gives all pairs the same weight, but reduction: fixed_norm counts tokens. Remove the setting "
+                "`reduction`."
             )
         if run.data.too_long == "split":
-            yield Problem(
-                "name",
-                f"is {self.name}, but data.too_long: split would cut an answer in two. Set data.too_long to truncate, "
-                "drop or error.",
-            )
+            yield "but data.too_long: split would cut an answer in two. Set data.too_long to truncate, drop or error."
         for entry in (*run.data.train, *run.data.eval):
             if entry.format not in ("auto", "prompt_completion"):
-                yield Problem(
-                    "name",
-                    f"is {self.name}, which reads prompt, chosen and rejected, but a dataset has format: "
-                    f"{entry.format}. Remove the format. If columns have other names, set `columns`.",
+                yield (
+                    f"which reads prompt, chosen and rejected, but a dataset has format: {entry.format}. Remove the "
+                    "format. If columns have other names, set `columns`."
                 )
         capacity = run.collator.row_capacity
         if capacity is not None and run.data.max_length <= capacity < 2 * run.data.max_length:
-            yield Problem(
-                "name",
-                f"is {self.name}, and a pair may have {2 * run.data.max_length} tokens, twice data.max_length, but "
-                f"collator.max_tokens is {capacity}. Set data.max_length: {capacity // 2}, or raise "
-                "collator.max_tokens.",
+            yield (
+                f"and a pair may have {2 * run.data.max_length} tokens, twice data.max_length, but collator.max_tokens "
+                f"is {capacity}. Set data.max_length: {capacity // 2}, or raise collator.max_tokens."
             )
 
 

@@ -204,12 +204,6 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
     }
 
 
-Pairs = NDArray[np.int64]
-
-OTHER_ANSWER_LEFT_OUT = "other_answer_left_out"
-"""Reason why a usable answer is left out: the other answer of its pair is not usable."""
-
-
 class PairSet(SampleSet):
     """A set of samples in which each sample is a pair. A row with an unusable answer is left out and counted."""
 
@@ -258,7 +252,8 @@ class PairSet(SampleSet):
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
-        dropped = {**facts["dropped"], **({OTHER_ANSWER_LEFT_OUT: alone} if alone else {})}
+        # These answers are usable, and the other answers of their pairs are not.
+        dropped = {**facts["dropped"], **({"other_answer_left_out": alone} if alone else {})}
         notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
 
@@ -277,7 +272,7 @@ class PairSet(SampleSet):
         return [side_of(source, side) for source in opened for side in SIDES]
 
 
-def _pairs_of_dataset(store: TokenStore, dataset: int) -> Pairs:
+def _pairs_of_dataset(store: TokenStore, dataset: int) -> NDArray[np.int64]:
     """Return the store indices of both answers of each complete row, int64 [pairs, 2], in the order of the rows."""
     places = [np.flatnonzero(store.source == len(SIDES) * dataset + side) for side in range(len(SIDES))]
     _, of_chosen, of_rejected = np.intersect1d(

@@ -106,7 +106,7 @@ def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: st
         return open_run(load_run(path), checkpoint, progress)
     if checkpoint != "latest":
         raise UserError(f"--checkpoint is for runs, but {target} is not a run.")
-    return open_model(target, progress)
+    return open_model(ModelConfig(path=target), progress)
 
 
 def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
@@ -115,7 +115,7 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
     store = CheckpointStore(directory.checkpoints)
     found = store.chosen(checkpoint)
     progress(f"reading {found.path}")
-    target = _open(loaded.config.model, progress, exported_weights(loaded, found))
+    target = open_model(loaded.config.model, progress, exported_weights(loaded, found))
     own = loaded.config.source.facts.sampling
     sampling = target.sampling
     if own is not None:
@@ -123,30 +123,26 @@ def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Targe
     return replace(target, words=f"{directory.path}, step {found.step:,}", sampling=sampling)
 
 
-def open_model(path: str, progress: Progress) -> Target:
-    """Open a model in a folder or on the hub. Raises ModelError."""
-    return _open(ModelConfig(path=path), progress)
-
-
-def _open(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
-    """Open a model with `weights`, or with the weights of the model's files if `weights` is None."""
+def open_model(model: ModelConfig, progress: Progress, weights: dict[str, Tensor] | None = None) -> Target:
+    """Open a model with `weights`, or with those of its files if `weights` is None. Raises ModelError."""
     progress("loading the tokenizer")
     tokenizer = load_tokenizer(model)
     progress("loading weights")
-    is_trained = weights is not None
-    causal = load_model(model, device_profile(setting="device"), seed=0, weights=weights).eval()
-    if is_trained:
+    causal = load_model(model, device_profile(), seed=0, weights=weights).eval()
+    if weights is not None:
         causal.generation_config = generation_config(model, tokenizer)
     limit = position_limit(load_model_config(model))
     context = None if limit is None else limit.tokens
-    sampling, advised = Sampling(), causal.generation_config
+    stops, sampling, advised = tuple(stop_tokens(causal, model)), Sampling(), causal.generation_config
     if advised is not None and advised.do_sample:
         sampling = Sampling(
             temperature=1.0 if advised.temperature is None else advised.temperature,
             top_p=1.0 if advised.top_p is None else advised.top_p,
             top_k=advised.top_k or 0,
         )
-    return Target(model.path, causal, tokenizer, sampling, tuple(stop_tokens(causal, model)), context)
+    # `answer` alone says how answers are generated.
+    causal.generation_config = GenerationConfig()
+    return Target(model.path, causal, tokenizer, sampling, stops, context)
 
 
 def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
@@ -276,18 +272,14 @@ def answer(
     )
     ids = torch.tensor([list(prompt)], device=target.causal.device)
     generate: Any = target.causal.generate
-    own, target.causal.generation_config = target.causal.generation_config, GenerationConfig()
-    try:
-        with torch.inference_mode():
-            output = generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                generation_config=config,
-                tokenizer=target.tokenizer,
-                streamer=None if seen is None or count > 1 else _Watched(target, seen),
-            )
-    finally:
-        target.causal.generation_config = own
+    with torch.inference_mode():
+        output = generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            tokenizer=target.tokenizer,
+            streamer=None if seen is None or count > 1 else _Watched(target, seen),
+        )
     return [_read(target, tokens, config.max_new_tokens) for tokens in output[:, len(prompt) :].tolist()]
 
 

@@ -200,7 +200,12 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     count, top_k = num_experts(model), experts_per_token(model)
     if count is None or top_k is None:
         raise no_routers(f"{config.name_or_path} ({config.model_type})")
-    check_experts(experts.flatten(0, 1), model.num_hidden_layers, top_k)
+    layers = model.num_hidden_layers
+    if tuple(experts.shape[2:]) != (layers, top_k):
+        raise DataError(
+            f"The rollouts have {experts.shape[3]} experts in each of {experts.shape[2]} layers for a token, and the "
+            f"model has {top_k} in {layers} layers. The rollouts come from another model. Record them again."
+        )
     # Check row by row to save memory, since the column is large.
     for row in experts:
         known = row >= 0
@@ -211,15 +216,6 @@ def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
                 "expert is -1, the token's others in the layer must be too.) The rollouts come from another model. "
                 "Record them again."
             )
-
-
-def check_experts(experts: Tensor, num_layers: int, top_k: int) -> None:
-    """Raise DataError unless experts [T, layers, top_k] have this number of layers and this top_k."""
-    if tuple(experts.shape[1:]) != (num_layers, top_k):
-        raise DataError(
-            f"The rollouts have {experts.shape[2]} experts in each of {experts.shape[1]} layers for a token, and the "
-            f"model has {top_k} in {num_layers} layers. The rollouts come from another model. Record them again."
-        )
 
 
 def no_routers(model: str) -> ModelError:

@@ -42,12 +42,9 @@ from spurline_models.placement.offloading import DeviceMemory, DeviceTensors
 from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head
-from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream, tokens_per_row
+from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
 from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
-
-_CRITIC_FOLDER = "critic"
-"""The critic's folder in the backend's part of a checkpoint. The policy's files are beside that folder."""
 
 
 class LocalBackend:
@@ -66,7 +63,10 @@ class LocalBackend:
         self._model = StreamModel(causal, config.logits_chunk_tokens)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
-        self._probe()
+        if config.probe:
+            check_exactness(self._model, self._profile, run.model.path)
+        else:
+            choose_reading(self._model, self._profile)
         replays, balances = run.source.facts.replays_experts, self._balance is not None
         check_routers(self._model, self._profile, run.model.path, replays=replays, balances=balances)
         recipe = policy_optimization(run, registry, total_updates)
@@ -208,16 +208,14 @@ class LocalBackend:
     def load(self, path: Path, digests: Mapping[str, FileDigest] | None = None) -> None:
         self._refuse_swapped("loaded")
         self._memory.check_here("loaded from a checkpoint")
-        puts = [read_training_state(path, self._policy)]
-        if self._critic is not None:
-            puts.insert(0, read_training_state(path / _CRITIC_FOLDER, self._critic))
+        puts = [read_training_state(path / folder, trained) for folder, trained in self._trained().items()]
         # Nothing is changed unless the states of all models fit.
         for put in puts:
             put()
 
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")
-        for trained in self._trained_models():
+        for trained in self._trained().values():
             # Compute this digest now, while the weights are on the device, since a checkpoint may need it later.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
@@ -229,12 +227,6 @@ class LocalBackend:
         for name in ("_model", "_reference", "_policy", "_critic", "_memory", "_copies"):
             self.__dict__.pop(name, None)
         self._profile.release_cached_memory()
-
-    def _probe(self) -> None:
-        if self._config.probe:
-            check_exactness(self._model, self._profile, self._run.model.path)
-        else:
-            choose_reading(self._model, self._profile)
 
     def _accumulate(self, trained: TrainedModel, batch: TrainingBatch, objective: Objective, role: Role) -> StepSums:
         streams = self._streams(batch, objective.loss.needs)
@@ -259,16 +251,15 @@ class LocalBackend:
     def _stop_tokens(self) -> list[int]:
         return stop_tokens(self._model.causal, self._run.model)
 
-    def _states(self) -> dict[str, TrainingState]:
-        """Return the states of the trained models for a checkpoint, keyed by folder."""
-        models = {"": self._policy} | ({} if self._critic is None else {_CRITIC_FOLDER: self._critic})
-        return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in models.items()}
+    def _trained(self) -> dict[str, TrainedModel]:
+        """Return the trained models, keyed by their folder in a checkpoint."""
+        return {"": self._policy} | ({} if self._critic is None else {"critic": self._critic})
 
-    def _trained_models(self) -> list[TrainedModel]:
-        return [self._policy, *([] if self._critic is None else [self._critic])]
+    def _states(self) -> dict[str, TrainingState]:
+        return {folder: TrainingState.of(trained, self._memory.read) for folder, trained in self._trained().items()}
 
     def _device_tensors(self) -> DeviceTensors:
-        models = [trained.tensors() for trained in self._trained_models()]
+        models = [trained.tensors() for trained in self._trained().values()]
         weights = [tensor for tensors in models for tensor in tensors.weights]
         if self._reference is not None:
             weights += [*self._reference.causal.parameters(), *self._reference.causal.buffers()]
@@ -316,7 +307,7 @@ def _write(path: Path, states: Mapping[str, TrainingState]) -> dict[str, FileDig
 
 def cut_rows(batch: TrainingBatch, config: LocalBackendConfig) -> list[Rows]:
     """Return the row numbers of each micro-batch, in increasing order. Rows of one unit (`unit_ids`) stay together."""
-    tokens = tokens_per_row(batch)
+    tokens = (batch.tokens["segment_ids"] > 0).sum(1).numpy()
     rows = np.flatnonzero(tokens)
     if config.rows_per_microbatch is not None:
         cost, limit = np.ones_like(tokens), config.rows_per_microbatch

@@ -115,11 +115,6 @@ class LocalBackendConfig(TransformersBackendConfig):
             return None
         return resolve("spurline_models.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
-    @property
-    def offloads_activations(self) -> bool:
-        """True if activations leave the device. On a CPU there is only host memory."""
-        return self.offload_activations and self.planned_device == "cuda"
-
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
         if may_be_narrow and not self.narrow_weights:

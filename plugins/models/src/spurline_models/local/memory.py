@@ -28,38 +28,37 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     held = {name: shape for name, shape in shapes.trained.items() if name in shapes.narrowable}
     narrow = num_values(held) if config.narrow_weights else 0
     trained = num_values(shapes.trained)
-    critic = None if run.trained_critic is None else run.trained_critic.optimizer
-    optimizers = [run.optimizer, *([] if critic is None else [critic])]
-
     weights, rounded = _held_weights(config, run, shapes)
+    optimizers = [run.optimizer, *([] if run.trained_critic is None else [run.trained_critic.optimizer])]
+    states = [one.state_bytes(shapes.trained, wide) for one in optimizers]
     # An optimizer on the host steps on copies of all trained weights.
     masters = (trained if config.offload_optimizer else narrow) * wide
-    kept = {"weights": weights}
+    # The copies from which an asynchronous checkpoint is written.
+    copy = sum(trained * wide + state for state in states) if run.checkpoint.is_async else 0
     host = 0
-    if config.offload_optimizer and config.planned_device == "cuda":
-        host += sum(masters + one.state_bytes(shapes.trained, wide) for one in optimizers)
-        masters, optimizers = 0, []
-    kept["optimizer"] = run.optimizer.state_bytes(shapes.trained, wide) if optimizers else 0
+    if config.planned_device == "cuda":
+        host, copy = copy, 0
+        if config.offload_optimizer:
+            host += sum(masters + state for state in states)
+            masters, states = 0, [0 for _ in states]
+    kept = {"weights": weights, "optimizer": states[0]}
     if masters:
         kept["masters"] = masters
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
         kept["reference"] = weights
-    if critic is not None:
+    if run.trained_critic is not None:
         # The critic is as large as the policy. Its gradients are freed before the policy has any.
-        kept["critic"] = weights + masters + (critic.state_bytes(shapes.trained, wide) if optimizers else 0)
-    if run.checkpoint.is_async:
-        models = [run.optimizer, *([] if critic is None else [critic])]
-        copy = sum(trained * wide + one.state_bytes(shapes.trained, wide) for one in models)
-        if config.planned_device == "cpu":
-            kept["checkpoint copy"] = copy
-        else:
-            host += copy
+        kept["critic"] = weights + masters + states[1]
+    if copy:
+        kept["checkpoint copy"] = copy
 
     several = microbatch < tokens
     # Sums of gradients over several micro-batches are in full precision.
     gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
+    # On a CPU there is only host memory.
+    offloading = config.offload_activations and config.planned_device == "cuda"
     on_device, on_host = shapes.activation_bytes(
-        computed, wide, checkpointing=config.activation_checkpointing, offloading=config.offloads_activations
+        computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
     )
     host += microbatch * on_host
     forward = {

@@ -80,11 +80,9 @@ class TrainedModel:
 
     def gradients(self) -> list[tuple[str, Tensor]]:
         """Return (name, gradient in `weight_dtype` on CPU) of each parameter."""
-        found = self._gradients()
+        found, dtype = self._gradients(), self._weight_dtype
         return [
-            (name, torch.zeros(value.shape, dtype=self._weight_dtype))
-            if name not in found
-            else (name, found[name].to("cpu", self._weight_dtype))
+            (name, found[name].to("cpu", dtype) if name in found else torch.zeros(value.shape, dtype=dtype))
             for name, value in self.parameters.items()
         ]
 

@@ -8,7 +8,7 @@ State tensors of a sharded parameter must be DTensors with its shape and shardin
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import Tensor
@@ -48,13 +48,7 @@ class OptimizerState:
 
     def facts(self) -> dict[str, Any]:
         """Return everything except the tensors, as JSON."""
-        return {
-            "optimizer": self.optimizer,
-            "values": dict(self.values),
-            "groups": self.groups,
-            "shapes": dict(self.shapes),
-            "on_host": list(self.on_host),
-        }
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
 
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OptimizerState:

@@ -34,12 +34,11 @@ class DeviceTensors:
 
 @dataclass
 class _Absent:
-    """A freed storage. `host` is a copy of its content, uint8 [size]. For scratch, `host` may be None."""
+    """A freed storage. `host` is a copy of its content, uint8 [size], or None for scratch that nobody has read."""
 
     storage: UntypedStorage
     size: int
     host: Tensor | None
-    is_scratch: bool
 
 
 class DeviceMemory:
@@ -85,7 +84,7 @@ class DeviceMemory:
                     f"{left:,} bytes of {self._profile.device} that were given to engines cannot be taken back "
                     f"({error}). Do the engines sleep, and does another process use the device?"
                 ) from error
-            if absent.host is not None and not absent.is_scratch:
+            if absent.host is not None:
                 _bytes_of(absent.storage).copy_(absent.host)
             # The host's copy is freed before the next storage is moved.
             del self._absent[key]
@@ -125,7 +124,7 @@ class DeviceMemory:
                 ) from error
             host.copy_(_bytes_of(storage))
         storage.resize_(0)
-        return _Absent(storage, size, host, is_scratch)
+        return _Absent(storage, size, host)
 
     def _storages(self, tensors: Iterable[Tensor]) -> Iterator[tuple[int, UntypedStorage]]:
         """Yield (key, storage) for memory on the device. A storage may be yielded several times."""

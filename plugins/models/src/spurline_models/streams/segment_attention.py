@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -126,7 +125,8 @@ def attend_segments(
         output = _varlen(query, key, value, plan, scores)
     else:
         # The backward pass of slices would allocate zeros for the whole stream. So use `split`.
-        parts = (part.split(plan.tokens_of_buckets) for part in (query, key, value))
+        tokens = [bucket.tokens for bucket in plan.buckets]
+        parts = (part.split(tokens) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
         outputs = [_attend(bucket, q, k, v, scores, dropout) for bucket, q, k, v in buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -170,16 +170,11 @@ def _varlen_kernel_fits(query: Tensor, key: Tensor, value: Tensor, scores: Score
         and scores.sinks is None
         and query.is_cuda
         and query.dtype in _HALF_PRECISION
-        and _is_ampere_or_newer(query.device)
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and dropout == 0.0
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
         and query.shape[-1] % 8 == 0
     )
-
-
-@cache
-def _is_ampere_or_newer(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores: Scores) -> Tensor:
@@ -204,8 +199,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
     """Attend within one bucket of [tokens, heads, D]. Padding comes after a row's tokens, so no token sees it."""
     if bucket.slots is not None:
+        num_slots = bucket.count * bucket.length
         query, key, value = (
-            Pad.apply(part, bucket.slots, bucket.count * bucket.length) for part in (query, key, value)
+            part.new_zeros((num_slots, *part.shape[1:])).index_copy_(0, bucket.slots, part)
+            for part in (query, key, value)
         )
     rows = (bucket.count, bucket.length)
     query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
@@ -241,71 +238,44 @@ def _blocks(rows: Tensor, size: int) -> Tensor:
     return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
 
 
+_SINK_WIDTH = 8
+"""Number of columns added to each head for the sink. Half-precision kernels need head sizes divisible by 8."""
+
+
 def _attend_visible(
     query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, dropout: float
 ) -> Tensor:
-    """Attend from queries [B, H, Q, D] to keys [B, K, T, D]. `visible` is [Q, T]; if None, attention is causal."""
+    """Attend from queries [B, H, Q, D] to keys [B, K, T, D]. `visible` is [Q, T]; if None, attention is causal.
+
+    A sink is an extra first key, which all queries see. Its score is the head's sink, and its value is 0. So that any
+    kernel can compute this, queries get an extra column with the sink. The extra key has a 1 in this column, and all
+    other keys have a 0. An extra first query keeps the causal order.
+    """
+    scaling, value_width = scores.scaling, value.shape[-1]
     if scores.sinks is not None:
-        return _attend_with_sinks(query, key, value, visible, scores, scores.sinks, dropout)
-    return _dot_product_attention(query, key, value, visible, scores.scaling, dropout)
-
-
-def _dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scaling: float | None, dropout: float
-) -> Tensor:
+        width = query.shape[-1]
+        scaling = scaling or 1 / math.sqrt(width)
+        column = (scores.sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+        query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
+        sink = key.new_zeros(width + _SINK_WIDTH)
+        sink[width] = 1
+        key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
+        value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
+        visible = None if visible is None else F.pad(visible, (1, 0, 1, 0), value=True)
     grouped = query.shape[1] != key.shape[1]
     if grouped and query.is_cuda and (visible is not None or query.dtype not in _HALF_PRECISION):
         # CUDA has no memory-efficient kernel with grouped heads for these cases, and would keep all scores.
         heads = query.shape[1] // key.shape[1]
         key, value = (part.repeat_interleave(heads, dim=1) for part in (key, value))
         grouped = False
-    return F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         query, key, value, visible, dropout, is_causal=visible is None, scale=scaling, enable_gqa=grouped
     )
-
-
-_SINK_WIDTH = 8
-"""Number of columns added to each head for the sink. Half-precision kernels need head sizes divisible by 8."""
-
-
-def _attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scores: Scores, sinks: Tensor, dropout: float
-) -> Tensor:
-    """Attend with an extra first key, which all queries see. Its score is the head's sink, and its value is 0.
-
-    Any kernel can compute this. Queries get an extra column with the sink. The extra key has a 1 in this column, and
-    all other keys have a 0. An extra first query keeps the causal order.
-    """
-    width, scaling = query.shape[-1], scores.scaling or 1 / math.sqrt(query.shape[-1])
-    value_width = value.shape[-1]
-    column = (sinks.to(query.dtype) / scaling).view(1, -1, 1, 1).expand(query.shape[0], -1, query.shape[2], 1)
-    query = F.pad(torch.cat([query, column], dim=-1), (0, _SINK_WIDTH - 1, 1, 0))
-    sink = key.new_zeros(width + _SINK_WIDTH)
-    sink[width] = 1
-    key = torch.cat([sink.expand(*key.shape[:2], 1, -1), F.pad(key, (0, _SINK_WIDTH))], dim=2)
-    value = F.pad(value, (0, _SINK_WIDTH, 1, 0))
-    if visible is not None:
-        visible = F.pad(visible, (1, 0, 1, 0), value=True)
-    output = _dot_product_attention(query, key, value, visible, scaling, dropout)
-    return output[:, :, 1:, :value_width]
-
-
-class Pad(torch.autograd.Function):
-    """A copy of rows into slots of a zeroed tensor. Padding has no gradient, so the backward pass only gathers."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
-        ctx.save_for_backward(slots)
-        return rows.new_zeros((num_slots, *rows.shape[1:])).index_copy_(0, slots, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (slots,) = ctx.saved_tensors
-        return grads[0].index_select(0, slots), None, None
+    return output if scores.sinks is None else output[:, :, 1:, :value_width]
 
 
 class Unpad(torch.autograd.Function):
-    """The inverse of `Pad`."""
+    """The rows in these slots of a padded tensor. Slots are distinct, so the backward pass copies and adds nothing."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:

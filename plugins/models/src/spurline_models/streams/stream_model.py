@@ -25,7 +25,7 @@ from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
 from spurline_models.device_profile import DeviceProfile, slots_per_pass
 from spurline_models.experts.router_balance import StreamBalance
-from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting, check_experts
+from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
 from spurline_models.placement.activation_offloading import ActivationOffloading
@@ -138,8 +138,6 @@ class StreamModel:
         num_fill: int = 0,
     ) -> Tensor:
         """Return the last hidden states [T, H] of a stream [1, T]. `TokenStream` describes the arguments."""
-        if routed_experts is not None:
-            check_experts(routed_experts, self.routing.num_layers, self.routing.top_k)
         if self.reading == "rows":
             return self._hidden_of_rows(input_ids[0], position_ids[0], plan, routed_experts, num_fill)
         return self._decoder_output(
@@ -169,13 +167,13 @@ class StreamModel:
         for row_pass in self._row_passes(plan, device):
             # Routers do not count the fill at the beginning of the stream.
             fill = max(0, num_fill - row_pass.tokens.start)
-            real = row_pass.is_real
+            slots = row_pass.bucket.slots
             experts = None if routed_experts is None else row_pass.rows(routed_experts, -1).flatten(0, 1)
             hidden = self._decoder_output(
                 row_pass.rows(input_ids),
                 row_pass.positions(position_ids),
                 experts,
-                slice(fill, None) if isinstance(real, slice) else real[fill:],
+                slice(fill, None) if slots is None else slots[fill:],
                 slice(row_pass.tokens.start + fill, row_pass.tokens.stop),
             )
             parts.append(row_pass.stream(hidden))
@@ -194,7 +192,7 @@ class StreamModel:
         **options: Any,
     ) -> Tensor:
         """Return [B, T, H]. `counted` selects tokens without padding. `stream_tokens` is their range in the stream."""
-        if "routing" in self.__dict__:
+        if routed_experts is not None or "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
             options[ROUTED_EXPERTS] = routed_experts
@@ -212,15 +210,10 @@ class StreamModel:
 
 
 class ValueModel(StreamModel):
-    """A decoder with a value head.
+    """A decoder with a value head, which `put_value_head` has put on it.
 
     In its loss inputs, `logprobs` has values. The value of a token is the expected return before the token is chosen.
     """
-
-    def __init__(self, causal: PreTrainedModel):
-        if not isinstance(causal.get_output_embeddings(), ValueHead):
-            put_value_head(causal)
-        super().__init__(causal)
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:
         """Return the inputs of a critic's loss, without temperature and entropy.
@@ -296,11 +289,6 @@ class RowPass:
 
     tokens: slice
     bucket: Bucket
-
-    @property
-    def is_real(self) -> Tensor | slice:
-        """The slots of the flattened rows that hold tokens, not padding."""
-        return slice(None) if self.bucket.slots is None else self.bucket.slots
 
     def rows(self, values: Tensor, padding: int = 0) -> Tensor:
         """Arrange values [T, ...] of the stream as [rows, length, ...], without gradient."""

@@ -69,7 +69,6 @@ class SegmentPlan:
         cu_seqlens: int32 [S + 1], the start of each segment, and T at the end.
         max_length: Tokens of the longest segment.
         buckets: Buckets that cover the stream in order.
-        tokens_of_buckets: Number of tokens of each bucket, for `Tensor.split`.
         exchange: The exchange with other processes. None if one process has the whole stream.
     """
 
@@ -77,7 +76,6 @@ class SegmentPlan:
     cu_seqlens: Tensor
     max_length: int
     buckets: tuple[Bucket, ...]
-    tokens_of_buckets: tuple[int, ...]
     exchange: AttentionExchange | None = None
 
     @property
@@ -170,13 +168,6 @@ def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
         )
 
 
-def tokens_per_row(batch: TrainingBatch) -> NDArray[np.int64]:
-    """Return the number of tokens of each row without padding, int64 [R]."""
-    lengths = batch.segments["length"]
-    ends = np.concatenate([[0], np.cumsum(lengths.values, dtype=np.int64)])
-    return np.diff(ends[lengths.offsets])
-
-
 def token_stream(
     batch: TrainingBatch, rows: Rows, columns: Collection[str], profile: DeviceProfile
 ) -> TokenStream | None:
@@ -245,13 +236,11 @@ def plan_segments(lengths: NDArray[np.int64], slots_per_call: int, send: Send) -
     """
     cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    buckets = cut_buckets(lengths, slots_per_call, send)
     return SegmentPlan(
         lengths=lengths,
         cu_seqlens=send(torch.from_numpy(cu_seqlens)),
         max_length=int(lengths[-1]) if len(lengths) else 0,
-        buckets=buckets,
-        tokens_of_buckets=tuple(bucket.tokens for bucket in buckets),
+        buckets=cut_buckets(lengths, slots_per_call, send),
     )
 
 

@@ -67,7 +67,7 @@ class WeightWriter:
         if not group.weights.keys() <= self._waiting.keys():
             return
         parts = {name: self._waiting.pop(name) for name in group.weights}
-        joined = joined_weights(self._without_memory, parts, self._causal.dtype)
+        joined = joined_weights(self._without_memory, parts)
         for part in group.parts:
             self._named.tensors[part.name].copy_(joined[part.name])
 
