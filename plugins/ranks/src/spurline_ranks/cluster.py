@@ -105,15 +105,11 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
     from spurline_ranks.cluster_checks import check_machines
 
     check_ray()
-    from spurline_ranks.cluster_room import RunRoom
+    from spurline_ranks.cluster_room import reserved_room
 
-    room = RunRoom(cluster_request(run))
-    try:
-        room.reserve(list(needs.values()))
-        check_machines(run, room.ask)
+    with reserved_room(cluster_request(run), list(needs.values())) as ask:
+        check_machines(run, ask)
         yield
-    finally:
-        room.close()
 
 
 def names_cluster(values: Mapping[str, Any]) -> bool:
