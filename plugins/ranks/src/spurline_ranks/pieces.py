@@ -87,10 +87,6 @@ class Piece:
     values: Tensor
     span: tuple[int, int] | None = None
 
-    @property
-    def range(self) -> tuple[int, int]:
-        return (0, self.box.num_values) if self.span is None else self.span
-
 
 def held_box(tensor: Tensor) -> Box:
     """Return the box of a tensor that this process holds: the local part of a DTensor, or the whole tensor."""
@@ -167,7 +163,8 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
     for number, piece in enumerate(pieces):
         name = piece.key if piece.key not in stored else f"{piece.key}~{number}"
         stored[name] = values_of_tensor(piece.values)
-        places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
+        span = piece.span or (0, piece.box.num_values)
+        places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, span]
     return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
 
 
