@@ -40,6 +40,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 import torch
 
@@ -245,6 +246,16 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120,
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(every_s)
+
+
+def assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)
+
+
+def anonymous_bytes(pid: int | str = "self") -> int:
+    """Memory that is the process's own; pages of mapped files can be given back at any time."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 def train_command(config: Path) -> list[str]:

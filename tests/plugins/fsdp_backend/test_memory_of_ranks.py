@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from fsdp_layouts import in_bf16
+from run_helpers import anonymous_bytes
 
 from spurline.protocols.backend import Backend, YieldsDevice
 from spurline.protocols.collator import ParallelLayout
@@ -54,12 +55,6 @@ def ranks_of(model: Path, ranks: int) -> Iterator[tuple[Backend, list[int]]]:
     with opened(backend_run(model, settings, ("fsdp_backend",))) as (backend, _):
         after = {child.pid for child in psutil.Process().children(recursive=True)}
         yield backend, sorted(after - before)[-ranks:]
-
-
-def anonymous_bytes(pid: int) -> int:
-    """Memory that is the process's own; pages of mapped files can be given back at any time."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 class Peak:

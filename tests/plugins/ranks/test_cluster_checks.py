@@ -73,7 +73,7 @@ def test_what_engines_compute_with_counts_where_there_are_engines(
     check_machines(run, ask_two(other))
     # A module whose distribution has another name, as vLLM for CPUs has.
     need = ClusterNeed("engines", 1, 1, 1, modules=("yaml",))
-    monkeypatch.setattr(cluster_checks, "cluster_needs", lambda run: [("source.engine", need)])
+    monkeypatch.setattr(cluster_checks, "cluster_needs", lambda run: [need])
     with pytest.raises(ConfigError, match=r"yaml is PyYAML [6-9]\S* on this machine, a and PyYAML 5 on b"):
         check_machines(run, ask_two(other))
 

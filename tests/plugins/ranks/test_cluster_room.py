@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from ray_clusters import CPUS, GPUS, add_machine, two_machines
@@ -14,7 +16,7 @@ from spurline.protocols.ranks import ClusterNeed, RankRequest
 from spurline_ranks.group import ClusterRequest, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
-from spurline_ranks.cluster_room import Place, RunRoom, room_for
+from spurline_ranks.cluster_room import Place, reserved_room, room_for
 from spurline_ranks.ray_cluster import Node, RayCluster
 
 pytestmark = pytest.mark.processes
@@ -22,7 +24,7 @@ AT_ONCE = ClusterRequest(room_timeout_s=0.0)
 RANKS = RankRequest(2 * GPUS, "cuda", "ray", per_node=GPUS)
 """They fill two of the machines."""
 
-Reserve = Callable[..., RunRoom]
+Reserve = Callable[..., Callable[..., Any]]
 
 
 def engines(count: int, gpus: int) -> ClusterNeed:
@@ -52,22 +54,14 @@ def joined() -> Iterator[RayCluster]:
 
 @pytest.fixture
 def reserve(joined: RayCluster) -> Iterator[Reserve]:
-    """Reserves room for needs; afterwards all resources are free again."""
-    rooms: list[RunRoom] = []
-
-    def reserve(*needs: ClusterNeed) -> RunRoom:
-        rooms.append(RunRoom(AT_ONCE))
-        rooms[-1].reserve(needs)
-        return rooms[-1]
-
-    yield reserve
-    for room in rooms:
-        room.close()
+    """Reserves room for needs, and returns what asks its machines; afterwards all resources are free again."""
+    with ExitStack() as rooms:
+        yield lambda *needs: rooms.enter_context(reserved_room(AT_ONCE, needs))
     wait_for(lambda: _free(joined) == (3 * GPUS, 3 * CPUS), "resources of the cluster", 30)
 
 
 def test_ranks_and_engines_have_their_room_before_either_takes_it(joined: RayCluster, reserve: Reserve) -> None:
-    answers = reserve(need_of(RANKS), engines(GPUS, 1)).ask("os:getpid")
+    answers = reserve(need_of(RANKS), engines(GPUS, 1))("os:getpid")
     (of_ranks,) = room_for(joined, need_of(RANKS), "backend", 0.0)
     of_engines = room_for(joined, engines(GPUS, 1), "source.engine", 0.0)
     try:
@@ -106,7 +100,7 @@ def test_too_little_for_the_whole_run_is_refused_with_the_numbers_and_nothing_is
 
 def test_a_question_that_fails_on_a_machine_is_raised_with_its_name(reserve: Reserve) -> None:
     with pytest.raises(RunFailedError, match="No such file or directory") as raised:
-        reserve(engines(1, 1)).ask("os:listdir", "/no/such/folder")
+        reserve(engines(1, 1))("os:listdir", "/no/such/folder")
     assert os.uname().nodename in raised.value.__notes__[0]
 
 

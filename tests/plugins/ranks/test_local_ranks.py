@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 from listening import listening, reachable
-from run_helpers import wait_for
+from run_helpers import assert_all_gone, wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import RankRequest
@@ -141,7 +141,7 @@ def test_an_error_of_ours_is_raised_as_what_it_is_with_a_note_of_where(start: St
     assert note == f"This is from rank 1 of 2 (process {pids[1]} on {os.uname().nodename}), during `fails`."
     assert "rank_workers.py" in str(raised.value.__cause__)
     assert "in _fail" in str(raised.value.__cause__)
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_another_error_names_rank_process_call_and_traceback(start: Start) -> None:
@@ -156,7 +156,7 @@ def test_another_error_names_rank_process_call_and_traceback(start: Start) -> No
     assert (error.rank, error.node, error.pid, error.call) == (1, os.uname().nodename, pids[1], "fails")
     assert "in _fail" in error.traceback
     assert error.traceback in str(error)
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> None:
@@ -167,7 +167,7 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> 
         ranks.call("fails", 2, "kill")
     assert time.monotonic() - began < CALL_S
     assert (raised.value.rank, raised.value.pid) == (2, pids[2])
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -184,7 +184,7 @@ def test_a_rank_that_fails_is_named_while_another_waits_for_what_it_should_send(
         ranks.call("fails_to_send", rank, how)
     assert time.monotonic() - began < CALL_S
     assert (raised.value.rank, raised.value.pid) == (rank, pids[rank])
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_a_rank_that_sends_nothing_is_named_with_its_stack_and_that_of_the_rank_that_waits(start: Start) -> None:
@@ -195,7 +195,7 @@ def test_a_rank_that_sends_nothing_is_named_with_its_stack_and_that_of_the_rank_
     first, _, second = str(raised.value).partition("Stack of rank 1:")
     assert "in _stands_still_here" in first.partition("Stack of rank 0:")[2]
     assert "in recv" in second
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_a_rank_that_dies_between_calls_is_named_by_the_next(start: Start) -> None:
@@ -206,7 +206,7 @@ def test_a_rank_that_dies_between_calls_is_named_by_the_next(start: Start) -> No
         ranks.call("pid")
     with pytest.raises(RunFailedError, match=r"No rank is left to do `pid`: RankFailedError: Rank 0"):
         ranks.call("pid")
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     assert "in _stands_still_here" in second
     assert "_listen" not in text
     assert "rank_server.py" not in text
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -258,7 +258,7 @@ def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_sta
         ranks.call("sum", np.ones(1))
     assert raised.value.pid == pids[1], "not the one that waits for it"
     assert f"Stack of rank 1:\n(no stack: process {pids[1]} is stopped" in str(raised.value)
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_a_rank_that_stands_still_while_it_starts_is_named_with_its_stack_and_the_limit_beforehand(
@@ -287,7 +287,7 @@ def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_o
         ranks.call("echo", bytes(20_000_000))
     assert asked == pids[:2], "the third would be waited for as long again"
     assert (raised.value.rank, raised.value.pid) == (1, pids[1])
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_a_long_wait_says_who_is_missing(
@@ -331,7 +331,7 @@ def test_closing_ends_a_call_that_another_thread_waits_for(start: Start) -> None
     ranks.close()
     thread.join(10)
     assert [str(error) for error in errors] == ["`waits` has no answer: the ranks were closed."]
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
     ranks.close()
     with pytest.raises(RunFailedError, match="No rank is left to do `pid`: the ranks were closed"):
         ranks.call("pid")
@@ -341,7 +341,7 @@ def test_what_a_rank_has_started_ends_with_it(start: Start) -> None:
     ranks = start(2)
     started = ranks.call("starts_a_process")
     ranks.close()
-    _assert_all_gone(started)
+    assert_all_gone(started)
 
 
 @pytest.fixture
@@ -364,14 +364,14 @@ def test_an_interrupted_call_ends_the_ranks_as_its_answers_would_be_taken_for_ot
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         ranks.call("after", 5.0, "late")
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 def test_ranks_start_anew_when_the_process_they_are_forked_from_was_killed(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")
     os.kill(psutil.Process(pids[0]).ppid(), signal.SIGKILL)
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
     with pytest.raises(RankFailedError, match="killed by SIGKILL"):
         ranks.call("pid")
     assert len(start(2).call("pid")) == 2
@@ -394,7 +394,7 @@ def test_nothing_is_left_of_a_controller_that_was_killed(tmp_path: Path) -> None
     finally:
         controller.kill()
         controller.wait(10)
-    _assert_all_gone([process.pid for process in family], within_s=5)
+    assert_all_gone([process.pid for process in family], within_s=5)
     for port in said["ports"]:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -421,7 +421,3 @@ def test_each_rank_sees_one_gpu_and_too_few_are_refused(
     else:
         environments = devices.local_environments(request)
         assert [environment["CUDA_VISIBLE_DEVICES"] for environment in environments] == expected
-
-
-def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_helpers import anonymous_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -140,10 +141,6 @@ def test_a_changed_header_is_named_and_changed_values_by_their_digest(tmp_path: 
 
 
 def test_writing_and_reading_take_the_memory_of_one_tensor(tmp_path: Path) -> None:
-    def anonymous_bytes() -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
     large = torch.zeros(32 << 20, dtype=torch.uint8)
     pieces = [whole(f"w{number}", large) for number in range(6)]
     before = anonymous_bytes()

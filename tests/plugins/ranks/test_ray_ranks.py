@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from ray_clusters import add_machine, two_machines
-from run_helpers import wait_for
+from run_helpers import assert_all_gone, wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
@@ -84,7 +84,7 @@ def test_ranks_of_two_machines_answer_as_those_of_one_process_do(start: Start) -
     assert ranks.call("sum", np.ones(2))[1].tolist() == [2.0, 2.0]
     pids = [*ranks.call("pid"), *ranks.call("starts_a_process")]
     ranks.close()
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
     ranks.close()
     with pytest.raises(RunFailedError, match="No rank is left to do `pid`: the ranks were closed"):
         ranks.call("pid")
@@ -103,7 +103,7 @@ def test_what_ranks_write_is_added_to_their_logs_and_told_when_they_die(start: S
     assert (raised.value.rank, raised.value.pid, raised.value.call) == (1, pids[1], "fails")
     assert "these are its last words" in str(raised.value)
     assert not any(words in str(raised.value) for words in ("of an earlier run", ":job_id:"))
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
     texts = [(logs / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert [text.count("said by a rank\n") for text in texts] == [3, 3], "its own output and that of what it starts"
     assert texts[1].startswith(f"of an earlier run\nThe output of process {pids[1]} on ")
@@ -121,7 +121,7 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
     first, _, second = text.partition("Stack of rank 1:")
     assert "in all_reduce" in first.partition("Stack of rank 0:")[2]
     assert "in _stands_still_here" in second
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.processes
@@ -153,7 +153,7 @@ def test_closing_ends_a_call_that_another_thread_waits_for_and_stopped_ranks(sta
     ranks.close()
     thread.join(10)
     assert [str(error) for error in errors] == ["`waits` has no answer: the ranks were closed."]
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.processes
@@ -169,7 +169,7 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
     with pytest.raises(RankFailedError, match=rf"Rank {victim} of 3 .* was lost with its machine, .* during `waits`"):
         ranks.call("waits", "exchange")
     assert time.monotonic() - began < 60
-    _assert_all_gone(pids)
+    assert_all_gone(pids)
 
 
 @pytest.mark.processes
@@ -211,10 +211,6 @@ def test_as_many_ranks_go_on_one_machine_as_it_has_room_for(
 def _raylet(node: Any) -> int:
     """Process id of a machine of the cluster."""
     return node.all_processes["raylet"][0].process.pid
-
-
-def _assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)
 
 
 def _assert_all_free(cluster: RayCluster) -> None:

@@ -12,29 +12,18 @@ from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.configs import HfDatasetConfig, SequentialTokenizationConfig
 from spurline_text.encoding import RowEncoder, Sample
+from spurline_text.testing.tokenization_contract import ListDataset
 from spurline_text.tokenization import ROWS_PER_CALL, SequentialTokenization, distinct_labels
 
 
-class Rows:
-    """A dataset of rows given in the test."""
-
-    def __init__(self, rows, label="rows"):
-        self.rows = rows
-        self.label = label
-
-    def __len__(self):
-        return len(self.rows)
+class Rows(ListDataset):
+    """A dataset of rows given in the test. A row that is an error is raised."""
 
     def __getitem__(self, row):
-        if isinstance(self.rows[row], Exception):
-            raise self.rows[row]
-        return self.rows[row]
-
-    def location(self, row):
-        return f"{self.label}.jsonl:{row + 1}"
-
-    def fingerprint(self):
-        return self.label
+        values = super().__getitem__(row)
+        if isinstance(values, Exception):
+            raise values
+        return values
 
 
 def ids(tokens, prompt_length):

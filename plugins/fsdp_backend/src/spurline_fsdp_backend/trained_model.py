@@ -140,8 +140,6 @@ class SavedModel(StoredModel):
             key: self.index.read_like(key, trained.parameters[key.rpartition("/")[0]]) for key in self.optimizer_shapes
         }
         trained.optimization.restore(OptimizerState.read(stored, self.facts["optimizer"]))
-        trained.updates = int(self.facts["updates"])
-        trained.initial_weights = str(self.facts["initial_weights"])
 
 
 def _model_tensors(trained: ShardedTrainedModel) -> dict[str, Tensor]:

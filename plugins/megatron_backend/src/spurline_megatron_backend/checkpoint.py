@@ -89,8 +89,6 @@ class SavedModel(StoredModel):
         for group, before, values in zip(trained.optimizer.param_groups, trained.made, changed, strict=True):
             group.update({**before, **values})
         trained.fill_from_owned()
-        trained.updates = int(self.facts["updates"])
-        trained.initial_weights = str(self.facts["initial_weights"])
 
 
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from spurline.digests import FileDigest, verify_files
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.protocols.backend import Role
-from spurline_models.optimizers.state import OptimizerState
+from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.saved_weights import SavedTensors, check_frozen, check_weights, read_facts, write_facts
 from spurline_models.weights import digest_of_samples, sampled_positions
 from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
@@ -119,11 +119,7 @@ class StoredModel:
     @property
     def optimizer_shapes(self) -> dict[str, Tensor]:
         """The optimizer's tensors by NAME/KEY, on device `meta`: shapes and dtypes without values."""
-        return {
-            key: torch.empty(stored.shape, dtype=stored.dtype, device="meta")
-            for key, stored in self.index.tensors.items()
-            if "/" in key
-        }
+        return {key: stored.on_meta for key, stored in self.index.tensors.items() if "/" in key}
 
     def check_fits(
         self, weights: Mapping[str, str], frozen_weights: str, check_optimizer: Callable[[OptimizerState], None]
@@ -137,7 +133,7 @@ class StoredModel:
                 device `meta`.
         """
         where = self.index.folder
-        check_weights(where, {name: self.index.tensors[name].describe() for name in self.weights}, weights)
+        check_weights(where, {name: describe(self.index.tensors[name].on_meta) for name in self.weights}, weights)
         check_frozen(where, self.facts["frozen_weights"], frozen_weights)
         try:
             check_optimizer(OptimizerState.read(self.optimizer_shapes, self.facts["optimizer"]))
@@ -157,9 +153,7 @@ class StoredModel:
         def read(name: str) -> Tensor:
             return stored.index.read(name, Box.whole(tensors[name].shape))
 
-        layout = {
-            name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in stored.weights
-        }
+        layout = {name: tensors[name].on_meta for name in stored.weights}
         return SavedTensors(folder / _POLICY, layout, read, stored.facts["frozen_weights"], frozen_dtype)
 
     @classmethod

@@ -58,7 +58,7 @@ class ClusterConfig(Section):
                 f"is {self.address!r}, which is not an address of a cluster. Set it to auto, none, or the HOST:PORT "
                 "that `ray start --head` prints, without a scheme such as ray://.",
             )
-        if self.is_used and not any(cluster_needs(run)):
+        if self.is_used and not cluster_needs(run):
             yield Problem(
                 "address",
                 f"is {self.address}, but nothing of this run is placed on a cluster. Choose a backend with ranks, such "
@@ -66,15 +66,15 @@ class ClusterConfig(Section):
             )
 
 
-def cluster_needs(run: RunConfig) -> Iterator[tuple[str, ClusterNeed]]:
-    """Yield (key of a section, its need) for everything that this run places on its cluster.
+def cluster_needs(run: RunConfig) -> list[ClusterNeed]:
+    """Return what this run needs on its cluster.
 
     The section of a component has a method `cluster_need(run)` if it may need a cluster. Ranks come first: they
     need whole machines, and engines take parts of machines.
     """
-    sections = [(path, getattr(section, "cluster_need", None)) for path, section in sections_within(run)]
-    needs = [(path, need) for path, ask in sections if ask is not None and (need := ask(run)) is not None]
-    yield from sorted(needs, key=lambda found: not found[1].together)
+    asked = [getattr(section, "cluster_need", None) for _, section in sections_within(run)]
+    needs = [need for ask in asked if ask is not None and (need := ask(run)) is not None]
+    return sorted(needs, key=lambda need: not need.together)
 
 
 def cluster_request(run: RunConfig) -> ClusterRequest:
@@ -96,7 +96,7 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
         ConfigError: If too few are free, or if machines differ or do not share the run directory.
         UserError: If the cluster cannot be joined.
     """
-    needs = dict(cluster_needs(run))
+    needs = cluster_needs(run)
     if not needs:
         yield
         return
@@ -105,15 +105,11 @@ def room_on_cluster(run: RunConfig) -> Iterator[None]:
     from spurline_ranks.cluster_checks import check_machines
 
     check_ray()
-    from spurline_ranks.cluster_room import RunRoom
+    from spurline_ranks.cluster_room import reserved_room
 
-    room = RunRoom(cluster_request(run))
-    try:
-        room.reserve(list(needs.values()))
-        check_machines(run, room.ask)
+    with reserved_room(cluster_request(run), needs) as ask:
+        check_machines(run, ask)
         yield
-    finally:
-        room.close()
 
 
 def names_cluster(values: Mapping[str, Any]) -> bool:

@@ -27,9 +27,9 @@ _MISSING = "not installed"
 
 
 def check_machines(run: RunConfig, ask: Callable[..., Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless all machines have equal software and see the run directory. `ask` is `RunRoom.ask`."""
+    """Raise ConfigError unless all machines have equal software and see the run directory. See `reserved_room`."""
     plugins = list(run.plugins)
-    modules = sorted({name for _, need in cluster_needs(run) for name in need.modules})
+    modules = sorted({name for need in cluster_needs(run) for name in need.modules})
     _compare({"this machine": software(plugins, modules), **ask(f"{__name__}:software", plugins, modules)})
     folder = run.run_dir.absolute()
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -22,10 +23,8 @@ from spurline.errors import ConfigError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks.group import ClusterRequest
 from spurline_ranks.outcomes import Raised, unpacked
-from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, amounts, free_of
+from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, free_of
 from spurline_ranks.ray_node import NodeActor
-
-Strategy = Literal["STRICT_PACK", "STRICT_SPREAD"]
 
 _SLICE_S = 2.0
 """Maximum seconds of one blocking call that waits for Ray. Ctrl-C has no effect during the call."""
@@ -47,61 +46,55 @@ _reserved: dict[ClusterNeed, list[Place]] = {}
 _reserved_lock = threading.Lock()
 
 
-class RunRoom:
-    """The room of a run on its cluster, from `reserve` to `close`. The run's code takes parts of it with `room_for`."""
+@contextmanager
+def reserved_room(request: ClusterRequest, needs: Sequence[ClusterNeed]) -> Iterator[Callable[..., Mapping[str, Any]]]:
+    """Reserve room for all needs of a run. The run's code takes parts of it with `room_for` while the context is open.
 
-    def __init__(self, request: ClusterRequest) -> None:
-        self._request = request
-        self._cluster = RayCluster(request)
-        self._places: list[Place] = []
+    Yields:
+        A function that calls `module:function` with plain data in a process of each machine, and returns the answers
+        by machine. It raises the error of a machine, or RunFailedError if a machine does not answer.
 
-    def reserve(self, needs: Sequence[ClusterNeed]) -> None:
-        """Wait for room for all needs. Raises ConfigError, which names the free resources, if there is too little."""
-        self._cluster.open()
-        found = _reserve(self._cluster, needs, "cluster", self._request.room_timeout_s)
-        self._places = [place for places in found for place in places]
+    Raises:
+        ConfigError: If there is too little room. The message names the free resources.
+    """
+    cluster = RayCluster(request)
+    cluster.open()
+    try:
+        found = _reserve(cluster, needs, "cluster", request.room_timeout_s)
         with _reserved_lock:
             for need, places in zip(needs, found, strict=True):
                 _reserved.setdefault(need, []).extend(places)
-
-    def close(self) -> None:
-        """Release the room that no code has taken. May be called again."""
+        yield partial(_ask, cluster, [place for places in found for place in places])
+    finally:
         with _reserved_lock:
             left = [place for places in _reserved.values() for place in places]
             _reserved.clear()
         for place in left:
-            self._cluster.release(place.group)
-        self._cluster.close()
+            cluster.release(place.group)
+        cluster.close()
 
-    def ask(self, function: str, *arguments: Any) -> Mapping[str, Any]:
-        """Call `module:function` with plain data in a process of each machine; return the answers by machine.
 
-        Raises:
-            SpurlineError: If the function raises it on a machine, or a machine does not answer.
-        """
-        bundles = {
-            node.name: (place.group, number) for place in self._places for number, node in enumerate(place.nodes)
-        }
-        actors: dict[str, Any] = {}
-        try:
-            for name, (group, number) in bundles.items():
-                options = self._cluster.actor_options(group, number, {})
-                actors[name] = ray.remote(NodeActor).options(**options).remote()
-            asked = {name: actor.run.remote(function, arguments) for name, actor in actors.items()}
-            outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, _ANSWER_TIMEOUT_S).items()}
-        finally:
-            for actor in actors.values():
-                ray.kill(actor)
-        if silent := [name for name in actors if name not in outcomes]:
-            raise RunFailedError(
-                f"{', '.join(silent)} did not answer `{function}` within {_ANSWER_TIMEOUT_S:g} s. Look at `ray status`."
-            )
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Raised):
-                error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
-                error.add_note(f"This is from {name}.")
-                raise error
-        return {name: outcome.value for name, outcome in outcomes.items()}
+def _ask(cluster: RayCluster, places: Sequence[Place], function: str, *arguments: Any) -> Mapping[str, Any]:
+    bundles = {node.name: (place.group, number) for place in places for number, node in enumerate(place.nodes)}
+    actors: dict[str, Any] = {}
+    try:
+        for name, (group, number) in bundles.items():
+            actors[name] = ray.remote(NodeActor).options(**cluster.actor_options(group, number, {})).remote()
+        asked = {name: actor.run.remote(function, arguments) for name, actor in actors.items()}
+        outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, _ANSWER_TIMEOUT_S).items()}
+    finally:
+        for actor in actors.values():
+            ray.kill(actor)
+    if silent := [name for name in actors if name not in outcomes]:
+        raise RunFailedError(
+            f"{', '.join(silent)} did not answer `{function}` within {_ANSWER_TIMEOUT_S:g} s. Look at `ray status`."
+        )
+    for name, outcome in outcomes.items():
+        if isinstance(outcome, Raised):
+            error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
+            error.add_note(f"This is from {name}.")
+            raise error
+    return {name: outcome.value for name, outcome in outcomes.items()}
 
 
 def room_for(
@@ -134,13 +127,13 @@ def _reserve(
 ) -> list[list[Place]]:
     before = cluster.nodes()
     plans = [_plan(need, before) for need in needs]
-    wishes = "; ".join(_wish(need, plan) for need, plan in zip(needs, plans, strict=True))
+    wishes = "; ".join(_wish(need, plan[0]) for need, plan in zip(needs, plans, strict=True))
     lack = f"the run wants {wishes}. Free are {free_of(before)}"
     until, told = time.monotonic() + timeout_s, False
     groups: list[list[PlacementGroup]] = []
     try:
         for plan in plans:
-            groups.append([cluster.reserve(bundles, strategy) for bundles, strategy in plan])
+            groups.append([cluster.reserve(bundles) for bundles in plan])
             # Ranks come first and need whole machines. Engines, if placed first, could take a part of each machine.
             for group in groups[-1]:
                 while not group.wait(_SLICE_S):
@@ -157,7 +150,7 @@ def _reserve(
                         )
         machines = cluster.nodes()
         return [
-            [placed(group, bundles, machines) for group, (bundles, _) in zip(of_need, plan, strict=True)]
+            [placed(group, bundles, machines) for group, bundles in zip(of_need, plan, strict=True)]
             for of_need, plan in zip(groups, plans, strict=True)
         ]
     except BaseException:
@@ -173,10 +166,6 @@ def placed(group: PlacementGroup, bundles: Sequence[Bundle], machines: Sequence[
     return Place(group, bundles, [by_id[place_of_bundle[number]] for number in range(len(bundles))])
 
 
-_Plan = Sequence[tuple[Sequence[Bundle], Strategy]]
-"""The placement groups of a need."""
-
-
 def each_needs(need: ClusterNeed, nodes: Sequence[Node]) -> dict[str, float]:
     """Return the resources of one process. An optional GPU is left out if the cluster has none."""
     has_gpus = any(node.has("GPU") for node in nodes)
@@ -184,16 +173,14 @@ def each_needs(need: ClusterNeed, nodes: Sequence[Node]) -> dict[str, float]:
     return {**({"GPU": float(gpus)} if gpus else {}), "CPU": float(need.cpus)}
 
 
-def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> _Plan:
+def _plan(need: ClusterNeed, nodes: Sequence[Node]) -> list[list[Bundle]]:
+    """Return the bundles of each placement group for a need."""
     each = each_needs(need, nodes)
     if not need.together:
-        alone: tuple[Sequence[Bundle], Strategy] = ([each], "STRICT_PACK")
-        return [alone] * need.count
+        return [[each]] * need.count
     per_machine = ranks_per_machine(need, nodes)
     bundle = {resource: amount * per_machine for resource, amount in each.items()}
-    machines = need.count // per_machine
-    strategy: Strategy = "STRICT_SPREAD" if machines > 1 else "STRICT_PACK"
-    return [([bundle] * machines, strategy)]
+    return [[bundle] * (need.count // per_machine)]
 
 
 def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
@@ -221,11 +208,11 @@ def ranks_per_machine(need: ClusterNeed, nodes: Sequence[Node]) -> int:
     return per_machine
 
 
-def _wish(need: ClusterNeed, plan: _Plan) -> str:
+def _wish(need: ClusterNeed, bundles: Sequence[Bundle]) -> str:
     """Return a text such as `8 ranks with 8 GPU, 8 CPU on each of 2 machines`."""
-    bundles, _ = plan[0]
+    amounts = ", ".join(f"{count:g} {resource}" for resource, count in bundles[0].items())
     where = f" on each of {len(bundles)} machines" if need.together else " for each"
-    return f"{need.count} {need.kind} with {amounts(bundles[0])}{where}"
+    return f"{need.count} {need.kind} with {amounts}{where}"
 
 
 def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:

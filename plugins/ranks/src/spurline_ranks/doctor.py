@@ -8,8 +8,8 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, ClassVar, cast
 
@@ -31,18 +31,6 @@ EXCHANGED_BYTES = 64 * 2**20
 LIMIT_S = 120.0
 """Seconds that one exchange, or one call, may take. Ranks that need longer for 64 MB are too slow to train."""
 _REPEATS = 3
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """The result of a few all-reduces in one rank."""
-
-    seconds: float
-    """Seconds of the fastest all-reduce."""
-    sent: float
-    """Bytes that the rank sent in each all-reduce."""
-    right: bool
-    """True if all values were right."""
 
 
 def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[Finding]:
@@ -82,12 +70,9 @@ def access_to(request: ClusterRequest) -> Finding:
     """Find out whether the cluster requires a token. A cluster without a token is safe only in a private network."""
     from spurline_ranks.ray_cluster import RayCluster
 
-    cluster = RayCluster(request)
-    cluster.open()
-    try:
+    with closing(RayCluster(request)) as cluster:
+        cluster.open()
         is_open = cluster.obeys_strangers()
-    finally:
-        cluster.close()
     who = (
         "everybody who reaches its ports can run code on its machines, because it requires no token. Set "
         "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN for `ray start` and `spurline`, or use a private network"
@@ -124,15 +109,13 @@ def _devices(found: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         yield Finding("devices", f"{names.pop()}, {' or '.join(map(str, threads))} threads for each rank")
 
 
-def _exchanged(group: str, outcomes: Sequence[Exchange]) -> Finding:
+def _exchanged(group: str, outcomes: Sequence[tuple[float, float] | None]) -> Finding:
     what = f"all-reduce of 64 MB, {group}"
-    wrong = [rank for rank, outcome in enumerate(outcomes) if not outcome.right]
-    if wrong:
+    if None in outcomes:
         fix = "do not train here: see the driver's and the network's logs, and NCCL_DEBUG=INFO on GPUs"
-        return Finding(what, f"wrong values in rank {wrong[0]}", fix)
-    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
-    rate = slowest.sent / slowest.seconds
-    return Finding(what, f"{1e3 * slowest.seconds:,.1f} ms, {rate / 1e9:,.2f} GB/s from each rank")
+        return Finding(what, f"wrong values in rank {outcomes.index(None)}", fix)
+    seconds, sent = max(filter(None, outcomes))
+    return Finding(what, f"{1e3 * seconds:,.1f} ms, {sent / seconds / 1e9:,.2f} GB/s from each rank")
 
 
 class DoctorRank:
@@ -167,8 +150,12 @@ class DoctorRank:
             "groups": list(self._groups),
         }
 
-    def exchange(self, group: str, num_bytes: int) -> Exchange:
-        """Sum this number of bytes over a group of ranks, a few times."""
+    def exchange(self, group: str, num_bytes: int) -> tuple[float, float] | None:
+        """Sum this number of bytes over a group of ranks, a few times.
+
+        Returns:
+            The seconds of the fastest sum, and the bytes that this rank sent for it. None if a value was wrong.
+        """
         self._place.doing(f"all-reduce, {group}")
         process_group = self._groups[group]
         size, values = dist.get_world_size(process_group), num_bytes // 4
@@ -184,4 +171,4 @@ class DoctorRank:
             seconds.append(time.perf_counter() - began)
             # Rank r adds r + 1.
             right = right and bool((summed == size * (size + 1) / 2).all())
-        return Exchange(min(seconds[1:]), 2 * (size - 1) / size * 4 * values, right)
+        return (min(seconds[1:]), 2 * (size - 1) / size * 4 * values) if right else None

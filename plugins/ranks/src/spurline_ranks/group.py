@@ -182,14 +182,10 @@ class RankGroup(ABC):
         with self._lock:
             self._release()
 
-    def _start(self) -> None:
-        """Wait until all ranks are ready. Constructors of subclasses call this."""
-        try:
-            with self._lock:
-                self._collect(START, self._limits.start_s, time.monotonic())
-        except BaseException:
-            self.close()
-            raise
+    def _start(self) -> list[Any]:
+        """Return what all ranks answer while they start. Constructors of subclasses call this, and close on errors."""
+        with self._lock:
+            return self._collect(START, self._limits.start_s, time.monotonic())
 
     def _collect(self, call: str, limit_s: float, began: float) -> list[Any]:
         told = began

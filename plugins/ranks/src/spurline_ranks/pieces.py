@@ -24,7 +24,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointWriteError, DamagedCheckpointError
 from spurline.tensor_files import Values, write_tensor_file
-from spurline_models.optimizers.state import describe
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
 PART_BYTES = 2 << 30
@@ -87,10 +86,6 @@ class Piece:
     box: Box
     values: Tensor
     span: tuple[int, int] | None = None
-
-    @property
-    def range(self) -> tuple[int, int]:
-        return (0, self.box.num_values) if self.span is None else self.span
 
 
 def held_box(tensor: Tensor) -> Box:
@@ -168,7 +163,8 @@ def _write_part(path: Path, pieces: list[Piece]) -> FileDigest:
     for number, piece in enumerate(pieces):
         name = piece.key if piece.key not in stored else f"{piece.key}~{number}"
         stored[name] = values_of_tensor(piece.values)
-        places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, piece.range]
+        span = piece.span or (0, piece.box.num_values)
+        places[name] = [piece.key, piece.shape, piece.box.offset, piece.box.shape, span]
     return write_tensor_file(path, stored, {_METADATA: json.dumps(places)})
 
 
@@ -190,8 +186,10 @@ class StoredTensor:
     dtype: torch.dtype
     pieces: tuple[StoredPiece, ...]
 
-    def describe(self) -> str:
-        return describe(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+    @property
+    def on_meta(self) -> Tensor:
+        """The tensor on device `meta`: its shape and dtype without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -234,11 +232,9 @@ class PieceIndex:
         """Read a range of the values of a box, in row-major order, as a vector on the CPU."""
         result = torch.empty(end - begin, dtype=self.tensors[key].dtype)
         filled = 0
-        for inner in _boxes_of_span(box.shape, begin, end):
-            offset = tuple(map(sum, zip(inner.offset, box.offset, strict=True)))
-            target = result[filled : filled + inner.num_values].view(inner.shape)
-            self._read_into(target, key, Box(offset, inner.shape))
-            filled += inner.num_values
+        for part in _boxes_of_span(box, begin, end):
+            self._read_into(result[filled : filled + part.num_values].view(part.shape), key, part)
+            filled += part.num_values
         return result
 
     def fill(self, target: Tensor, key: str) -> None:
@@ -258,9 +254,7 @@ class PieceIndex:
                 continue
             values = self._values(piece)
             begin = 0
-            for inner in _boxes_of_span(piece.box.shape, *piece.span):
-                offset = tuple(map(sum, zip(inner.offset, piece.box.offset, strict=True)))
-                part = Box(offset, inner.shape)
+            for part in _boxes_of_span(piece.box, *piece.span):
                 common = part.common(box)
                 if common is not None:
                     there = values[begin : begin + part.num_values].view(part.shape)
@@ -308,26 +302,27 @@ def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, Stored
         raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 
-def _boxes_of_span(shape: Shape, begin: int, end: int) -> Iterator[Box]:
+def _boxes_of_span(box: Box, begin: int, end: int) -> Iterator[Box]:
     """Cut a range of a box's values, in row-major order, into consecutive boxes."""
     if begin >= end:
         return
-    if not shape:
-        yield Box((), ())
+    if not box.shape:
+        yield box
         return
-    row = math.prod(shape[1:])
+    inner = Box(box.offset[1:], box.shape[1:])
+    row = inner.num_values
     first_whole, last_whole = -(-begin // row), end // row
     if first_whole > last_whole:  # inside one row
-        yield from _in_row(shape, last_whole, begin, end)
+        yield from _in_row(box, last_whole, begin, end)
         return
-    yield from _in_row(shape, first_whole - 1, begin, first_whole * row)
+    yield from _in_row(box, first_whole - 1, begin, first_whole * row)
     if first_whole < last_whole:
-        inner = shape[1:]
-        yield Box((first_whole, *(0 for _ in inner)), (last_whole - first_whole, *inner))
-    yield from _in_row(shape, last_whole, last_whole * row, end)
+        yield Box((box.offset[0] + first_whole, *inner.offset), (last_whole - first_whole, *inner.shape))
+    yield from _in_row(box, last_whole, last_whole * row, end)
 
 
-def _in_row(shape: Shape, number: int, begin: int, end: int) -> Iterator[Box]:
-    row = math.prod(shape[1:])
-    for inner in _boxes_of_span(shape[1:], begin - number * row, end - number * row):
-        yield Box((number, *inner.offset), (1, *inner.shape))
+def _in_row(box: Box, number: int, begin: int, end: int) -> Iterator[Box]:
+    inner = Box(box.offset[1:], box.shape[1:])
+    row = inner.num_values
+    for part in _boxes_of_span(inner, begin - number * row, end - number * row):
+        yield Box((box.offset[0] + number, *part.offset), (1, *part.shape))

@@ -50,16 +50,13 @@ def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The buckets for a `MakerChoice`, and the ranks that make each bucket. All ranks have the same plan."""
+    """The buckets for a `MakerChoice`, and the ranks that make each. `maker` is None if this rank makes none."""
 
     gathering: WeightGathering
     dtype: torch.dtype | None
     buckets: Sequence[Bucket]
     makers: Sequence[Sequence[int]]
-
-    @property
-    def senders(self) -> list[int]:
-        return sorted({rank for makers in self.makers for rank in makers})
+    maker: BucketMaker | None
 
 
 class Publishing:
@@ -74,7 +71,6 @@ class Publishing:
     def __init__(self, place: Place, gatherings: Mapping[str, WeightGathering], dtype: torch.dtype) -> None:
         self._place, self._gatherings, self._dtype = place, gatherings, dtype
         self._choice: Mapping[str, Any] | None = None
-        self._maker: BucketMaker | None = None
         self._plan: _Plan | None = None
 
     def num_buckets(self, choice: Mapping[str, Any]) -> int:
@@ -89,29 +85,22 @@ class Publishing:
         weights = plan.gathering.gather(bucket, plan.dtype, makers)
         if self._place.rank not in makers:
             return None
-        assert self._maker is not None, (self._place.rank, makers)
+        assert plan.maker is not None, (self._place.rank, makers)
         self._place.doing(f"sending weights to engines, bucket {number} of {count}")
-        return self._maker.make(version, number, _one_by_one(weights)).to_plain()
+        return plan.maker.make(version, number, _one_by_one(weights)).to_plain()
 
     def taken(self) -> None:
-        if self._maker is not None:
-            self._maker.taken()
+        if self._plan is not None and self._plan.maker is not None:
+            self._plan.maker.taken()
 
     def _planned(self, choice: Mapping[str, Any]) -> _Plan:
-        """Return the plan of this choice. If it is new, close the old maker, and make a new one if this rank sends."""
-        if self._plan is not None and choice == self._choice:
-            return self._plan
-        maker, self._maker, self._plan = self._maker, None, None
-        if maker is not None:
-            maker.close()
-        plan = self._plan_of(choice)
-        if self._place.rank in plan.senders:
-            settings = dict(choice["settings"])
-            if choice["made_by"] != "first":
-                settings |= {"sender": plan.senders.index(self._place.rank), "senders": len(plan.senders)}
-            self._maker = resolve(choice["maker"], "maker of weight buckets")(**settings)
-        self._choice, self._plan = choice, plan
-        return plan
+        """Return the plan of this choice. If it is new, close the old maker first."""
+        if self._plan is None or choice != self._choice:
+            old, self._plan = self._plan, None
+            if old is not None and old.maker is not None:
+                old.maker.close()
+            self._choice, self._plan = choice, self._plan_of(choice)
+        return self._plan
 
     def _plan_of(self, choice: Mapping[str, Any]) -> _Plan:
         gathering, dtype = self._gatherings[choice["part"]], None if choice["part"] == "adapter" else self._dtype
@@ -119,12 +108,19 @@ class Publishing:
             dtype = cast("torch.dtype", getattr(torch, choice["dtype"]))
         made_by = choice["made_by"]
         buckets = list(gathering.buckets(choice["max_bytes"], dtype, by_owner=made_by == "owners"))
-        return _Plan(gathering, dtype, buckets, [self._makers_of(gathering, bucket, made_by) for bucket in buckets])
-
-    def _makers_of(self, gathering: WeightGathering, bucket: Bucket, made_by: str) -> Sequence[int]:
-        if made_by == "all":
-            return range(self._place.world)
-        return [gathering.owner_of(bucket) if made_by == "owners" else 0]
+        everybody = range(self._place.world)
+        makers = [
+            everybody if made_by == "all" else [gathering.owner_of(bucket) if made_by == "owners" else 0]
+            for bucket in buckets
+        ]
+        senders = sorted({rank for ranks in makers for rank in ranks})
+        maker = None
+        if self._place.rank in senders:
+            settings = dict(choice["settings"])
+            if made_by != "first":
+                settings |= {"sender": senders.index(self._place.rank), "senders": len(senders)}
+            maker = resolve(choice["maker"], "maker of weight buckets")(**settings)
+        return _Plan(gathering, dtype, buckets, makers, maker)
 
 
 def _one_by_one(weights: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

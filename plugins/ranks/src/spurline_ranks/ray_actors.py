@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.cluster_room import each_needs, room_for, what_comes
-from spurline_ranks.group import START, ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
 from spurline_ranks.logs import write_into
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
 from spurline_ranks.rank_main import RankMain, RankOrder
@@ -114,10 +113,10 @@ class RayRanks(RankGroup):
             self._place_ranks(request)
             stores = self._meet()
             self._order(request, worker, arguments, stores[0])
+            self._start()
         except BaseException:
             self.close()
             raise
-        self._start()
 
     def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
         for number, rank in enumerate(self._ranks):
@@ -209,8 +208,7 @@ class RayRanks(RankGroup):
     def _meet(self) -> list[Any]:
         """Wait until every actor has answered. Return for each actor the address of the store on it, or None."""
         self._answers = {rank.actor.meet.remote(not number): number for number, rank in enumerate(self._ranks)}
-        with self._lock:
-            met = self._collect(START, self._limits.start_s, time.monotonic())
+        met = self._start()
         for rank, (pid, log, _) in zip(self._ranks, met, strict=True):
             rank.pid, rank.log = pid, log
         return [store for _, _, store in met]

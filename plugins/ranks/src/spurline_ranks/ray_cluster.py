@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import ray
 from ray._private.services import canonicalize_bootstrap_address
@@ -129,9 +129,9 @@ class RayCluster:
             nodes.append(Node(identity, told, node["Resources"], free.get(identity, {})))
         return sorted(nodes, key=lambda node: (node.name, node.id))
 
-    def reserve(self, bundles: Sequence[Bundle], strategy: Literal["STRICT_PACK", "STRICT_SPREAD"]) -> PlacementGroup:
-        """Ask for a placement group, without waiting for it. Each bundle is on one machine."""
-        return placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    def reserve(self, bundles: Sequence[Bundle]) -> PlacementGroup:
+        """Ask for a placement group, without waiting for it. Each bundle is on a machine of its own."""
+        return placement_group([dict(bundle) for bundle in bundles], strategy="STRICT_SPREAD")
 
     def release(self, group: PlacementGroup) -> None:
         """Free the resources of a placement group, and kill the processes there."""
@@ -147,11 +147,6 @@ class RayCluster:
             "max_task_retries": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         }
-
-
-def amounts(resources: Mapping[str, float]) -> str:
-    """Return a text such as `2 GPU, 8 CPU`."""
-    return ", ".join(f"{count:g} {resource}" for resource, count in resources.items())
 
 
 def free_of(nodes: Sequence[Node]) -> str:

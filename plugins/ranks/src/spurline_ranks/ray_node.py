@@ -31,7 +31,7 @@ class NodeActor:
         """Call `module:function`; return the packed outcome."""
         try:
             return pack(Value(resolve_name(function)(*arguments)))
-        except Exception as error:  # noqa: BLE001 - raised by `RunRoom.ask`
+        except Exception as error:  # noqa: BLE001 - raised where it was asked
             return pack(Raised.of(error))
 
     def last_words(self, log: str) -> str | None:

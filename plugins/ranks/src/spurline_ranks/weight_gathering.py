@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline_models.weight_files import FilePlan, WeightFile
-from spurline_models.weights import GroupedWeights, WeightGroup
+from spurline_models.weights import GroupedWeights
 
 BUCKET_BYTES = 64 << 20
 """Bytes of one bucket."""
@@ -85,7 +85,19 @@ class WeightGathering:
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
         """Return a bucket's whole weights on the device, {} if not in `destinations`. All ranks call this together."""
-        return self._gather(self._named.groups[slice(*bucket)], dtype, destinations)
+        groups = self._named.groups[slice(*bucket)]
+        whole: dict[str, Tensor] = {}
+        # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.
+        for is_merged, early in ((False, dtype), (True, None)):
+            names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
+            if names:
+                whole |= self._gathers.gather(dict.fromkeys(sorted(destinations), names), early)
+        weights: dict[str, Tensor] = {}
+        if dist.get_rank() in destinations:
+            for group in groups:
+                made = self._named.weights_of(group, {source: whole.pop(source) for source in group.sources})
+                weights |= {name: cast(weight, dtype) for name, weight in made.items()}
+        return weights
 
     def write(
         self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
@@ -130,23 +142,7 @@ class WeightGathering:
         for number, group in enumerate(self._named.groups, start=1):
             doing(f"writing weights, {number} of {count}")
             writers = {writer_of[plan.file_of[name]] for name in group.weights}
-            yield from self._gather([group], dtype, writers).items()
-
-    def _gather(
-        self, groups: Sequence[WeightGroup], dtype: torch.dtype | None, destinations: Collection[int]
-    ) -> dict[str, Tensor]:
-        whole: dict[str, Tensor] = {}
-        # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.
-        for is_merged, early in ((False, dtype), (True, None)):
-            names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
-            if names:
-                whole |= self._gathers.gather(dict.fromkeys(sorted(destinations), names), early)
-        weights: dict[str, Tensor] = {}
-        if dist.get_rank() in destinations:
-            for group in groups:
-                made = self._named.weights_of(group, {source: whole.pop(source) for source in group.sources})
-                weights |= {name: cast(weight, dtype) for name, weight in made.items()}
-        return weights
+            yield from self.gather((number - 1, number), dtype, writers).items()
 
 
 def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:

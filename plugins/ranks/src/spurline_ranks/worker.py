@@ -151,6 +151,8 @@ class RankWorker:
             return error
         for role, trained in self._trained.items():
             saved[role].put_into(trained)
+            trained.updates = int(saved[role].facts["updates"])
+            trained.initial_weights = str(saved[role].facts["initial_weights"])
         return None
 
     def gathering_plan(self, part: PublishedPart) -> list[Bucket]:

@@ -6,7 +6,7 @@ of a row never depends on other rows, so worker processes can divide the rows am
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,17 +142,10 @@ class RowEncoder:
         encoded = encode_batch(self._tokenizer, chats, is_chat=True) if by_bytes is None else by_bytes.encode(chats)
         return EncodedTexts(by_bytes, encoded, encode_batch(self._tokenizer, others, is_chat=False))
 
-    def _masked(self, prepared: PreparedRows, encoded: EncodedTexts) -> Iterator[Masked]:
-        chats = prepared.texts(is_chat=True)
+    def _masked_chats(self, chats: Sequence[_Text], encoded: EncodedTexts) -> list[Masked]:
         if encoded.by_bytes is None:
-            of_chats = _by_offsets(chats, encoded.chats)
-        else:
-            of_chats = self._by_bytes(encoded.by_bytes, chats, encoded.chats)
-        made = {True: iter(of_chats), False: iter(_by_offsets(prepared.texts(is_chat=False), encoded.others))}
-        return (next(made[item.is_chat]) for item in prepared.items if isinstance(item, _Text))
-
-    def _by_bytes(self, by_bytes: TokenBytes, chats: Sequence[_Text], encodings: Sequence[Encoding]) -> list[Masked]:
-        found = by_bytes.masked(encodings, [item.text for item in chats], [item.spans for item in chats])
+            return _by_offsets(chats, encoded.chats)
+        found = encoded.by_bytes.masked(encoded.chats, [item.text for item in chats], [item.spans for item in chats])
         declined = [item for item, masked in zip(chats, found, strict=True) if masked is None]
         if len(declined) * _MOST_DECLINED > len(chats):
             # Later texts will probably be declined as often, so encode them with offsets.
@@ -163,7 +156,8 @@ class RowEncoder:
 
     def finish(self, prepared: PreparedRows, encoded: EncodedTexts) -> list[Sample | Dropped]:
         """Return the samples and dropped rows. Raises the error of the first bad row."""
-        of_text = self._masked(prepared, encoded)
+        chats = iter(self._masked_chats(prepared.texts(is_chat=True), encoded))
+        others = iter(_by_offsets(prepared.texts(is_chat=False), encoded.others))
         outcomes: list[Sample | Dropped] = []
         for row, item in zip(prepared.rows, prepared.items, strict=True):
             if isinstance(item, Dropped):
@@ -172,7 +166,7 @@ class RowEncoder:
                 tokens, mask = np.array(item.input_ids, np.int32), np.array(item.loss_mask, np.uint8)
                 outcomes += self._finish(row, tokens, mask)
             else:
-                tokens, mask = next(of_text)
+                tokens, mask = next(chats if item.is_chat else others)
                 if item.ends:
                     tokens, mask = _end_with(self._tokenizer.eos_token_id, tokens, mask)
                 outcomes += self._finish(row, tokens, mask, item.ignored)
@@ -218,9 +212,7 @@ class RowEncoder:
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)
         empty = (EMPTY_ANSWER,) if _has_empty_answer(item, self._data.train_on) else ()
-        if not is_doubtful(item, rendered.text):
-            return _Text(rendered.text, rendered.spans, is_chat=True, ignored=empty)
-        found = find_left_out(self._chat, item)
+        found = find_left_out(self._chat, item) if is_doubtful(item, rendered.text) else []
         if found and self._data.on_ignored == "error":
             refuse_left_out(found, self._tokenizer, self._dataset.location(row))
         ignored = (*empty, *dict.fromkeys(left_out.what for left_out in found))

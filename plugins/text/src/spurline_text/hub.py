@@ -32,8 +32,11 @@ def finding(key: str, source: str) -> Iterator[None]:
     if Path(source).is_dir():
         yield
         return
-    if is_path(source):
-        raise ModelError(f"{key}: {describe_missing_path(source)}")
+    if Path(source).is_file():
+        raise ModelError(f"{key}: {source} is a file. Give the folder with `config.json`, weights and tokenizer.")
+    # A hub name has at most one slash, and does not begin like a path.
+    if source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists():
+        raise ModelError(f"{key}: folder {source} does not exist.{neighbours(Path(source))}")
     with asked_once():
         yield
 
@@ -93,18 +96,6 @@ def _ask() -> bool:
     except Exception:  # noqa: BLE001 - a client may raise anything if there is no answer
         return False
     return True
-
-
-def is_path(source: str) -> bool:
-    """Return whether `source` is a path. A hub name has at most one slash, and does not begin like a path."""
-    return source.startswith(("/", ".", "~", "$")) or source.count("/") > 1 or Path(source).exists()
-
-
-def describe_missing_path(source: str) -> str:
-    """Describe the problem with a local path, and suggest a similar name."""
-    if Path(source).is_file():
-        return f"{source} is a file. Give the folder with `config.json`, weights and tokenizer."
-    return f"folder {source} does not exist.{neighbours(Path(source))}"
 
 
 def describe_unfound(source: str, what: str, reason: str) -> str:

@@ -130,15 +130,30 @@ def prompt_and_reference(
     """
     require_offsets(tokenizer)
     try:
-        prompt, ids, reference = _encoded(row, config, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
+        question = read_question(row, config)
+    except DataError as error:
+        raise DataError(f"{location}: {error}") from error
+    is_chat = isinstance(question, ChatQuestion)
+    try:
+        require_text(question.reference or "", row)
+        if is_chat:
+            text = _chat_prompt(question, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
+        else:
+            text = question.text
+        require_text(text, row)
     except BadRowError as error:
         raise error.at(location) from error
+    [encoding] = encode_batch(tokenizer, [text], is_chat=is_chat)
+    ids = list(encoding.ids)
+    # Some tokenizers add an end-of-sequence token to plain text, after which the model would not answer.
+    if not is_chat and ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+        ids.pop()
     if data.too_long == "error" and len(ids) > data.max_length:
         raise DataError(
             f"{location}: the prompt has {len(ids)} tokens, over data.max_length: {data.max_length}. "
             "Raise data.max_length, leave the row out, or remove data.too_long: error to use long prompts too."
         )
-    return GenerationExample(ids, prompt, reference, location)
+    return GenerationExample(ids, text, question.reference, location)
 
 
 def read_examples(
@@ -165,34 +180,13 @@ def read_examples(
         yield row, example
 
 
-def _encoded(
-    row: Mapping[str, Any],
-    config: DatasetConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    data: DataConfig,
-    location: str,
-    renderer: ChatRenderer,
-) -> tuple[str, list[int], str | None]:
-    """Return the prompt as text and tokens, and the reference. Raises BadRowError without a location."""
-    try:
-        question = read_question(row, config)
-    except DataError as error:
-        raise DataError(f"{location}: {error}") from error
-    require_text(question.reference or "", row)
-    if isinstance(question, TextQuestion):
-        require_text(question.text, row)
-        [encoding] = encode_batch(tokenizer, [question.text], is_chat=False)
-        ids = list(encoding.ids)
-        # Some tokenizers add an end-of-sequence token, after which the model would not answer.
-        if ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
-            ids.pop()
-        return question.text, ids, question.reference
+def _chat_prompt(
+    question: ChatQuestion, tokenizer: PreTrainedTokenizerBase, data: DataConfig, location: str, renderer: ChatRenderer
+) -> str:
     require_chat_template(tokenizer, location)
     conversation = Conversation(question.messages[: question.answer_at], question.tools)
     text = renderer.render(conversation.messages, conversation.tools, add_generation_prompt=True)
-    require_text(text, row)
     if data.on_ignored == "error" and is_doubtful(conversation, text):
         found = find_left_out(renderer, conversation, add_generation_prompt=True)
         refuse_left_out(found, tokenizer, location)
-    [encoding] = encode_batch(tokenizer, [text], is_chat=True)
-    return text, list(encoding.ids), question.reference
+    return text

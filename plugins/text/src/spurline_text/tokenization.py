@@ -166,13 +166,10 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
     samples: list[Sample] = []
     counts: dict[tuple[str, bool], Count] = {}
     for outcome in outcomes:
-        if isinstance(outcome, Sample):
-            samples.append(outcome)
-            if not outcome.truncated and not outcome.ignored:
-                continue
         if isinstance(outcome, Dropped):
             fates = [(outcome.reason, False)]
         else:
+            samples.append(outcome)
             fates = [("", False)] * outcome.truncated + [(what, True) for what in outcome.ignored]
         for fate in fates:
             seen = counts.get(fate, Count(fate[0], 0, outcome.row, fate[1]))

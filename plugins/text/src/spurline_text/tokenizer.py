@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from spurline.config.run_config import CHAT_TEMPLATES, ModelConfig
 from spurline.errors import ModelError, listing, suggestion
-from spurline_text.hub import describe_missing_path, describe_unfound, finding, is_path, refuse_adapter
+from spurline_text.hub import describe_unfound, finding, refuse_adapter
 
 _TEMPLATES = Path(__file__).parent / "chats" / "templates"
 
@@ -113,6 +113,4 @@ def describe_missing(key: str, source: str, what: str, error: Exception, trust_r
             f"{key}: {source} needs Python code from its repository. Read that code, then set "
             "model.trust_remote_code: true."
         )
-    if is_path(source):
-        return f"{key}: {describe_missing_path(source)}"
     return f"{key}: {describe_unfound(source, what, reason)}"

@@ -56,18 +56,11 @@ def test_what_the_template_leaves_out_is_an_error_that_names_row_field_and_templ
         read(tmp_path, [PLAIN, row], tokenizer, kind)
 
 
-def test_a_message_whose_role_the_template_leaves_out_is_an_error(tmp_path, make_tokenizer):
+@pytest.mark.parametrize("said", ["Answer in French.", "add"], ids=["words of its own", "words that another has too"])
+def test_a_message_whose_role_the_template_leaves_out_is_an_error(tmp_path, make_tokenizer, said):
     tokenizer = make_tokenizer("chatml")
     tokenizer.chat_template = WITHOUT_SYSTEM
-    row = {"messages": [{"role": "system", "content": "Answer in French."}, *PLAIN["messages"]]}
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: messages\[0\] \(role system\): the chat template"):
-        read(tmp_path, [row], tokenizer)
-
-
-def test_a_short_message_that_is_left_out_is_found_though_its_words_are_elsewhere_too(tmp_path, make_tokenizer):
-    tokenizer = make_tokenizer("chatml")
-    tokenizer.chat_template = WITHOUT_SYSTEM
-    row = {"messages": [{"role": "system", "content": "add"}, *PLAIN["messages"]]}
+    row = {"messages": [{"role": "system", "content": said}, *PLAIN["messages"]]}
     with pytest.raises(DataError, match=r"rows\.jsonl:1: messages\[0\] \(role system\): the chat template"):
         read(tmp_path, [row], tokenizer)
 

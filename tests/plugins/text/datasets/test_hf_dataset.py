@@ -81,37 +81,31 @@ def test_a_byte_order_mark_is_no_part_of_the_data():
 
 
 @pytest.mark.parametrize(
-    ("content", "problem"),
+    ("name", "content", "problem"),
     [
-        (b'{"n": 0}\n{"n": \n', "train.jsonl:2: not valid JSON: Expecting value (column 7)."),
-        (gzip.compress(b'{"n": 0}\n', mtime=0), "train.jsonl:1: not valid JSON: 'utf-8' codec"),
-        (b'{"n": 0}\n[1]\n', "train.jsonl:2: is a list, expected a JSON object with named fields."),
-        (b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid JSON: 'utf-8' codec"),
-        (b'[{"n": 0}]\n', "A file with one JSON list should end in .json."),
-        (b"", "train.jsonl: split 'train' is empty; the data has 0 rows."),
-        (b"\n\n", "split 'train' is empty"),
+        ("train.jsonl", b'{"n": 0}\n{"n": \n', "train.jsonl:2: not valid JSON: Expecting value (column 7)."),
+        ("train.jsonl", gzip.compress(b'{"n": 0}\n', mtime=0), "train.jsonl:1: not valid JSON: 'utf-8' codec"),
+        ("train.jsonl", b'{"n": 0}\n[1]\n', "train.jsonl:2: is a list, expected a JSON object with named fields."),
+        ("train.jsonl", b'{"n": 0}\n{"n": "\xff"}\n', "train.jsonl:2: not valid JSON: 'utf-8' codec"),
+        ("train.jsonl", b'[{"n": 0}]\n', "A file with one JSON list should end in .json."),
+        ("train.jsonl", b"", "train.jsonl: split 'train' is empty; the data has 0 rows."),
+        ("train.jsonl", b"\n\n", "split 'train' is empty"),
+        ("train.json", b'[\n{"n": 0},\n{"n" 1}\n]', "not valid JSON: Expecting ':' delimiter (line 3, column 6)."),
+        ("train.json", b'[{"n": 0}, 3]', "row 1: is a number (3), expected a JSON object with named fields."),
+        ("train.json", b'{\n"data": []\n}', "Expected one object per line, or in a .json file a list of objects"),
+        ("train.json", b"[]", "train.json: split 'train' is empty"),
+        ("rows.csv", b"a,b\n1,2\n1,2,3,4\n", "rows.csv: cannot be read: Error tokenizing data. C error: Expected 2"),
+        ("rows.csv", b"", "rows.csv: is empty."),
+        ("rows.csv", b"a,b\n", "rows.csv: is empty; it has no rows."),
+        ("rows.parquet", b"not parquet", "rows.parquet: cannot be read: "),
+        ("rows.arrow", b"not arrow", "rows.arrow: cannot be read: "),
     ],
 )
-def test_a_malformed_line_is_an_error_naming_file_and_line(content, problem):
-    Path("train.jsonl").write_bytes(content)
+def test_a_malformed_file_is_an_error_naming_file_and_place(name, content, problem):
+    Path(name).write_bytes(content)
     with pytest.raises(DataError) as error:
-        open_data("train.jsonl")
-    assert problem in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ('[\n{"n": 0},\n{"n" 1}\n]', "train.json: not valid JSON: Expecting ':' delimiter (line 3, column 6)."),
-        ('[{"n": 0}, 3]', "train.json row 1: is a number (3), expected a JSON object with named fields."),
-        ('{\n"data": []\n}', "Expected one object per line, or in a .json file a list of objects"),
-        ("[]", "train.json: split 'train' is empty"),
-    ],
-)
-def test_a_malformed_json_file_is_an_error_naming_the_place(content, problem):
-    Path("train.json").write_text(content)
-    with pytest.raises(DataError) as error:
-        open_data("train.json")
+        open_data(name)
+    assert str(error.value).startswith(name)
     assert problem in str(error.value)
 
 
@@ -215,23 +209,6 @@ def test_csv_cells_stay_text_whatever_they_look_like():
         {"prompt": "a\nb", "completion": "true"},
     ]
     assert dataset.location(1) == "rows.csv row 1"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "problem"),
-    [
-        ("rows.csv", b"a,b\n1,2\n1,2,3,4\n", "rows.csv: cannot be read: Error tokenizing data. C error: Expected 2"),
-        ("rows.csv", b"", "rows.csv: is empty."),
-        ("rows.csv", b"a,b\n", "rows.csv: is empty; it has no rows."),
-        ("rows.parquet", b"not parquet", "rows.parquet: cannot be read: "),
-        ("rows.arrow", b"not arrow", "rows.arrow: cannot be read: "),
-    ],
-)
-def test_a_file_that_is_broken_is_an_error_naming_it(name, content, problem):
-    Path(name).write_bytes(content)
-    with pytest.raises(DataError) as error:
-        open_data(name)
-    assert str(error.value).startswith(problem)
 
 
 @pytest.mark.parametrize(

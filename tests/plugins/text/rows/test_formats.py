@@ -103,38 +103,28 @@ def test_a_tokenizer_without_end_token_cannot_train_completions(make_tokenizer):
         encode(tokenizer, {"prompt": "a", "completion": "b"})
 
 
-def test_alpaca_uses_the_chat_template_when_there_is_one(make_tokenizer):
-    row = {"instruction": "Add", "input": "1 2", "output": "3"}
+PARTS = [{"type": "text", "text": "fi"}, {"type": "text", "text": "ne"}]
+SHAREGPT = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        (
+            {"instruction": "Add", "input": "1 2", "output": "3"},
+            [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}],
+        ),
+        ({"conversations": SHAREGPT, "system": "be kind"}, [{"role": "system", "content": "be kind"}, *CHAT]),
+        ({"messages": [CHAT[0], {"role": "assistant", "content": PARTS}]}, CHAT),
+        ({"messages": json.dumps(CHAT)}, CHAT),
+    ],
+    ids=["alpaca", "sharegpt", "text parts", "json text"],
+)
+def test_rows_of_other_forms_read_as_openai_messages(make_tokenizer, row, messages):
     tokenizer = make_tokenizer("chatml")
-    messages = [{"role": "user", "content": "Add\n\n1 2"}, {"role": "assistant", "content": "3"}]
     [outcome], [expected] = encode(tokenizer, row), encode(tokenizer, {"messages": messages})
     assert outcome.tokens.tolist() == expected.tokens.tolist()
     assert outcome.loss_mask.tolist() == expected.loss_mask.tolist()
-
-
-def test_sharegpt_messages_read_as_openai_messages(make_tokenizer):
-    tokenizer = make_tokenizer("chatml")
-    row = {
-        "conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "fine"}],
-        "system": "be kind",
-    }
-    [outcome] = encode(tokenizer, row)
-    [expected] = encode(tokenizer, {"messages": [{"role": "system", "content": "be kind"}, *CHAT]})
-    assert outcome.tokens.tolist() == expected.tokens.tolist()
-    assert outcome.loss_mask.tolist() == expected.loss_mask.tolist()
-
-
-def test_text_parts_and_json_text_read_as_plain_messages(make_tokenizer):
-    tokenizer = make_tokenizer("chatml")
-    [expected] = encode(tokenizer, {"messages": CHAT})
-    listed = [
-        CHAT[0],
-        {"role": "assistant", "content": [{"type": "text", "text": "fi"}, {"type": "text", "text": "ne"}]},
-    ]
-    as_text = '[{"role": "user", "content": "hello"}, {"role": "assistant", "content": "fine"}]'
-    for messages in (listed, as_text):
-        [outcome] = encode(tokenizer, {"messages": messages})
-        assert outcome.tokens.tolist() == expected.tokens.tolist()
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from spurline.protocols.source import Samples
 from spurline.update.update import with_reference_logprobs
 from spurline_models.losses.configs import CrossEntropyConfig, LossEvaluationConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
-from spurline_text.sources.sft import SampleSet, longest_sample, shared_note
+from spurline_text.sources.sft import SampleSet, longest_sample, note_of_shared
 
 _NLL = CrossEntropy(CrossEntropyConfig())
 
@@ -39,8 +39,9 @@ class LossEvaluation(MeasuresSamples):
         self.samples: Samples = SampleSet(config.data, context.run) if own is None else own
 
     def summary(self) -> Mapping[str, Any]:
-        facts = self.samples.summary()
-        return {**facts, "notes": [*facts["notes"], *shared_note(self.samples, self._context.source)]}
+        facts, trained = self.samples.summary(), self._context.source.sample_keys()
+        shared = [] if trained is None else note_of_shared(self.samples.keys(), trained, self.samples.location)
+        return {**facts, "notes": [*facts["notes"], *shared]}
 
     def longest(self) -> Longest:
         return longest_sample(self.samples)

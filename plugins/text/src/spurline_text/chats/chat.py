@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from os.path import commonprefix
 from typing import Any
 
@@ -71,13 +70,6 @@ def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
 
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-@lru_cache(maxsize=32)
-def _has_generation_blocks(template: str) -> bool:
-    return _GENERATION_BLOCK.search(template) is not None
-
-
 _PROBE_ANSWER = "spurlineprobeanswer"
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys that datasets use for the reasoning of a turn."""
@@ -123,6 +115,7 @@ class ChatTemplate:
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         self._source = source
+        self.has_generation_blocks = _GENERATION_BLOCK.search(source) is not None
         self._special_tokens = dict(special_tokens)
         self._global: dict[str, Any] = {**self._compiled.globals, "tools": None, "documents": None, **special_tokens}
 
@@ -193,14 +186,13 @@ class ChatRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._templates: dict[str, ChatTemplate] = {}
-        self._end_of_turn: dict[str, str] = {}
+        self._end_of_turn: dict[ChatTemplate, str] = {}
 
     def render(
         self, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, add_generation_prompt: bool = False
     ) -> str:
         """Return the text of the messages. Raises BadRowError when the template refuses them."""
-        template = self._template(self._source(tools))
-        return self._rendered(template, messages, tools, add_generation_prompt=add_generation_prompt)[0]
+        return self._rendered(self._template(tools), messages, tools, add_generation_prompt=add_generation_prompt)[0]
 
     def render_for_training(self, conversation: Conversation, train_on: str) -> RenderedChat:
         """Render a conversation and find its trained characters.
@@ -217,10 +209,9 @@ class ChatRenderer:
             TemplateRewritesHistory: If the exact position of a trained turn in the text cannot be found.
         """
         messages, tools = conversation.messages, conversation.tools
-        source = self._source(tools)
-        template, marked = self._template(source), _has_generation_blocks(source)
-        text, indices = self._rendered(template, messages, tools, track_generation=marked)
-        if marked:
+        template = self._template(tools)
+        text, indices = self._rendered(template, messages, tools, track_generation=template.has_generation_blocks)
+        if template.has_generation_blocks:
             return RenderedChat(text, tuple(self._marked_spans(text, indices, conversation, train_on)))
         spans: list[Span] = []
         for turn in conversation.trained_turns(train_on):
@@ -267,8 +258,8 @@ class ChatRenderer:
 
         If there is no such text, the result is empty. Turn ends are then found by more renderings or by the content.
         """
-        source = self._source(tools)
-        if source not in self._end_of_turn:
+        template = self._template(tools)
+        if template not in self._end_of_turn:
             question = {"role": "user", "content": "spurlineprobequestion"}
             answered = [question, {"role": "assistant", "content": _PROBE_ANSWER}]
             try:
@@ -276,29 +267,20 @@ class ChatRenderer:
             except BadRowError:
                 texts = []
             tails = [text.partition(_PROBE_ANSWER)[2] for text in texts]
-            self._end_of_turn[source] = commonprefix(tails).rstrip()  # noqa: RUF071 - characters are meant, not paths
-        return self._end_of_turn[source]
+            self._end_of_turn[template] = commonprefix(tails).rstrip()  # noqa: RUF071 - characters are meant, not paths
+        return self._end_of_turn[template]
 
-    def _source(self, tools: list[dict[str, Any]] | None) -> str:
+    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
         try:
-            return self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
+            source = self._tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
+            if source not in self._templates:
+                self._templates[source] = ChatTemplate(source, self._tokenizer.special_tokens_map)
         except ValueError as error:
             raise ModelError(
-                f"the tokenizer {self._tokenizer.name_or_path} has no usable chat template: {error}"
+                f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Set another template "
+                "(`model.chat_template`: a file, or a name such as chatml)."
             ) from error
-
-    def _template(self, source: str) -> ChatTemplate:
-        template = self._templates.get(source)
-        if template is None:
-            try:
-                template = ChatTemplate(source, self._tokenizer.special_tokens_map)
-            except ValueError as error:
-                raise ModelError(
-                    f"the chat template {template_name(self._tokenizer)} cannot be used: {error}. Set another template "
-                    "(`model.chat_template`: a file, or a name such as chatml)."
-                ) from error
-            self._templates[source] = template
-        return template
+        return self._templates[source]
 
     def _rendered(
         self, template: ChatTemplate, messages: Sequence[Message], tools: list[dict[str, Any]] | None, **how: bool

@@ -7,7 +7,7 @@ in each part. If a marker is missing from the text, the template leaves out the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,10 @@ class LeftOut:
     place: str
 
 
+_Marks = dict[str, LeftOut]
+"""A marker word in each part of a conversation."""
+
+
 def find_left_out(
     renderer: ChatRenderer, conversation: Conversation, *, add_generation_prompt: bool = False
 ) -> list[LeftOut]:
@@ -38,7 +42,7 @@ def find_left_out(
     earlier reasoning out on purpose. If `add_generation_prompt` is true, neither of them is checked.
     """
     last = None if add_generation_prompt else (assistant_turns(conversation.messages) or [None])[-1]
-    marks = _Marks()
+    marks: _Marks = {}
     messages = [_marked(message, index, marks, index == last) for index, message in enumerate(conversation.messages)]
     tools = None if conversation.tools is None else [_marked_tool(tool, marks) for tool in conversation.tools]
     try:
@@ -46,7 +50,7 @@ def find_left_out(
     except BadRowError:
         # A template that refuses the marked values has read them, so it does not leave them out.
         return []
-    return list(marks.missing(shown))
+    return [part for word, part in marks.items() if word not in shown]
 
 
 def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase, location: str) -> None:
@@ -60,28 +64,11 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
         )
 
 
-class _Marks:
-    """Groups of unique marker words, one group per part. A part is shown if the text contains a marker of its group."""
-
-    def __init__(self) -> None:
-        self._groups: list[tuple[LeftOut, list[str]]] = []
-        self._count = 0
-
-    def open(self, what: str, place: str) -> list[str]:
-        """Begin a group of markers for one part of the conversation."""
-        group: list[str] = []
-        self._groups.append((LeftOut(what, place), group))
-        return group
-
-    def on(self, value: str, group: list[str]) -> str:
-        self._count += 1
-        group.append(f"spurlinemark{self._count}x")
-        return value + group[-1]
-
-    def missing(self, shown: str) -> Iterator[LeftOut]:
-        for item, group in self._groups:
-            if group and not any(mark in shown for mark in group):
-                yield item
+def _mark(marks: _Marks, what: str, place: str) -> str:
+    """Return a new word for a part of the conversation. A text without the word leaves out the part."""
+    word = f"spurlinemark{len(marks)}x"
+    marks[word] = LeftOut(what, place)
+    return word
 
 
 def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Message:
@@ -95,11 +82,11 @@ def _marked(message: Message, index: int, marks: _Marks, is_last: bool) -> Messa
         ]
     if message.get("content") and (role not in SPOKEN or (is_last and calls)):
         what, where = (f"role {role}", f"{place} (role {role})") if role not in SPOKEN else ("content", place)
-        marked["content"] = marks.on(message["content"], marks.open(what, where))
+        marked["content"] = message["content"] + _mark(marks, what, where)
     said = [key for key in REASONING_KEYS if is_last and isinstance(message.get(key), str) and message[key]]
     if said:
-        group = marks.open(said[0], f"{place}.{said[0]}")
-        marked |= {key: marks.on(message[key], group) for key in said}
+        word = _mark(marks, said[0], f"{place}.{said[0]}")
+        marked |= {key: message[key] + word for key in said}
     return marked
 
 
@@ -107,5 +94,5 @@ def _marked_tool(tool: dict[str, Any], marks: _Marks, what: str = "tools", place
     function = tool.get("function", tool)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         return tool
-    marked = {**function, "name": marks.on(function["name"], marks.open(what, place))}
+    marked = {**function, "name": function["name"] + _mark(marks, what, place)}
     return {**tool, "function": marked} if "function" in tool else marked

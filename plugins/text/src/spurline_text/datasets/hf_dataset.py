@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -91,9 +91,8 @@ class HfDataset:
     def __init__(self, config: HfDatasetConfig) -> None:
         self._config = config
         self._path = config.path
-        open_split = _split_opener(config)
         self._split = Split(config.split, config.path)
-        self._files = {name: open_split(name) for name in self._split.names}
+        self._files = _files_of_splits(config, self._split.names)
         self.label = config.label or default_label(config.path)
 
     @functools.cached_property
@@ -156,12 +155,12 @@ class HfDataset:
         return file, rows[row - (self._ends[index] - len(rows))]
 
 
-def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[LocalFile | ArrowRows]]:
+def _files_of_splits(config: HfDatasetConfig, names: Sequence[str]) -> dict[str, Sequence[LocalFile | ArrowRows]]:
     path = config.path
     if not looks_local(path):
         from spurline_text.datasets.arrow_rows import load_hub
 
-        return lambda name: [load_hub(path, config.subset, config.revision, name)]
+        return {name: [load_hub(path, config.subset, config.revision, name)] for name in names}
     refuse_hub_settings(config)
     splits: Mapping[str, Sequence[LocalFile | ArrowRows]]
     local = Path(path).expanduser()
@@ -172,7 +171,7 @@ def _split_opener(config: HfDatasetConfig) -> Callable[[str], Sequence[LocalFile
         splits = {name: [table] for name, table in load_saved(local).items()}
     else:
         splits = {name: [LocalFile(file) for file in files] for name, files in find_files(path).items()}
-    return lambda name: of_split(splits, name, path)
+    return {name: of_split(splits, name, path) for name in names}
 
 
 def refuse_hub_settings(config: HfDatasetConfig) -> None:

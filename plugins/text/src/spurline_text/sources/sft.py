@@ -161,12 +161,6 @@ class SampleSet:
         return opened
 
 
-def shared_note(held_out: Samples, source: BatchSource) -> list[str]:
-    """Return a list with a note on held-out samples that are also training samples, or an empty list."""
-    trained = source.sample_keys()
-    return [] if trained is None else note_of_shared(held_out.keys(), trained, held_out.location)
-
-
 def note_of_shared(
     held_out: NDArray[np.uint64], trained: NDArray[np.uint64], location: Callable[[int], str]
 ) -> list[str]:

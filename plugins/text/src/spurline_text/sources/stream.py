@@ -97,7 +97,6 @@ class _Block:
         begin: Positions of the streams at the beginning of the block.
         tokenized: The samples.
         order: The training order of the samples.
-        passes: Number of complete passes over the first stream at the end of the block.
         left_out: Number of rows without a sample, from the first block to this block.
     """
 
@@ -105,60 +104,7 @@ class _Block:
     begin: Sequence[Mapping[str, Any]]
     tokenized: Tokenized
     order: NDArray[np.int64]
-    passes: int
     left_out: int
-
-
-class _Blocks:
-    """Makes blocks, one after another."""
-
-    def __init__(self, config: StreamSourceConfig, context: SourceContext) -> None:
-        run = context.config
-        entries = run.data.train
-        self.windows = [_Window(context.host.registry.create("dataset", entry)) for entry in entries]
-        self.sources = [DatasetToTokenize(*pair) for pair in zip(self.windows, entries, strict=True)]
-        self._encoders: dict[int, RowEncoder] = {}
-        self.labels = store_labels(self.sources)
-        total = sum(entry.weight for entry in entries)
-        self._weights = [entry.weight / total for entry in entries]
-        self._size = min(config.buffer_rows, context.row_limit or config.buffer_rows)
-        self._shuffles = config.shuffle
-        self._run, self._tokenizer = run, context.tokenizer
-
-    def read(self, number: int, left_out: int) -> _Block:
-        """Return the next block that has samples. Raises DataError if two passes over the first stream give none."""
-        limit = self.windows[0].passes + 2
-        while True:
-            block = self._read(number, left_out)
-            if len(block.order):
-                return block
-            number, left_out = number + 1, block.left_out
-            if self.windows[0].passes >= limit:
-                raise DataError(f"{self.labels[0]}: no usable sample in a whole pass over the data.")
-
-    def _read(self, number: int, left_out: int) -> _Block:
-        begin = [window.state() for window in self.windows]
-        for window, share in zip(self.windows, self._weights, strict=True):
-            # With this rounding, each stream's share of the rows in all blocks follows its weight.
-            rows = int((number + 1) * self._size * share) - int(number * self._size * share)
-            # With one stream, weights do not matter. So a block ends where a pass over the stream ends.
-            window.fill(rows, within_pass=len(self.windows) == 1)
-        collector = SampleCollector(self.sources)
-        for source, window in enumerate(self.windows):
-            if len(window):
-                if source not in self._encoders:
-                    self._encoders[source] = RowEncoder(self.sources[source], self._tokenizer, self._run.data)
-                collector.encode(source, self._encoders[source])
-        tokenized = collector.finish(may_be_empty=True)
-        store = tokenized.store
-        places = zip(store.source.tolist(), store.row.tolist(), strict=True)
-        numbers = [self.windows[source].numbers[row] for source, row in places]
-        store = replace(store, row=np.array(numbers, np.int64))
-        order = np.arange(len(store), dtype=np.int64)
-        if self._shuffles:
-            order = permutation(len(store), self._run.seed, number)
-        after = left_out + sum(tokenized.dropped.values())
-        return _Block(number, begin, replace(tokenized, store=store), order, self.windows[0].passes, after)
 
 
 class StreamSource(BatchSource):
@@ -170,17 +116,22 @@ class StreamSource(BatchSource):
         run = context.config
         assert run.steps is not None, "StreamSourceConfig.problems asks for steps"
         self.total_steps = run.steps
-        self._batch_size = run.batch_size
-        self._blocks = _Blocks(config, context)
+        self._run, self._tokenizer = run, context.tokenizer
+        self._shuffles = config.shuffle
+        self._block_rows = min(config.buffer_rows, context.row_limit or config.buffer_rows)
+        entries = run.data.train
+        self._windows = [_Window(context.host.registry.create("dataset", entry)) for entry in entries]
+        self._sources = [DatasetToTokenize(*pair) for pair in zip(self._windows, entries, strict=True)]
+        self._encoders: dict[int, RowEncoder] = {}
+        self._labels = store_labels(self._sources)
         self._collator: Collator = context.host.registry.create(
             "collator", run.collator, pad_token_id=pad_token_id(context.tokenizer), layout=context.layout
         )
         # Read the first block now, to find mistakes in it before the weights are loaded.
-        self._block = self._blocks.read(0, 0)
-        self._max_length = run.data.max_length
+        self._block = self._read_block(0, 0)
         self._taken = self._step = 0
-        note = f"read as a stream; these are the first {len(self._block.tokenized.store):,} samples"
-        notes = (note, *plain_text_notes(self._blocks.sources, context.tokenizer, "completion"))
+        note = f"read as a stream; these are the first {len(self._block.order):,} samples"
+        notes = (note, *plain_text_notes(self._sources, context.tokenizer, "completion"))
         self._facts = summarize(replace(self._block.tokenized, notes=notes))
 
     def summary(self) -> Mapping[str, object]:
@@ -188,24 +139,26 @@ class StreamSource(BatchSource):
 
     def longest(self) -> Longest:
         # Later samples may have up to `max_length` tokens.
-        return Longest(self._max_length, "samples of the stream", "data.max_length")
+        return Longest(self._run.data.max_length, "samples of the stream", "data.max_length")
 
     def build(self, step: int) -> TrainingBatch:
         assert step == self._step + 1, f"step {step} was requested after step {self._step}"
-        builder = TokenStoreBuilder(self._blocks.labels)
-        for _ in range(self._batch_size):
-            index = self._next_index()
-            store = self._block.tokenized.store
+        batch_size, builder = self._run.batch_size, TokenStoreBuilder(self._labels)
+        for _ in range(batch_size):
+            if self._taken == len(self._block.order):
+                self._block, self._taken = self._read_block(self._block.number + 1, self._block.left_out), 0
+            store, index = self._block.tokenized.store, int(self._block.order[self._taken])
+            self._taken += 1
             view = store.view(np.array([index]))
             builder.add(view.tokens(0), view.loss_mask(0), int(store.source[index]), int(store.row[index]))
         self._step = step
-        everything = np.arange(self._batch_size, dtype=np.int64)
+        everything = np.arange(batch_size, dtype=np.int64)
         batch = self._collator.collate(builder.build().view(everything), training=True)
         return replace(batch, info={**batch.info, "stream/left_out": float(self._block.left_out)})
 
     def epoch(self, step: int) -> float:
         """Return the number of complete passes over the first dataset, because a stream's length is not known."""
-        return float(self._block.passes)
+        return float(self._windows[0].passes)
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -219,9 +172,9 @@ class StreamSource(BatchSource):
         }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        for window, place in zip(self._blocks.windows, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
+        for window, place in zip(self._windows, cast("list[Mapping[str, Any]]", state["begin"]), strict=True):
             window.restore(place)
-        self._block = self._blocks.read(cast("int", state["block"]), cast("int", state["left_out"]))
+        self._block = self._read_block(cast("int", state["block"]), cast("int", state["left_out"]))
         refuse_other_data(
             state,
             self._block.tokenized.store.fingerprint,
@@ -231,13 +184,40 @@ class StreamSource(BatchSource):
         self._taken, self._step = cast("int", state["taken"]), cast("int", state["step"])
 
     def close(self) -> None:
-        for window in self._blocks.windows:
+        for window in self._windows:
             window.close()
 
-    def _next_index(self) -> int:
-        """Return the index of the next sample in the store of the current block. Read the next block if needed."""
-        if self._taken == len(self._block.order):
-            self._block = self._blocks.read(self._block.number + 1, self._block.left_out)
-            self._taken = 0
-        self._taken += 1
-        return int(self._block.order[self._taken - 1])
+    def _read_block(self, number: int, left_out: int) -> _Block:
+        """Return the next block that has samples. Raises DataError if two passes over the first stream give none."""
+        limit = self._windows[0].passes + 2
+        while True:
+            begin = [window.state() for window in self._windows]
+            tokenized = self._tokenize(number)
+            left_out += sum(tokenized.dropped.values())
+            if size := len(tokenized.store):
+                order = permutation(size, self._run.seed, number) if self._shuffles else np.arange(size, dtype=np.int64)
+                return _Block(number, begin, tokenized, order, left_out)
+            number += 1
+            if self._windows[0].passes >= limit:
+                raise DataError(f"{self._labels[0]}: no usable sample in a whole pass over the data.")
+
+    def _tokenize(self, number: int) -> Tokenized:
+        """Read the rows of a block, and tokenize them."""
+        weights = [source.config.weight for source in self._sources]
+        for window, weight in zip(self._windows, weights, strict=True):
+            share = weight / sum(weights)
+            # With this rounding, each stream's share of the rows in all blocks follows its weight.
+            rows = int((number + 1) * self._block_rows * share) - int(number * self._block_rows * share)
+            # With one stream, weights do not matter. So a block ends where a pass over the stream ends.
+            window.fill(rows, within_pass=len(self._windows) == 1)
+        collector = SampleCollector(self._sources)
+        for source, window in enumerate(self._windows):
+            if len(window):
+                if source not in self._encoders:
+                    self._encoders[source] = RowEncoder(self._sources[source], self._tokenizer, self._run.data)
+                collector.encode(source, self._encoders[source])
+        tokenized = collector.finish(may_be_empty=True)
+        store = tokenized.store
+        places = zip(store.source.tolist(), store.row.tolist(), strict=True)
+        numbers = [self._windows[source].numbers[row] for source, row in places]
+        return replace(tokenized, store=replace(store, row=np.array(numbers, np.int64)))

@@ -59,7 +59,7 @@ class EngineCluster:
         if (place := await in_thread(self._take)) is not None:
             return place
         each = each_needs(self._need, self._cluster.nodes())
-        group = self._cluster.reserve([each], "STRICT_PACK")
+        group = self._cluster.reserve([each])
         try:
             await group.ready()
         except BaseException:
