@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses.corrections import BLOCK_TOKENS
-from spurline_rl.trajectory import Group, has_equal_returns, trajectories_of, turns_of
+from spurline_rl.trajectory import Group, has_equal_returns, terms_of, trajectories_of, turns_of
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -33,10 +33,7 @@ def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
 
 def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
-    terms: dict[str, list[float]] = {}
-    for trajectory in trajectories_of(groups):
-        for name, value in trajectory.rewards.items():
-            terms.setdefault(name, []).append(value)
+    terms = terms_of(trajectories_of(groups))
     return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
 
 
