@@ -17,6 +17,7 @@ from model_families import FAMILIES, Family, tiny_model
 from spurline.config.run_config import ModelConfig
 from spurline.errors import DataError, ModelError
 from spurline_models.local.backend import LocalBackend
+from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.attention import generating
 from spurline_rl.engines.in_process.decoder import Decoder, OwnCacheDecoder, probed_decoder
 from spurline_rl.engines.in_process.response import Response
@@ -53,8 +54,7 @@ def make_backend(folder: Path, **changes: Any) -> LocalBackend:
 
 
 def make_decoder(backend: LocalBackend, kind: type[Decoder] = Decoder, **limits: int) -> Decoder:
-    limits = {"max_responses": 256, "max_cache_tokens": 100_000} | limits
-    return kind(backend.generation_model(), tiny_tokenizer(), **limits)
+    return kind(backend.generation_model(), tiny_tokenizer(), InProcessEngineConfig(**limits))
 
 
 def probed(backend: LocalBackend, *, deterministic: bool = False) -> Decoder:
@@ -108,7 +108,7 @@ def test_logprobs_do_not_depend_on_who_else_is_decoded(tmp_path: Path) -> None:
     for alone in expected:
         write(make_decoder(backend), {0: [alone]})
     together = [row(prompt, seed) for seed, prompt in enumerate(PROMPTS * 6)]
-    write(make_decoder(backend, max_responses=7), {0: together[:11], 3: together[11:13], 4: together[13:]})
+    write(make_decoder(backend, max_batch=7), {0: together[:11], 3: together[11:13], 4: together[13:]})
     for got, wanted in zip(together, expected, strict=True):
         assert got.tokens == wanted.tokens
         assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
@@ -131,7 +131,7 @@ def test_bfloat16_and_float64_models_decode_as_they_train(tmp_path: Path) -> Non
 
 def test_the_batch_keeps_to_its_rows_and_tokens_and_to_the_order_of_requests(tmp_path: Path) -> None:
     backend = make_backend(tmp_path / "model")
-    decoder = make_decoder(backend, max_responses=3, max_cache_tokens=40)
+    decoder = make_decoder(backend, max_batch=3, max_cache_tokens=40)
     short, long = [row([5, 6, 7], max_new_tokens=8) for _ in range(5)], row([5] * 30, max_new_tokens=30)
     waiting = deque([*short[:4], long, short[4]])
     assert decoder.take(waiting)[0] == short[:3]

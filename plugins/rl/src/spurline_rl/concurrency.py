@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import sysconfig
-import threading
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from spurline.errors import RunFailedError
+from spurline.threads import call_on_daemon
 from spurline_rl.protocols.environment import AttemptFailedError
 
 T = TypeVar("T")
@@ -59,39 +60,30 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
     """
     left = _abandoned[_name_of(function)]
     while len(left) >= MAX_ABANDONED:
-        left[:] = [thread for thread in left if thread.is_alive()]
+        left[:] = [call for call in left if not call.done()]
         if len(left) >= MAX_ABANDONED:
             await asyncio.sleep(_LOOK_S)
-    loop = asyncio.get_running_loop()
-    done = loop.create_future()
 
-    def work() -> None:
+    def call() -> T:
         try:
-            outcome: tuple[Any, Exception | None] = (function(*arguments, **keywords), None)
-        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-            outcome = (None, error)
-        except BaseException as error:  # noqa: BLE001 - `sys.exit()` in a reward or tool must not end the run
-            outcome = (None, RuntimeError(f"it raised {type(error).__name__}({error})"))
-        try:
-            loop.call_soon_threadsafe(_deliver, done, outcome)
-        except RuntimeError:
-            # The loop is closed, so nobody waits for the result.
-            return
+            return function(*arguments, **keywords)
+        except BaseException as error:
+            # `sys.exit()` in a reward or tool must not end the run, and futures of asyncio take no StopIteration.
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
+            raise RuntimeError(f"it raised {type(error).__name__}({error})") from error
 
-    thread = threading.Thread(target=work, name=f"call-{getattr(function, '__name__', 'function')}", daemon=True)
-    thread.start()
+    done = call_on_daemon(f"call-{getattr(function, '__name__', 'function')}", call)
     try:
-        value, error = await done
+        # The thread cannot be stopped, so a cancellation must not reach the future that it will set.
+        return await asyncio.shield(asyncio.wrap_future(done))
     except asyncio.CancelledError:
-        left.append(thread)
+        left.append(done)
         raise
-    if error is not None:
-        raise error
-    return value
 
 
-_abandoned: defaultdict[tuple[str, str], list[threading.Thread]] = defaultdict(list)
-"""Abandoned threads, by module and name of their function."""
+_abandoned: defaultdict[tuple[str, str], list[Future[Any]]] = defaultdict(list)
+"""Futures of abandoned threads, by module and name of their function."""
 
 
 def _name_of(function: Callable[..., Any]) -> tuple[str, str]:
@@ -117,11 +109,6 @@ async def within(timeout_s: float, what: str, function: Callable[..., Any], /, *
 def is_async(function: Callable[..., Any]) -> bool:
     """Return whether `function` is an async function or an object with an async `__call__`."""
     return asyncio.iscoroutinefunction(function) or asyncio.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def _deliver(done: asyncio.Future[Any], outcome: Any) -> None:
-    if not done.done():
-        done.set_result(outcome)
 
 
 async def end_tasks(tasks: Iterable[asyncio.Future[Any]], what: str, timeout_s: float | None = None) -> None:

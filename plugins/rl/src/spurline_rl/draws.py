@@ -7,23 +7,22 @@ remembered and not read again.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from spurline.data.token_store import fingerprint_of
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
 from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_rl.protocols.environment import Task
-from spurline_rl.trajectory import Group
+from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key
 from spurline_text.sources.sft import ColumnsOfRows, note_of_shared
 from spurline_text.tokenization import check_rows, open_datasets, share_read, store_labels
@@ -92,12 +91,10 @@ class PromptDraws:
             if len(item.dataset) == 0:
                 raise DataError(f"{item.dataset.label} has no rows.")
         self.datasets = datasets
-        self._datasets = [item.dataset for item in datasets]
-        self._configs = [item.config for item in datasets]
         self._labels = store_labels(datasets)
-        self._sizes = [len(dataset) for dataset in self._datasets]
+        self._sizes = [len(item.dataset) for item in datasets]
         self._starts = np.cumsum([0, *self._sizes])
-        weights = tuple(config.weight for config in self._configs)
+        weights = tuple(item.config.weight for item in datasets)
         columns = ColumnsOfRows(datasets, [np.arange(size, dtype=np.int64) for size in self._sizes])
         self._order = make_order(SampleFacts(tuple(self._sizes), weights, per_step, columns))
         # An asynchronous source draws on one thread and observes on another.
@@ -196,13 +193,12 @@ class PromptDraws:
 
     def fingerprint(self) -> str:
         """Return a hash that changes if the rows of any dataset change."""
-        digests = [dataset.fingerprint() for dataset in self._datasets]
-        return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
+        return fingerprint_of(item.dataset.fingerprint() for item in self.datasets)
 
     def _draw(self, number: int, index: int) -> Draw | SkippedRow:
         source = int(np.searchsorted(self._starts, index, side="right")) - 1
         place = index - int(self._starts[source])
-        dataset = self._datasets[source]
+        dataset, config = self.datasets[source].dataset, self.datasets[source].config
         uid = f"{self._namespace}{self._labels[source]}:{place}@{number}"
         known = self._skipped.get(row_of(uid))
         if known is not None:
@@ -210,18 +206,14 @@ class PromptDraws:
         try:
             row = dataset[place]
         except DataError as error:
-            if self._configs[source].on_bad_row == "error":
+            if config.on_bad_row == "error":
                 raise
             skipped = SkippedRow(uid, number, str(error))
             self.skip(skipped)
             return skipped
-        return Draw(number, uid, self._configs[source], dataset.location(place), row)
+        return Draw(number, uid, config, dataset.location(place), row)
 
 
 def _scored(group: Group, sample: int) -> ScoredDraw:
-    terms: dict[str, list[float]] = defaultdict(list)
-    for trajectory in group.trajectories:
-        for name, value in trajectory.rewards.items():
-            terms[name].append(float(value))
-    returns = tuple(group.returns.tolist())
-    return ScoredDraw(group.draw, sample, returns, {name: tuple(values) for name, values in terms.items()})
+    terms = {name: tuple(values) for name, values in terms_of(group.trajectories).items()}
+    return ScoredDraw(group.draw, sample, tuple(group.returns.tolist()), terms)

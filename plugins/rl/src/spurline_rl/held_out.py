@@ -104,7 +104,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
         return metrics, [self._sample(group) for group in groups]
 
     def _pass_rates(self, groups: Sequence[Group], count: int) -> dict[str, float]:
-        passed = [np.array([self._has_passed(attempt) for attempt in group.trajectories]) for group in groups]
+        success, where = self._config.success, self._where
+        passed = [np.array([has_passed(attempt, success, where) for attempt in group.trajectories]) for group in groups]
         rates = {"pass@1": float(sum(found.mean() for found in passed)) / count}
         if self._config.samples_per_prompt > 1:
             rates[f"pass@{self._config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
@@ -120,11 +121,8 @@ class AttemptsEvaluation(HeldOutEvaluation):
             "reference": info.get("reference"),
             "scores": {name: float(value) for name, value in trajectory.rewards.items()},
             "reward": float(group.returns[0]),
-            "passed": self._has_passed(trajectory),
+            "passed": has_passed(trajectory, self._config.success, self._where),
         }
-
-    def _has_passed(self, trajectory: Trajectory) -> bool:
-        return has_passed(trajectory, self._config.success, self._where)
 
 
 def open_held_out(data: Sequence[DatasetConfig], context: SourceContext) -> PromptDraws:

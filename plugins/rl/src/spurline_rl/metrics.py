@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline_rl.losses.corrections import BLOCK_TOKENS
-from spurline_rl.trajectory import Group, has_equal_returns, trajectories_of, turns_of
+from spurline_rl.trajectory import Group, has_equal_returns, terms_of, trajectories_of
 
 
 def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -33,26 +33,8 @@ def all_returns(groups: Sequence[Group]) -> NDArray[np.float64]:
 
 def mean_terms(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean of each reward term before weights, over the attempts that have it: `rewards/TERM`."""
-    terms: dict[str, list[float]] = {}
-    for trajectory in trajectories_of(groups):
-        for name, value in trajectory.rewards.items():
-            terms.setdefault(name, []).append(value)
+    terms = terms_of(trajectories_of(groups))
     return {f"rewards/{name}": float(np.mean(values)) for name, values in terms.items()}
-
-
-def kl_reward_metrics(groups: Sequence[Group], kl: Sequence[NDArray[np.float64]]) -> dict[str, float]:
-    """Return two metrics of rewards from which a KL term was subtracted.
-
-    `kl_reward/mean` is the mean KL per trained token before its coefficient. `reward/after_kl` is the mean return.
-
-    Args:
-        groups: Groups with rewards from which the KL was subtracted.
-        kl: KL of each response token, for each turn of the groups.
-    """
-    trained = [of_turn[turn.loss_mask != 0] for turn, of_turn in zip(turns_of(groups), kl, strict=True)]
-    values = np.concatenate([np.empty(0), *trained])
-    found = {"reward/after_kl": float(all_returns(groups).mean())}
-    return {"kl_reward/mean": float(values.mean()), **found} if len(values) else found
 
 
 def length_metrics(groups: Sequence[Group]) -> dict[str, float]:

@@ -144,24 +144,17 @@ def _of(prefix: str) -> str:
 
 def _fates(record: RunRecord) -> str:
     """Describe how many of the drawn prompts were trained on, left out or given up."""
-    totals = {
-        name: sum(record.series(f"groups/{name}")[1])
-        for name in ("drawn", "filtered", "quarantined", "retries", "refill_missing")
-    }
+    words = {"filtered": "left out for equal rewards", "quarantined": "given up", "retries": "attempts made again"}
+    totals = {name: sum(record.series(f"groups/{name}")[1]) for name in ("drawn", "refill_missing", *words)}
     _, equal = record.series("groups/zero_variance")
     head = f"Mean {sum(equal) / len(equal):.1%} of groups with equal rewards"
     if not totals["drawn"]:
         return head
     trained = totals["drawn"] - totals["filtered"] - totals["quarantined"]
     parts = [f"{trained:,.0f} trained on"]
-    if totals["filtered"]:
-        parts.append(f"{totals['filtered']:,.0f} left out for equal rewards")
     if totals["refill_missing"]:
         parts[0] += f" ({totals['refill_missing']:,.0f} of them in spite of equal rewards)"
-    if totals["quarantined"]:
-        parts.append(f"{totals['quarantined']:,.0f} given up")
-    if totals["retries"]:
-        parts.append(f"{totals['retries']:,.0f} attempts made again")
+    parts += [f"{totals[name]:,.0f} {outcome}" for name, outcome in words.items() if totals[name]]
     return f"{head}. Of {totals['drawn']:,.0f} prompts drawn: {', '.join(parts)}"
 
 

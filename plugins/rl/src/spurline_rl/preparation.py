@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
+from spurline.data.token_store import joined
 from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import RolloutCollator
@@ -25,7 +26,7 @@ from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.losses.corrections import compare
 from spurline_rl.losses.policy_loss import kl_estimate
-from spurline_rl.metrics import advantage_metrics, kl_reward_metrics
+from spurline_rl.metrics import advantage_metrics, all_returns
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.trajectory import (
@@ -52,17 +53,16 @@ class TurnColumns:
     def __init__(self, batch: TrainingBatch, groups: Sequence[Group], laid_out: Sequence[Group]) -> None:
         assert not bool(batch.is_padding_row.any()), "padding rows hold no turn"
         self._shape = (batch.num_rows, batch.length)
-        turns = _joined(group.flat.attempt_turns for group in groups)
-        attempt_rows = _joined(group.flat.attempt_turns for group in laid_out)
-        numbers = _joined(group.flat.numbers for group in groups)
+        turns, attempt_rows = _joined(groups, "attempt_turns"), _joined(laid_out, "attempt_turns")
+        numbers = _joined(groups, "numbers")
         first_rows = np.repeat(np.cumsum(attempt_rows) - attempt_rows, turns)
         rows = first_rows + np.where(np.repeat(attempt_rows < turns, turns), 0, numbers)
         # argmax finds the first of equal values.
         is_token = batch.tokens["segment_ids"].numpy() > 0
         first = is_token.argmax(axis=1) if is_token.size else np.zeros(len(is_token), np.int64)
         # A turn's prompt is its whole context, so the response begins `num_prompt` tokens after the row's first token.
-        starts = first[rows] + _joined(group.flat.num_prompt for group in groups)
-        stops = starts + _joined(group.flat.num_response for group in groups)
+        starts = first[rows] + _joined(groups, "num_prompt")
+        stops = starts + _joined(groups, "num_response")
         bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
 
@@ -154,8 +154,9 @@ class Preparation:
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
         """Return the batch of these scored groups. Its `info` has health metrics and the seconds that forwards took."""
-        if not self._config.router_replay:
-            groups = _without_experts(groups)
+        if not self._config.router_replay and any(group.flat.routed_experts is not None for group in groups):
+            # Recorded rollouts may have experts, which must not be replayed.
+            groups = with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
         laid_out = self._lay_out(groups)
         batch = laid_out.without_padding_rows()
         columns = self.turn_columns(batch, groups)
@@ -234,11 +235,15 @@ class Preparation:
         old, reference = scored["old_logprobs"].double(), scored["reference_logprobs"].double()
         kl = columns.split(kl_estimate(old, reference, penalty.estimator))
         charged: list[Turn] = []
+        trained = [np.empty(0)]
         for turn, turn_kl in zip(turns_of(groups), kl, strict=True):
             assert turn.rewards is not None, "a turn was not scored"
             charged.append(replace(turn, rewards=turn.rewards - penalty.coefficient * turn_kl))
-        groups = with_turns(groups, charged)
-        return groups, kl_reward_metrics(groups, kl)
+            trained.append(turn_kl[turn.loss_mask != 0])
+        groups, of_trained = with_turns(groups, charged), np.concatenate(trained)
+        # The mean KL is that before its coefficient.
+        metrics = {"kl_reward/mean": float(of_trained.mean())} if len(of_trained) else {}
+        return groups, {**metrics, "reward/after_kl": float(all_returns(groups).mean())}
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
         """Return the column `advantages`, and `returns` if a critic is trained."""
@@ -278,19 +283,12 @@ def _speaks_for(component: object, shortcut: str, method: str) -> bool:
     return first is None or shortcut in vars(first)
 
 
+def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:
+    return joined([getattr(group.flat, name) for group in groups], np.int64)
+
+
 def _fields(groups: Sequence[Group], name: str) -> list[Any]:
     return [getattr(turn, name) for turn in turns_of(groups)]
-
-
-def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _without_experts(groups: Sequence[Group]) -> Sequence[Group]:
-    """Return the groups without experts, so that experts in recorded rollouts are not replayed."""
-    if all(group.flat.routed_experts is None for group in groups):
-        return groups
-    return with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -299,14 +299,10 @@ class PromptSource(BatchSource):
 
     def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
         """Pass the attempts to the keeper, which writes them."""
-        columns = self._preparation.turn_columns(batch, collected.groups)
+        columns, tokens = self._preparation.turn_columns(batch, collected.groups), batch.tokens
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
-
-        def split(name: str) -> list[NDArray[Any]]:
-            return columns.split(batch.tokens[name])
-
-        per_epoch = self._prompts.prompts_per_epoch
+        per_epoch, split = self._prompts.prompts_per_epoch, lambda name: columns.split(tokens[name])
         self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, split))
 
     def flush(self) -> None:
@@ -329,11 +325,8 @@ class PromptSource(BatchSource):
             self._prompts.fingerprint(),
             "A file of prompts has changed since the checkpoint. Restore it, or start again with another run_dir.",
         )
-        given_up, prompts = state["quarantine"], state["prompts"]
-        assert isinstance(given_up, Mapping), given_up
-        assert isinstance(prompts, Mapping), prompts
-        self._attempts.given_up.load_state_dict(given_up)
-        self._prompts.load_state_dict(prompts)
+        self._attempts.given_up.load_state_dict(cast("Mapping[str, object]", state["quarantine"]))
+        self._prompts.load_state_dict(cast("Mapping[str, object]", state["prompts"]))
 
 
 @dataclass(frozen=True)

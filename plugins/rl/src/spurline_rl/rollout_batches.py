@@ -76,16 +76,15 @@ def _prompt_rows(batch: TrainingBatch) -> dict[str, tuple[int, int]]:
     assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
     uids = batch.segments["uid"]
     found: dict[str, tuple[int, int]] = {}
-    last = None
     for row in range(batch.num_rows):
         names = set(map(str, uids[row].tolist()))
         if len(names) != 1:
             raise RunFailedError(f"In the source's batch row {row} holds segments of several prompts: {listing(names)}")
         [uid] = names
-        if uid in found and uid != last:
+        first, stop = found.get(uid, (row, row))
+        if stop != row:
             raise RunFailedError(
                 f"In the source's batch the rows of prompt {uid!r} are apart: row {row} follows another prompt's rows."
             )
-        found[uid] = (found[uid][0] if uid in found else row), row + 1
-        last = uid
+        found[uid] = first, row + 1
     return found

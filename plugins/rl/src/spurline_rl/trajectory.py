@@ -261,6 +261,15 @@ def trajectories_of(groups: Iterable[Group]) -> list[Trajectory]:
     return [trajectory for group in groups for trajectory in group.trajectories]
 
 
+def terms_of(trajectories: Iterable[Trajectory]) -> dict[str, list[float]]:
+    """Return the values of each reward term, from the attempts that have it."""
+    terms: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.items():
+            terms.setdefault(name, []).append(float(value))
+    return terms
+
+
 def turns_of(groups: Iterable[Group]) -> list[Turn]:
     """Return every turn of every trajectory, group after group."""
     return [turn for trajectory in trajectories_of(groups) for turn in trajectory.turns]
@@ -318,18 +327,14 @@ def trajectory_return(trajectory: Trajectory) -> float:
     return total
 
 
-def are_equal(returns: NDArray[np.float64]) -> bool:
-    """Return whether all returns are the same, up to the rounding of float32 rewards."""
-    if len(returns) == 0:
-        return True
-    # Sums of the same rewards in different orders can differ in their last bits. Division by the standard deviation
-    # would turn these differences into large advantages.
-    return bool(np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
-
-
 def has_equal_returns(group: Group) -> bool:
-    """Return whether all samples have the same return, so that group-relative advantages are 0."""
-    return are_equal(group.returns)
+    """Return whether all samples have the same return, so that group-relative advantages are 0.
+
+    Sums of the same rewards in different orders can differ in their last bits. Division by the standard deviation would
+    turn these differences into large advantages, so returns that differ only by rounding are equal.
+    """
+    returns = group.returns
+    return bool(len(returns) == 0 or np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
 def merge_turns(trajectory: Trajectory) -> Trajectory:

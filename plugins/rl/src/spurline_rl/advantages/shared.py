@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.errors import DataError
-from spurline_rl.trajectory import Group, Trajectory, are_equal, trajectories_of, turns_of, with_turns
+from spurline_rl.trajectory import Group, Trajectory, has_equal_returns, trajectories_of, turns_of, with_turns
 
 Returns = NDArray[np.float64]
 Sequences = list[NDArray[np.float64]]
@@ -51,7 +51,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
             "prompt with each other. Set source.samples_per_prompt to 2 or more (8 is usual), or choose an advantage "
             "that needs no group: reinforce_pp with baseline: batch, or gae."
         )
-    return np.zeros_like(returns) if are_equal(returns) else rule(returns)
+    return np.zeros_like(returns) if has_equal_returns(group) else rule(returns)
 
 
 def spread_over_tokens(group: Group, advantages: Returns) -> Group:

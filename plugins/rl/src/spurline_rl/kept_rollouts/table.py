@@ -128,7 +128,9 @@ def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
     The metadata of the table is `TokenTexts.as_metadata`.
     """
     texts = TokenTexts(pieces, [*kept.groups, *kept.filtered])
-    tables = [_given_up_table(kept)]
+    known = {"step": kept.step, "status": "given_up"}
+    lost = [known | {"uid": _utf8(each.uid), "draw": each.draw, "reason": _utf8(each.reason)} for each in kept.lost]
+    tables = [pa.Table.from_pylist(lost, schema=SCHEMA)]
     if kept.filtered:
         tables.insert(0, _attempts_table(kept, "filtered", kept.filtered, {}, texts))
     if kept.groups:
@@ -147,7 +149,8 @@ def _attempts_table(
     group_of = [group for group in groups for _ in group.trajectories]
     turn_ends = _ends(flat.attempt_turns)
     token_ends = _ends(flat.num_response)[turn_ends]
-    token_columns = _token_columns(flat, scores)
+    stored = ("logprobs", "versions", "loss_mask", "rewards")
+    token_columns = {name: flat.columns[name] for name in stored if name in flat.columns}
     responses = texts.of([turn.response_ids for attempt in attempts for turn in attempt.turns])
     shared, own = _unshared(attempts)
     columns: dict[str, Any] = {
@@ -181,35 +184,20 @@ def _attempts_table(
     starts = token_ends[:-1]
     if "versions" in token_columns:
         columns["max_age"] = step - 1 - np.minimum.reduceat(token_columns["versions"], starts)
-    if "gap" in token_columns:
+    if "old_logprobs" in scores and "logprobs" in token_columns:
+        # Store the difference itself: computed from two numbers rounded to float16, it would be only rounding error.
+        token_columns["gap"] = scores["old_logprobs"] - token_columns["logprobs"]
         # `fmax` ignores NaN.
         columns["max_gap"] = np.fmax.reduceat(np.abs(token_columns["gap"]), starts)
-    if "advantages" in token_columns:
-        columns["advantage"] = _same(token_columns["advantages"], starts, columns["tokens"])
+    if "advantages" in scores:
+        token_columns["advantages"] = scores["advantages"]
+        columns["advantage"] = _same(scores["advantages"], starts, columns["tokens"])
     if "rewards" in token_columns:
         rewards = np.append(0.0, np.cumsum(token_columns.pop("rewards"), dtype=np.float64))
         columns["turn_reward"] = _lists(np.diff(rewards[_ends(flat.num_response)]), turn_ends, _FLOAT)
     columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
     arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def _token_columns(flat: FlatTurns, scores: Mapping[str, NDArray[np.float32]]) -> dict[str, NDArray[Any]]:
-    """Return the columns of response tokens that are stored, one array per column."""
-    stored = ("logprobs", "versions", "loss_mask", "rewards")
-    found = {name: flat.columns[name] for name in stored if name in flat.columns}
-    if "advantages" in scores:
-        found["advantages"] = scores["advantages"]
-    if "old_logprobs" in scores and "logprobs" in found:
-        # Store the difference itself: computed from two numbers rounded to float16, it would be only rounding error.
-        found["gap"] = scores["old_logprobs"] - found["logprobs"]
-    return found
-
-
-def _given_up_table(kept: KeptStep) -> pa.Table:
-    known = {"step": kept.step, "status": "given_up"}
-    rows = [known | {"uid": _utf8(lost.uid), "draw": lost.draw, "reason": _utf8(lost.reason)} for lost in kept.lost]
-    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:

@@ -38,6 +38,7 @@ MOST_COMPARED = 4_000
 _TEXTS = ("prompt", "response")
 """Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
+_FACTS = ("step", "status", "uid", "draw", "epoch", "sample", "reward", "rewards", "advantage", "retries", "info")
 _BOUNDS = {
     "min_reward": ("reward", pc.greater_equal),
     "max_reward": ("reward", pc.less_equal),
@@ -218,36 +219,20 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
 
 def attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
     """Return the attempt and its turns. Lists in a turn have one entry per token, or are None if not recorded."""
-    return {
-        "step": attempt.step,
-        "status": attempt.status,
-        "uid": attempt.uid,
-        "draw": attempt.draw,
-        "epoch": attempt.epoch,
-        "sample": attempt.sample,
-        "reward": attempt.reward,
-        "rewards": dict(attempt.rewards),
-        "advantage": attempt.advantage,
-        "retries": attempt.retries,
-        "finish": attempt.finish_reason,
-        "tags": {**attempt.columns, **attempt.tags},
-        "info": dict(attempt.info),
-        "turns": [_turn_facts(turn) for turn in attempt.turns],
-    }
+    facts: dict[str, Any] = {name: getattr(attempt, name) for name in _FACTS}
+    tags, turns = {**attempt.columns, **attempt.tags}, [_turn_facts(turn) for turn in attempt.turns]
+    return facts | {"finish": attempt.finish_reason, "tags": tags, "turns": turns}
 
 
 def _turn_facts(turn: KeptTurn) -> dict[str, Any]:
-    special = turn.special_ids
+    special = [*turn.special_ids]
     return {
         "finish": turn.finish_reason,
         "reward": turn.reward,
-        "prompt": {
-            "pieces": turn.prompt_pieces,
-            "special": [place for place, token in enumerate(turn.prompt_ids.tolist()) if token in special],
-        },
+        "prompt": {"pieces": turn.prompt_pieces, "special": np.flatnonzero(np.isin(turn.prompt_ids, special)).tolist()},
         "response": {
             "pieces": turn.response_pieces,
-            "special": [place for place, token in enumerate(turn.response_ids.tolist()) if token in special],
+            "special": np.flatnonzero(np.isin(turn.response_ids, special)).tolist(),
             "ids": turn.response_ids.tolist(),
             "logprobs": _numbers(turn.logprobs),
             "gap": _numbers(turn.gap),

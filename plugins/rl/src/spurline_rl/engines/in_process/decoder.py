@@ -31,6 +31,7 @@ from spurline_models.generation import model_stop_tokens
 from spurline_models.streams.stream_model import library_attention
 from spurline_models.streams.token_logprobs import OutputLogits
 from spurline_models.streams.token_stream import plan_segments
+from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.attention import CACHED_ATTENTION, KvCache, PromptPass, TokenPass, generating
 from spurline_rl.engines.in_process.response import Response
 from spurline_rl.engines.in_process.sampling import sample, uniform
@@ -52,6 +53,7 @@ class Decoder:
     """Generates responses.
 
     Args:
+        config: The settings of the engine.
         routing: Routing of the model's experts; None if responses do not record experts.
 
     Attributes:
@@ -63,9 +65,7 @@ class Decoder:
         self,
         model: GenerationModel,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_responses: int,
-        max_cache_tokens: int,
+        config: InProcessEngineConfig,
         routing: ExpertRouting | None = None,
     ):
         causal = model.causal
@@ -80,8 +80,7 @@ class Decoder:
         self._stop_tokens: frozenset[int] = frozenset(
             [*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])]
         )
-        self._max_responses = max_responses
-        self._max_cache_tokens = max_cache_tokens
+        self._config = config
         self._routing = routing
         self._cache = KvCache()
         self._is_outdated = False
@@ -100,8 +99,8 @@ class Decoder:
                 asked, limit = response.request.sampling.max_new_tokens, self.model.max_tokens
                 response.max_tokens = asked if limit is None else min(asked, limit - len(response.prompt))
                 longest = max(longest, response.most_cached_tokens)
-                count = len(self.responses) + len(taken) + 1
-                if count > 1 and (count > self._max_responses or count * longest > self._max_cache_tokens):
+                count, config = len(self.responses) + len(taken) + 1, self._config
+                if count > 1 and (count > config.max_batch or count * longest > config.max_cache_tokens):
                     break
                 taken.append(response)
             waiting.popleft()
@@ -211,12 +210,16 @@ class Decoder:
         self, ids: np.ndarray[Any, Any], positions: np.ndarray[Any, Any], kv_pass: PromptPass | TokenPass
     ) -> tuple[Tensor, NDArray[np.int16] | None]:
         """Return the last hidden states [rows, tokens, H], and recorded experts [rows * tokens, layers, top_k]."""
+        output, experts = self._run(
+            input_ids=self._send(ids), position_ids=self._send(positions), use_cache=False, kv_pass=kv_pass
+        )
+        return output.last_hidden_state, experts
+
+    def _run(self, **inputs: Any) -> tuple[Any, NDArray[np.int16] | None]:
         noting = nullcontext() if self._routing is None else self._routing.noting()
         with self.model.computing(), noting as noted:
-            hidden = self._run_decoder(
-                input_ids=self._send(ids), position_ids=self._send(positions), use_cache=False, kv_pass=kv_pass
-            ).last_hidden_state
-        return hidden, None if self._routing is None or noted is None else self._routing.as_array(noted)
+            output = self._run_decoder(**inputs)
+        return output, None if self._routing is None or noted is None else self._routing.as_array(noted)
 
     def _write(self, responses: Sequence[Response], hidden: Tensor, version: int) -> None:
         """Draw the next token of each response from its last hidden state [rows, H]."""
@@ -306,12 +309,10 @@ class OwnCacheDecoder(Decoder):
 
     def _read(self, response: Response, tokens: Sequence[int], cache: dict[str, Any], before: int) -> Tensor:
         """Read `tokens` after the `before` tokens in `cache`, and add them to it. Returns the last hidden state."""
-        noting = nullcontext() if self._routing is None else self._routing.noting()
-        with self.model.computing(), noting as noted:
-            output = self._run_decoder(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)
+        output, experts = self._run(input_ids=self._send(np.array(tokens))[None], use_cache=True, **cache)
         cache.update({name: output[name] for name in _MODEL_CACHES if output.get(name) is not None})
-        if self._routing is not None and noted is not None:
-            response.experts.add(before, self._routing.as_array(noted))
+        if experts is not None:
+            response.experts.add(before, experts)
         return output.last_hidden_state[:, -1]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
-from spurline.errors import RunFailedError
+from spurline.errors import DataError, RunFailedError
 from spurline.protocols.backend import Backend, GenerationModel, LendsModel
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.experts.router_replay import ExpertRouting
@@ -265,12 +265,11 @@ class InProcessEngine(TakesWeights):
     def _deliver(self, responses: list[Response]) -> None:
         for response in responses:
             waiter = self._in_flight.pop(response, None)
-            if waiter is None or waiter.done():
-                continue
-            if response.refused is not None:
-                waiter.set_exception(response.refused)
-            else:
-                waiter.set_result(response.result())
+            if waiter is not None and not waiter.done():
+                try:
+                    waiter.set_result(response.result())
+                except DataError as refused:
+                    waiter.set_exception(refused)
         responses.clear()
 
     def _fail(self, failure: BaseException) -> None:
@@ -303,17 +302,9 @@ class InProcessEngine(TakesWeights):
     def _make_decoder(self) -> Decoder:
         model = self._open_model()
         routing = ExpertRouting(model.causal) if self._notes_experts else None
-
-        def make(kind: type[Decoder]) -> Decoder:
-            return kind(
-                model,
-                self._tokenizer,
-                max_responses=self._config.max_batch,
-                max_cache_tokens=self._config.max_cache_tokens,
-                routing=routing,
-            )
-
-        return probed_decoder(make, deterministic=self._config.deterministic)
+        return probed_decoder(
+            lambda kind: kind(model, self._tokenizer, self._config, routing), deterministic=self._config.deterministic
+        )
 
 
 def _update_to(version: int) -> str:

@@ -142,11 +142,10 @@ class Response:
         """Call `on_tokens` with the tokens since the last call."""
         start, self._num_handed_on = self._num_handed_on, len(self.tokens)
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
-            tokens, versions = self.tokens[start:], self.versions[start:]
-            logprobs, raw_logprobs = self.logprobs[start:], self.raw_logprobs[start:]
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
-            self.on_tokens(Written(tokens, logprobs, raw_logprobs, versions, self.finish_reason, experts))
+            columns = (self.tokens, self.logprobs, self.raw_logprobs, self.versions)
+            self.on_tokens(Written(*(values[start:] for values in columns), self.finish_reason, experts))
 
     def result(self) -> GenerationResult:
         """Return the result. Raises DataError if the request was refused."""
