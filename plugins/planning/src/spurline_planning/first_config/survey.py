@@ -29,6 +29,13 @@ _ROWS = 1_000
 """Number of rows that are read."""
 _LONGEST = 8_192
 """The largest `data.max_length` that is proposed. Longer rows need much memory."""
+_WORDS: Mapping[FormatName, str] = {
+    "chat": "conversations",
+    "alpaca": "instructions",
+    "prompt_completion": "prompts and completions",
+    "pretokenized": "token ids",
+    "text": "plain text",
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class DataFacts:
         task: The kind of training that the rows fit.
         words: The kind of rows in words, such as `conversations`.
         longest: Tokens of the longest row, or of the longest prompt for `rl`.
-        has_reference: Whether each row has a reference answer.
+        has_reference: Whether each prompt for `rl` has a reference answer.
         is_chat: Whether a chat template renders the rows.
         columns: The setting `data.train.columns`.
         has_guessed: Whether `columns` is guessed from the names of the columns.
@@ -57,8 +64,8 @@ class DataFacts:
     task: Task
     words: str
     longest: int
-    has_reference: bool
-    is_chat: bool
+    has_reference: bool = False
+    is_chat: bool = False
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     has_guessed: bool = False
 
@@ -106,7 +113,7 @@ def data_facts(
     named = dict(columns or {})
     if chosen == "dpo":
         longest = _longest_sample(model_path, data, template | {"source": "preference"}, model, named)
-        return DataFacts("dpo", "preference pairs", longest, has_reference=False, is_chat=True, columns=named)
+        return DataFacts("dpo", "preference pairs", longest, is_chat=True, columns=named)
     try:
         kind = detect_format(loaded.config.data.train[0], row, needs_answer=chosen == "sft")
     except DataError as error:
@@ -115,13 +122,12 @@ def data_facts(
     is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
     if chosen == "sft":
         longest = _longest_sample(model_path, data, template, model, named)
-        return DataFacts("sft", _words(kind), longest, has_reference=True, is_chat=is_chat, columns=named)
-    examples = list(read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data))
-    longest = max(len(example.prompt_ids) for _, example in examples)
-    references = all(example.reference_text is not None for _, example in examples)
-    return DataFacts(
-        "rl", f"prompts of {_words(kind)}", longest, has_reference=references, is_chat=is_chat, columns=named
-    )
+        return DataFacts("sft", _WORDS[kind], longest, is_chat=is_chat, columns=named)
+    rows = read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data)
+    examples = [example for _, example in rows]
+    longest = max(len(example.prompt_ids) for example in examples)
+    references = all(example.reference_text is not None for example in examples)
+    return DataFacts("rl", f"prompts of {_WORDS[kind]}", longest, references, is_chat=is_chat, columns=named)
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
@@ -188,13 +194,3 @@ def _longest_sample(
     with ExitStack() as stack:
         longest = build_data(config, stack, _ROWS).source.longest()
     return limit if longest is None else longest.tokens
-
-
-def _words(kind: FormatName) -> str:
-    return {
-        "chat": "conversations",
-        "alpaca": "instructions",
-        "prompt_completion": "prompts and completions",
-        "pretokenized": "token ids",
-        "text": "plain text",
-    }[kind]
