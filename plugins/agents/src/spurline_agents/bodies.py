@@ -13,6 +13,7 @@ from aiohttp import web
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from spurline_agents.configs import HarnessConfig
 from spurline_rl.protocols.rollout_engine import Sampling
 
 _TYPES = {
@@ -167,19 +168,18 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling: bool) -> BodyT:
+def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
     """Read a request.
 
     Args:
         raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
-        max_bytes: Size limit of requests. It also determines how many JSON values a request may have.
-        ignore_sampling: Whether to ignore fields that would change the run's sampling distribution.
+        config: The settings that limit requests.
 
     Raises:
         ApiError: If the request is malformed, or a field is wrong or not supported. The error names the field.
     """
-    _require_few_values(raw, max_bytes)
+    _require_few_values(raw, config.max_body_bytes)
     try:
         # This parser takes only UTF-8, no lone surrogates, no NaN, and at most 200 levels.
         given = from_json(raw, allow_inf_nan=False)
@@ -197,7 +197,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
                 code="unsupported_parameter",
             )
     for name, neutral in _OTHER_DISTRIBUTIONS.items():
-        if not ignore_sampling and name in fields and fields[name] not in neutral:
+        if not config.ignore_sampling and name in fields and fields[name] not in neutral:
             raise sampling_error(name, _shown(fields[name]), "samples without it")
     try:
         body = kind.model_validate(fields)
@@ -205,7 +205,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ApiError(400, f"{place}: {first['msg']}.", param=str(first["loc"][0]) if place else None) from error
-    if body.seed is not None and not ignore_sampling:
+    if body.seed is not None and not config.ignore_sampling:
         raise sampling_error("seed", _shown(fields["seed"]), "derives the seed of each turn, so that it can be resumed")
     return body
 

@@ -27,7 +27,7 @@ from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, BodyT
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chat_completion, chunks, text_completion
+from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chunks
 from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.concurrency import end_tasks
@@ -86,9 +86,9 @@ class HarnessServer:
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         answering = self._answering
-        chat = partial(self._answer, read=answering.read_chat, write=chat_completion)
+        chat = partial(self._answer, read=answering.read_chat, write=answering.write_chat)
         app.router.add_post("/sessions/{session}/v1/chat/completions", chat)
-        complete = partial(self._answer, read=answering.read_completion, write=text_completion)
+        complete = partial(self._answer, read=answering.read_completion, write=answering.write_completion)
         app.router.add_post("/sessions/{session}/v1/completions", complete)
         self._runner = web.AppRunner(
             app,
@@ -229,7 +229,7 @@ class HarnessServer:
         self,
         request: web.Request,
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
-        write: Callable[[PreTrainedTokenizerBase, BodyT, list[Choice]], dict[str, Any]],
+        write: Callable[[BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
         """Generate the answer to a request and send it. Its turns count as received when the last part is sent."""
         session = self._session(request)
@@ -250,7 +250,7 @@ class HarnessServer:
             body, generate = await prepare()
             choices = await generate()
             size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
-            return body, choices, await session.work(size, lambda: _parts(body, write(self._tokenizer, body, choices)))
+            return body, choices, await session.work(size, lambda: _parts(body, write(body, choices)))
 
         body, choices, parts = await self._in_session(session, asyncio.ensure_future(work()))
         if body.stream:
