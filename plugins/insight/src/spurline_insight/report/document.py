@@ -23,11 +23,11 @@ _POLICY = (
     "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
 )
 _FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
-_PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 # Three characters are replaced, since they could begin markup inside a script element.
-DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
+DIGITS = PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
 """The 85 digits of packed text."""
-_TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
+_TO_DIGITS = bytes.maketrans(PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
 def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str, str]], subject: str) -> None:
@@ -90,12 +90,6 @@ def packed(content: str) -> str:
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
     return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
-
-
-def unpacked(digits: str) -> str:
-    """Return the text that was `packed`."""
-    python_digits = digits.encode().translate(bytes.maketrans(DIGITS.encode(), _PYTHON_DIGITS.encode()))
-    return gzip.decompress(base64.b85decode(python_digits)).decode()
 
 
 @cache
