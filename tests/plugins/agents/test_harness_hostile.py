@@ -630,7 +630,7 @@ def test_a_client_that_does_not_read_is_cut_off(stream: bool, monkeypatch: pytes
 
 
 GARBAGE: Any = (None, True, -1, 10**30, 1e300, "", "\u2028", [], [[]], {}, {"x": [1]}, [None], "[[", "\0")
-FIELDS = [*ChatBody.model_fields, "prompt", "response_format", "presence_penalty", "echo"]
+FIELDS = [*ChatBody.model_fields, "max_completion_tokens", "prompt", "response_format", "presence_penalty", "echo"]
 STRANGE_HEADS = (
     b"GET / HTTP/9.9\r\n",
     b"\x16\x03\x01\x02\0",
@@ -696,7 +696,7 @@ def test_requests_of_all_kinds_end_as_they_should() -> None:
     statuses: Counter[int] = Counter()
     memory: list[int] = []
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         draws = random.Random(session.sample)
         for number in range(5000 if SOAK else 60):
             statuses[await send_any(session, draws)] += 1
@@ -704,7 +704,6 @@ def test_requests_of_all_kinds_end_as_they_should() -> None:
                 gc.collect()
                 memory.append(psutil.Process().memory_info().rss)
         await good(session)
-        return 1.0
 
     trajectories = together(*[agent] * 4, max_turns=100_000, max_body_bytes=2**18)
     assert [trajectory.rewards for trajectory in trajectories] == [{"reward": 1.0}] * 4

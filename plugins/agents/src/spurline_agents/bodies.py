@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeVar, cast
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from spurline_agents.configs import HarnessConfig
@@ -116,11 +116,6 @@ class Body(BaseModel):
     return_token_ids: bool = False
 
     @property
-    def most_tokens(self) -> int | None:
-        """Return the maximum number of response tokens that the request allows."""
-        return self.max_tokens
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end a response."""
         return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
@@ -132,13 +127,11 @@ class ChatBody(Body):
     messages: Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
     tools: Annotated[_Objects, Field(max_length=1024, fail_fast=True)] = []
     tool_choice: Any = "auto"
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1)
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionBody(Body):
@@ -212,7 +205,7 @@ def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
     """Return the run's sampling with the changes that this request asks for, within the run's limits."""
-    most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
+    most = run.max_new_tokens if body.max_tokens is None else min(body.max_tokens, run.max_new_tokens)
     sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
     if ignore_sampling:
         return sampling

@@ -98,12 +98,7 @@ class DeliveredPolicy:
 class LiveSession:
     """The state of one attempt on one event loop, from the agent's start to its end.
 
-    Args:
-        policy: The attempt's handle on the model.
-        tokenizer: The tokenizer of the model.
-        config: Settings of the environment.
-        where: The name of the attempt in messages.
-        threads: Threads that read large requests.
+    `where` names the attempt in messages. `threads` read large requests.
     """
 
     def __init__(
