@@ -227,7 +227,7 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     "path", ["word and " * 15 + "rows.jsonl", "a: b # 'c' \"d\" [x], {y}  # z.jsonl", "no", "- 1", "123", "*.jsonl"]
 )
 def test_any_path_is_written_as_it_is(path: str) -> None:
-    model = ModelFacts(10, 128, has_chat_template=True)
+    model = ModelFacts(path, 10, 128, has_chat_template=True)
     data = DataFacts("sft", "conversations", 20, has_reference=True, is_chat=True)
     options = Options(path, path, "sft", eval=path, reward=None, lora=False, epochs=None, steps=1)
     text = config_text(options, model, data, run_dir=path)

@@ -75,7 +75,7 @@ def write_first_config(path: Path, options: Options, ask: Asker, progress: Progr
     facts = model_facts(options.model)
     progress("reading the data")
     task = "rl" if options.task == "async" else options.task
-    rows = data_facts(options.model, facts, options.data, task, options.columns)
+    rows = data_facts(facts, options.data, task, options.columns)
     found = [
         f"model: {facts.parameters:,} parameters"
         + ("" if facts.context is None else f", {facts.context:,} positions")
@@ -118,7 +118,7 @@ def _reward(options: Options, rows: DataFacts, ask: Asker) -> str | None:
 def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: str, plugins: Sequence[str] = ()) -> str:
     """Return the config as YAML, with comments. `options` has the user's answers too."""
     gpus, context = num_gpus(), sys.maxsize if model.context is None else model.context
-    template = files(__package__).joinpath("run.yaml.jinja").read_text(encoding="utf-8")
+    template = files("spurline_planning.first_config").joinpath("run.yaml.jinja").read_text(encoding="utf-8")
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
     environment.filters["scalar"] = _scalar
     # A path may contain the characters that begin a comment, but YAML escapes control characters.
