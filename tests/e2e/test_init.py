@@ -13,7 +13,7 @@ from run_helpers import Spurline, train, write_rows
 from spurline import load_config
 from spurline.plugins.official import install_command
 from spurline_planning.first_config import command, init_command
-from spurline_planning.first_config.command import Choices, config_text
+from spurline_planning.first_config.command import Options, config_text
 from spurline_planning.first_config.survey import DataFacts, ModelFacts
 from spurline_text.rows.usual_columns import guessed_columns
 
@@ -227,9 +227,10 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
     "path", ["word and " * 15 + "rows.jsonl", "a: b # 'c' \"d\" [x], {y}  # z.jsonl", "no", "- 1", "123", "*.jsonl"]
 )
 def test_any_path_is_written_as_it_is(path: str) -> None:
-    model = ModelFacts(10, 128, has_chat_template=True)
+    model = ModelFacts(path, 10, 128, has_chat_template=True)
     data = DataFacts("sft", "conversations", 20, has_reference=True, is_chat=True)
-    text = config_text(Choices(path, path, path, "steps: 1", lora=False, eval=path), model, data)
+    options = Options(path, path, "sft", eval=path, reward=None, lora=False, epochs=None, steps=1)
+    text = config_text(options, model, data, run_dir=path)
     read = YAML(typ="safe").load(text)
     assert (read["model"]["path"], read["run_dir"]) == (path, path)
     assert read["data"]["train"] == read["data"]["eval"] == path

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from harness_runs import attempt
 from rl_attempts import encode, says
 
 from spurline_agents.agents import Session
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Trajectory
 from spurline_text.testing.inputs import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -64,6 +67,19 @@ def posting(body: Any, path: str = "/chat/completions", **headers: str) -> Any:
         return 1.0
 
     return agent
+
+
+def attempt_after(
+    trouble: Callable[[Session], Awaitable[None]], engine: ScriptedEngine | None = None, **settings: Any
+) -> Trajectory:
+    """The attempt of an agent that makes trouble, and then a good request."""
+
+    async def agent(session: Session) -> float:
+        await trouble(session)
+        await good(session)
+        return 1.0
+
+    return attempt(agent, engine or hello(), **settings)
 
 
 async def dial(session: Session) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

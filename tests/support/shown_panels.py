@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
+from spurline_insight.report.document import DIGITS, PYTHON_DIGITS
 from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 PANELS = {
@@ -36,6 +39,12 @@ def figures(fragment: str) -> list[dict[str, Any]]:
         json.loads(content, parse_constant=pytest.fail)
         for content in re.findall(r'class="figure">(.*?)</script>', fragment)
     ]
+
+
+def unpacked(digits: str) -> str:
+    """The text that the page has packed."""
+    python_digits = digits.translate(str.maketrans(DIGITS, PYTHON_DIGITS))
+    return gzip.decompress(base64.b85decode(python_digits)).decode()
 
 
 def traces(fragment: str) -> dict[str, dict[str, Any]]:

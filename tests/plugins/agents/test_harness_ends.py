@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from harness_requests import BODY, TOKENIZER, Stuck, dial, good, head, hello, post
+from harness_requests import BODY, TOKENIZER, Stuck, attempt_after, dial, good, head, hello, post
 from harness_runs import Harness, attempt
 from rl_attempts import encode
 
@@ -31,15 +31,13 @@ def test_an_agent_that_asks_forever_ends() -> None:
 def test_a_turn_that_takes_too_long_is_given_up() -> None:
     engine = Stuck()
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         status, answer = await post(session, BODY)
         assert (status, answer["error"]["code"]) == (504, "timeout")
         await engine.cancelled.acquire()
         engine.go.set()
-        await good(session)
-        return 1.0
 
-    assert len(attempt(agent, engine, request_timeout_s=0.2).turns) == 1
+    assert len(attempt_after(agent, engine, request_timeout_s=0.2).turns) == 1
 
 
 def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> None:
@@ -51,17 +49,15 @@ def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> N
                 return await ScriptedEngine.generate(self, request)
             return await super().generate(request)
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         asking = asyncio.ensure_future(post(session, {**BODY, "n": 2}))
         await engine.asked.wait()
         asking.cancel()
         await asyncio.wait_for(engine.cancelled.acquire(), 30)
         engine.go.set()
-        await good(session)
-        return 1.0
 
     engine = OneOfTwo()
-    [turn] = attempt(agent, engine).turns
+    [turn] = attempt_after(agent, engine).turns
     assert turn.response_ids.tolist()[:1] == encode(TOKENIZER, "1"), "the answer to the second request"
 
 
@@ -161,15 +157,13 @@ def test_an_error_of_the_engine_ends_the_attempt_whatever_the_agent_makes_of_it(
 def test_a_request_that_does_not_arrive_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spurline_agents.server._READ_TIMEOUT_S", 0.2)
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         reader, writer = await dial(session)
         writer.write(head(session, "Content-Length: 100") + b"{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 30)
         writer.close()
-        await good(session)
-        return 1.0
 
-    assert len(attempt(agent, hello()).turns) == 1
+    assert len(attempt_after(agent).turns) == 1
 
 
 def test_a_context_that_is_full_is_the_agents_to_handle() -> None:

@@ -19,7 +19,7 @@ import openai
 import psutil
 import pytest
 from every_run import SOAK
-from harness_requests import BODY, QUESTION, TOKENIZER, dial, good, head, hello, post, posting
+from harness_requests import BODY, QUESTION, TOKENIZER, attempt_after, dial, good, head, hello, post, posting
 from harness_runs import Harness, attempt, client
 from rl_attempts import says
 
@@ -277,14 +277,15 @@ def watch_encoding(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str], Any] =
     return texts
 
 
-Agent = Callable[[Session], Awaitable[float]]
+Agent = Callable[[Session], Awaitable[None]]
 
 
 def together(*agents: Agent, engine: ScriptedEngine | None = None, **settings: Any) -> list[Trajectory]:
     """An attempt of each agent, all at the same time in one run."""
 
     async def agent(session: Session) -> float:
-        return await agents[session.sample](session)
+        await agents[session.sample](session)
+        return 1.0
 
     async def run() -> list[Trajectory]:
         async with Harness(agent, engine or hello(), **settings) as harness:
@@ -310,7 +311,7 @@ def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own
     watch_encoding(monkeypatch, wait)
     order: list[str] = []
 
-    async def hostile(session: Session) -> float:
+    async def hostile(session: Session) -> None:
         async def ask(name: str, body: Any, path: str) -> None:
             await post(session, body, path)
             order.append(name)
@@ -324,14 +325,12 @@ def test_while_a_long_prompt_is_encoded_others_are_answered_and_the_sessions_own
         goes_on.set()
         await asyncio.gather(first, second)
         await good(session)
-        return 1.0
 
-    async def other(session: Session) -> float:
+    async def other(session: Session) -> None:
         while not is_encoding.is_set():
             await asyncio.sleep(0.001)
         await asyncio.wait_for(good(session), LIMIT_S)
         answered.set()
-        return 1.0
 
     answered = asyncio.Event()
     together(hostile, other)
@@ -348,7 +347,7 @@ def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(monkey
 
     encoded = watch_encoding(monkeypatch, wait)
 
-    async def hostile(session: Session) -> float:
+    async def hostile(session: Session) -> None:
         for _ in range(8):
             asking = asyncio.ensure_future(post(session, {"prompt": LONG}, "/completions"))
             await asyncio.sleep(0.02)
@@ -357,14 +356,12 @@ def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(monkey
         assert sum(LONG in text for text in encoded) == 1
         goes_on.set()
         await good(session)
-        return 1.0
 
-    async def other(session: Session) -> float:
+    async def other(session: Session) -> None:
         await asyncio.to_thread(at_work.acquire)
         for _ in range(8):
             await good(session)
         answered.set()
-        return 1.0
 
     answered = asyncio.Event()
     together(hostile, other)
@@ -374,12 +371,12 @@ def test_the_key_of_a_session_opens_no_other_and_does_not_tell_whether_there_is_
     sessions: list[Session] = []
     told: list[Any] = []
 
-    async def mine(session: Session) -> float:
+    async def mine(session: Session) -> None:
         sessions.append(session)
         await both.wait()
-        return 1.0 if (await good(session)) is None else 0.0
+        await good(session)
 
-    async def thief(session: Session) -> float:
+    async def thief(session: Session) -> None:
         while not sessions:
             await asyncio.sleep(0)
         [victim] = sessions
@@ -388,7 +385,6 @@ def test_the_key_of_a_session_opens_no_other_and_does_not_tell_whether_there_is_
         both.set()
         await good(session)
         sessions.append(session)
-        return 1.0
 
     async def request(key: str, base: str) -> Any:
         headers = {"Authorization": f"Bearer {key}"}
@@ -408,18 +404,16 @@ def test_the_key_of_a_session_opens_no_other_and_does_not_tell_whether_there_is_
 def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
     said: list[Any] = []
 
-    async def first(session: Session) -> float:
+    async def first(session: Session) -> None:
         _, answer = await post(session, BODY)
         said.append(answer["choices"][0]["message"])
         await done.wait()
-        return 1.0
 
-    async def second(session: Session) -> float:
+    async def second(session: Session) -> None:
         while not said:
             await asyncio.sleep(0)
         await post(session, {"messages": [*QUESTION, said[0], *QUESTION]})
         done.set()
-        return 1.0
 
     done = asyncio.Event()
     # The model has written no text that its own tokenizer would encode so.
@@ -473,35 +467,31 @@ async def status(reader: asyncio.StreamReader) -> int:
 def test_broken_http_is_answered_and_costs_no_attempt(
     lines: Sequence[str], body: bytes, expected: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         reader, writer = await dial(session)
         writer.write(head(session, *lines) + body)
         assert await status(reader) == expected
         writer.close()
-        await good(session)
-        return 1.0
 
     with caplog.at_level(logging.DEBUG, "aiohttp.server"):
-        assert len(attempt(agent, hello()).turns) == 1
+        assert len(attempt_after(agent).turns) == 1
     assert not caplog.records, "a client could fill the log"
 
 
 def test_a_body_without_an_end_is_refused_when_it_gets_too_large() -> None:
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         reader, writer = await dial(session)
         writer.write(head(session, "Transfer-Encoding: chunked"))
         for _ in range(20):
             writer.write(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
         assert await status(reader) == 413
         writer.close()
-        await good(session)
-        return 1.0
 
-    attempt(agent, hello(), max_body_bytes=10_000)
+    attempt_after(agent, max_body_bytes=10_000)
 
 
 def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
-    async def hostile(session: Session) -> float:
+    async def hostile(session: Session) -> None:
         unfinished = [await dial(session) for _ in range(4)]
         for _, writer in unfinished:
             writer.write(head(session, "Content-Length: 5000") + b"x" * 4000)
@@ -512,13 +502,11 @@ def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
         for _, writer in unfinished:
             writer.close()
         await asyncio.wait_for(waiting, LIMIT_S)
-        return 1.0
 
-    async def other(session: Session) -> float:
+    async def other(session: Session) -> None:
         await asyncio.sleep(0.2)
         await asyncio.wait_for(good(session), LIMIT_S)
         answered.set()
-        return 1.0
 
     answered = asyncio.Event()
     together(hostile, other)
@@ -527,7 +515,7 @@ def test_a_session_keeps_few_bodies_in_memory_and_waits_for_itself() -> None:
 def test_a_session_has_few_requests_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_MOST_CALLS", 2)
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         unfinished = [await dial(session) for _ in range(2)]
         for _, writer in unfinished:
             writer.write(head(session, "Content-Length: 5000") + b"x")
@@ -538,10 +526,8 @@ def test_a_session_has_few_requests_under_way(monkeypatch: pytest.MonkeyPatch) -
         for _, writer in unfinished:
             writer.close()
         await asyncio.sleep(0.1)
-        await good(session)
-        return 1.0
 
-    attempt(agent, hello())
+    attempt_after(agent)
 
 
 def test_the_bytes_of_a_request_are_gone_while_the_model_writes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -576,7 +562,7 @@ def test_the_bytes_of_a_request_are_gone_while_the_model_writes(monkeypatch: pyt
 def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_IDLE_TIMEOUT_S", 0.3)
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         silent, _ = await dial(session)
         slow, writer = await dial(session)
         writer.write(head(session)[:-10])
@@ -585,10 +571,8 @@ def test_idle_connections_and_slow_heads_are_closed(monkeypatch: pytest.MonkeyPa
         assert b" 400 " in await asyncio.wait_for(second.readuntil(b"}}"), LIMIT_S)
         again.write(b"P")
         assert all([await is_closed(reader) for reader in (silent, slow, second)])
-        await good(session)
-        return 1.0
 
-    attempt(agent, hello())
+    attempt_after(agent)
 
 
 @pytest.mark.parametrize(("most", "most_files"), [(2, 1000), (1000, 4)])
@@ -598,7 +582,7 @@ def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_ha
     monkeypatch.setattr(server, "_MOST_CONNECTIONS", most)
     monkeypatch.setattr(server.resource, "getrlimit", lambda kind: (most_files, most_files))
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         opened = [await dial(session) for _ in range(3)]
         assert await is_closed(opened[0][0]), "it was idle longest"
         for _, writer in opened[1:]:
@@ -608,10 +592,8 @@ def test_connections_beyond_the_limit_replace_idle_ones_and_leave_the_process_ha
         assert await status(refused) == 503
         opened[1][1].close()
         await asyncio.sleep(0.05)
-        await good(session)
-        return 1.0
 
-    attempt(agent, hello())
+    attempt_after(agent)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -648,7 +630,7 @@ def test_a_client_that_does_not_read_is_cut_off(stream: bool, monkeypatch: pytes
 
 
 GARBAGE: Any = (None, True, -1, 10**30, 1e300, "", "\u2028", [], [[]], {}, {"x": [1]}, [None], "[[", "\0")
-FIELDS = [*ChatBody.model_fields, "prompt", "response_format", "presence_penalty", "echo"]
+FIELDS = [*ChatBody.model_fields, "max_completion_tokens", "prompt", "response_format", "presence_penalty", "echo"]
 STRANGE_HEADS = (
     b"GET / HTTP/9.9\r\n",
     b"\x16\x03\x01\x02\0",
@@ -714,7 +696,7 @@ def test_requests_of_all_kinds_end_as_they_should() -> None:
     statuses: Counter[int] = Counter()
     memory: list[int] = []
 
-    async def agent(session: Session) -> float:
+    async def agent(session: Session) -> None:
         draws = random.Random(session.sample)
         for number in range(5000 if SOAK else 60):
             statuses[await send_any(session, draws)] += 1
@@ -722,7 +704,6 @@ def test_requests_of_all_kinds_end_as_they_should() -> None:
                 gc.collect()
                 memory.append(psutil.Process().memory_info().rss)
         await good(session)
-        return 1.0
 
     trajectories = together(*[agent] * 4, max_turns=100_000, max_body_bytes=2**18)
     assert [trajectory.rewards for trajectory in trajectories] == [{"reward": 1.0}] * 4

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from compared_runs import write_run
+from shown_panels import unpacked
 from typer.testing import CliRunner
 
 from spurline.cli import app
 from spurline.errors import RunDirectoryError, UserError
 from spurline_insight.report.comparison import write_comparison
-from spurline_insight.report.document import unpacked
 from spurline_insight.report.record import distinct_names
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 from rl_run_record import rl_metrics
+from shown_panels import unpacked
 
 from spurline.errors import RunFailedError
-from spurline_insight.report.document import packed, unpacked
+from spurline_insight.report.document import packed
 from spurline_insight.report.page import write_report
 from spurline_insight.report.record import read_record
 from spurline_insight.report_panel import RunRecord

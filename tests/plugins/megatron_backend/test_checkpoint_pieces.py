@@ -27,7 +27,7 @@ from torch import Tensor
 
 from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline_megatron_backend.architecture import Architecture
-from spurline_megatron_backend.checkpoint import is_written, join, pieces, read_owned, state_of
+from spurline_megatron_backend.checkpoint import join, pieces, read_owned, state_of
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.parts import whole_shapes
 from spurline_models.optimizers.state import OptimizerState, check_state
@@ -38,7 +38,7 @@ def write(folder: Path, grid: Grid, ranks: list[SimulatedRank]) -> OptimizerStat
     """Every rank writes its part; returns the facts of the first."""
     states: list[OptimizerState] = []
     for rank in ranks:
-        own = [owned for owned in rank.owned if is_written(owned.held, grid, rank.rank)]
+        own = [owned for owned in rank.owned if owned.held.counts_on(grid.place(rank.rank).tensor)]
         states.append(state_of(own, "adamw"))
         write_pieces(folder, rank.rank, pieces(own), part_bytes=20_000)
     return join(states)
@@ -139,7 +139,7 @@ def test_files_of_another_layout_that_were_left_in_the_folder_are_found(written:
     grid = Grid(8, tensor=2, pipeline=2, expert=2)
     ranks = simulated_ranks(EXPERTS, grid, some_state(EXPERTS, 3), Random(5))
     other = ranks[7]
-    own = [owned for owned in other.owned if is_written(owned.held, grid, other.rank)]
+    own = [owned for owned in other.owned if owned.held.counts_on(grid.place(other.rank).tensor)]
     write_pieces(folder, other.rank, pieces(own))
     with pytest.raises(DamagedCheckpointError, match="is damaged"):
         PieceIndex.of(folder)

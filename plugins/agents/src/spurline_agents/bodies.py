@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Annotated, Any, TypeVar, cast
 
 from aiohttp import web
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
+from spurline_agents.configs import HarnessConfig
 from spurline_rl.protocols.rollout_engine import Sampling
 
 _TYPES = {
@@ -115,11 +116,6 @@ class Body(BaseModel):
     return_token_ids: bool = False
 
     @property
-    def most_tokens(self) -> int | None:
-        """Return the maximum number of response tokens that the request allows."""
-        return self.max_tokens
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """Return the texts that end a response."""
         return tuple([self.stop] if isinstance(self.stop, str) else self.stop)
@@ -131,13 +127,11 @@ class ChatBody(Body):
     messages: Annotated[_Objects, Field(min_length=1, max_length=16_384, fail_fast=True)]
     tools: Annotated[_Objects, Field(max_length=1024, fail_fast=True)] = []
     tool_choice: Any = "auto"
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens")
+    )
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=1)
-
-    @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionBody(Body):
@@ -167,19 +161,18 @@ def _is_prompt(value: Any) -> bool:
     )
 
 
-def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling: bool) -> BodyT:
+def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
     """Read a request.
 
     Args:
         raw: The bytes of the body.
         kind: ChatBody or CompletionBody.
-        max_bytes: Size limit of requests. It also determines how many JSON values a request may have.
-        ignore_sampling: Whether to ignore fields that would change the run's sampling distribution.
+        config: The settings that limit requests.
 
     Raises:
         ApiError: If the request is malformed, or a field is wrong or not supported. The error names the field.
     """
-    _require_few_values(raw, max_bytes)
+    _require_few_values(raw, config.max_body_bytes)
     try:
         # This parser takes only UTF-8, no lone surrogates, no NaN, and at most 200 levels.
         given = from_json(raw, allow_inf_nan=False)
@@ -197,7 +190,7 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
                 code="unsupported_parameter",
             )
     for name, neutral in _OTHER_DISTRIBUTIONS.items():
-        if not ignore_sampling and name in fields and fields[name] not in neutral:
+        if not config.ignore_sampling and name in fields and fields[name] not in neutral:
             raise sampling_error(name, _shown(fields[name]), "samples without it")
     try:
         body = kind.model_validate(fields)
@@ -205,14 +198,14 @@ def read_body(raw: bytes, kind: type[BodyT], *, max_bytes: int, ignore_sampling:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise ApiError(400, f"{place}: {first['msg']}.", param=str(first["loc"][0]) if place else None) from error
-    if body.seed is not None and not ignore_sampling:
+    if body.seed is not None and not config.ignore_sampling:
         raise sampling_error("seed", _shown(fields["seed"]), "derives the seed of each turn, so that it can be resumed")
     return body
 
 
 def sampling_of(body: Body, run: Sampling, *, ignore_sampling: bool) -> Sampling:
     """Return the run's sampling with the changes that this request asks for, within the run's limits."""
-    most = run.max_new_tokens if body.most_tokens is None else min(body.most_tokens, run.max_new_tokens)
+    most = run.max_new_tokens if body.max_tokens is None else min(body.max_tokens, run.max_new_tokens)
     sampling = replace(run, max_new_tokens=most, stop=(*run.stop, *(stop for stop in body.stops if stop)))
     if ignore_sampling:
         return sampling

@@ -19,16 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, PluginError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
-from spurline_agents.bodies import (
-    ApiError,
-    Body,
-    BodyT,
-    ChatBody,
-    CompletionBody,
-    read_body,
-    sampling_error,
-    sampling_of,
-)
+from spurline_agents.bodies import ApiError, Body, ChatBody, CompletionBody, read_body, sampling_error, sampling_of
 from spurline_agents.configs import HarnessConfig
 from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError, Reply
@@ -79,7 +70,8 @@ class Answering:
     """Answers requests of any session.
 
     `read_chat` and `read_completion` read a request, count its turns and encode its prompt. They may run on a thread,
-    since a large prompt takes long. They return the body, and a function that generates the choices.
+    since a large prompt takes long. They return the body, and a function that generates the choices. `write_chat` and
+    `write_completion` return the choices as a JSON object.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: HarnessConfig) -> None:
@@ -89,18 +81,18 @@ class Answering:
 
     def read_chat(self, session: LiveSession, raw: bytes) -> tuple[ChatBody, Generate]:
         """Prepare `n` turns of a conversation. Raises ApiError, PrefixError, or AttemptFailedError."""
-        body = self._read(raw, ChatBody)
+        body = read_body(raw, ChatBody, self._config)
         with _errors_as_api_errors():
             messages, tools = read_messages(body.messages, "messages"), read_tools(body.tools, "tools")
         session.take_turns(body.n)
         with _errors_as_api_errors():
             chat, key = session.find(messages, tools)
-            chat.open_turn()
+            prompt = chat.open_turn()
             branches = [chat.fork() for _ in range(body.n)]
 
         async def generate() -> list[Choice]:
             replies = await self._ask(session, body, lambda sampling: [branch.reply(sampling) for branch in branches])
-            choices = [self._choice(session, body, reply) for reply in replies]
+            choices = [self._choice(body, prompt, reply) for reply in replies]
             for branch, choice in zip(branches, choices, strict=True):
                 [message] = read_messages([choice.message()], "message")
                 session.remember(key, message, branch)
@@ -111,7 +103,7 @@ class Answering:
 
     def read_completion(self, session: LiveSession, raw: bytes) -> tuple[CompletionBody, Generate]:
         """Prepare `n` continuations of each prompt. Raises ApiError or AttemptFailedError."""
-        body = self._read(raw, CompletionBody)
+        body = read_body(raw, CompletionBody, self._config)
         prompts = body.prompts
         session.take_turns(body.n * len(prompts))
         asked = [encoded for prompt in prompts for encoded in [self._encode(prompt)] * body.n]
@@ -143,13 +135,8 @@ class Answering:
                     raise sampling_error(name, f"{getattr(sampling, name):g}", own) from error
             raise
 
-    def _read(self, raw: bytes, kind: type[BodyT]) -> BodyT:
-        config = self._config
-        return read_body(raw, kind, max_bytes=config.max_body_bytes, ignore_sampling=config.ignore_sampling)
-
-    def _choice(self, session: LiveSession, body: ChatBody, reply: Reply) -> Choice:
+    def _choice(self, body: ChatBody, prompt: Sequence[int], reply: Reply) -> Choice:
         result = reply.result
-        prompt = session.policy.prompt_of(result)
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
         # If one call is malformed, the agent gets the whole answer as text. A name may contain half a surrogate pair,
         # which no client can send back.
@@ -180,6 +167,46 @@ class Answering:
             ids.pop()
         return ids
 
+    def write_chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the JSON object of a chat completion."""
+        written: list[dict[str, Any]] = []
+        for choice in choices:
+            logprobs = None
+            if body.logprobs:
+                entries = [
+                    {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
+                    for text, logprob in self._tokens(choice)
+                ]
+                # The engine reports only the logprob of the sampled token.
+                logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
+            written.append({"message": {"refusal": None, **choice.message()}, "logprobs": logprobs})
+        prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
+        return {**_completion("chat.completion", body, choices, written), **prompt_ids}
+
+    def write_completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Return the JSON object of a text completion."""
+        written: list[dict[str, Any]] = []
+        for choice in choices:
+            logprobs = None
+            if body.logprobs is not None:
+                tokens = self._tokens(choice)
+                offsets = accumulate((len(text) for text, _ in tokens), initial=0)
+                logprobs = {
+                    "tokens": [text for text, _ in tokens],
+                    "token_logprobs": [logprob for _, logprob in tokens],
+                    "top_logprobs": [{text: logprob} for text, logprob in tokens] if body.logprobs else None,
+                    "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
+                }
+            prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
+            written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
+        return _completion("text_completion", body, choices, written)
+
+    def _tokens(self, choice: Choice) -> list[tuple[str, float]]:
+        """Return the text of each token, and its logprob under the distribution that it was sampled from."""
+        texts = [str(self._tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
+        logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
+        return list(zip(texts, logprobs, strict=True))
+
 
 @contextmanager
 def _errors_as_api_errors() -> Generator[None, None, None]:
@@ -199,44 +226,6 @@ def _errors_as_api_errors() -> Generator[None, None, None]:
 def _as_openai(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-
-
-def chat_completion(tokenizer: PreTrainedTokenizerBase, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the JSON object of a chat completion."""
-    written: list[dict[str, Any]] = []
-    for choice in choices:
-        logprobs = None
-        if body.logprobs:
-            entries = [
-                {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-                for text, logprob in _tokens(tokenizer, choice)
-            ]
-            # The engine reports only the logprob of the sampled token.
-            logprobs = {"content": [{**entry, "top_logprobs": [entry]} for entry in entries]}
-        written.append({"message": {"refusal": None, **choice.message()}, "logprobs": logprobs})
-    prompt_ids = {"prompt_token_ids": list(choices[0].prompt_ids)} if body.return_token_ids else {}
-    return {**_completion("chat.completion", body, choices, written), **prompt_ids}
-
-
-def text_completion(
-    tokenizer: PreTrainedTokenizerBase, body: CompletionBody, choices: Sequence[Choice]
-) -> dict[str, Any]:
-    """Return the JSON object of a text completion."""
-    written: list[dict[str, Any]] = []
-    for choice in choices:
-        logprobs = None
-        if body.logprobs is not None:
-            tokens = _tokens(tokenizer, choice)
-            offsets = accumulate((len(text) for text, _ in tokens), initial=0)
-            logprobs = {
-                "tokens": [text for text, _ in tokens],
-                "token_logprobs": [logprob for _, logprob in tokens],
-                "top_logprobs": [{text: logprob} for text, logprob in tokens] if body.logprobs else None,
-                "text_offset": [offset for offset, _ in zip(offsets, tokens, strict=False)],
-            }
-        prompt_ids = {"prompt_token_ids": list(choice.prompt_ids)} if body.return_token_ids else {}
-        written.append({"text": choice.text, "logprobs": logprobs, **prompt_ids})
-    return _completion("text_completion", body, choices, written)
 
 
 def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -259,13 +248,6 @@ def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Seque
         ],
         "usage": {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion},
     }
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, choice: Choice) -> list[tuple[str, float]]:
-    """Return the text of each token, and its logprob under the distribution that it was sampled from."""
-    texts = [str(tokenizer.decode([token])) for token in choice.result.token_ids.tolist()]
-    logprobs = [max(value, _LOWEST_LOGPROB) for value in choice.result.logprobs.tolist()]
-    return list(zip(texts, logprobs, strict=True))
 
 
 def chunks(body: Body, answer: dict[str, Any]) -> Iterator[dict[str, Any]]:

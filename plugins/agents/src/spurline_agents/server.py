@@ -27,7 +27,7 @@ from spurline.errors import ConfigError
 from spurline_agents.agents import CANCEL_TIMEOUT_S
 from spurline_agents.bodies import ApiError, Body, BodyT
 from spurline_agents.configs import HarnessConfig
-from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chat_completion, chunks, text_completion
+from spurline_agents.responses import MODEL_NAME, Answering, Choice, Generate, chunks
 from spurline_agents.sessions import LiveSession
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.concurrency import end_tasks
@@ -58,12 +58,7 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class HarnessServer:
-    """An OpenAI-compatible server for all sessions. It listens from `start` until `stop`.
-
-    Args:
-        config: Settings of the environment.
-        tokenizer: The tokenizer of the model.
-    """
+    """An OpenAI-compatible server for all sessions. It listens from `start` until `stop`."""
 
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
@@ -71,24 +66,16 @@ class HarnessServer:
         # The key of a session is computed from its name. So a wrong key gets the same answer, whether the session is
         # open, has ended, or never existed.
         self._secret = secrets.token_bytes(32)
-        self._answering = Answering(tokenizer, config)
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
-        self._listener: asyncio.Server | None = None
-        self._runner: web.AppRunner | None = None
-        self._url = ""
         # The time when a connection was opened, or when its last request ended; inf during a request.
         self._idle_since: dict[web.RequestHandler, float] = {}
-
-    async def start(self) -> None:
-        """Listen for requests. Raises ConfigError if the address is in use or belongs to another machine."""
-        config = self._config
         app = web.Application(middlewares=[self._answer_errors])
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        answering = self._answering
-        chat = partial(self._answer, read=answering.read_chat, write=chat_completion)
+        answering = Answering(tokenizer, config)
+        chat = partial(self._answer, read=answering.read_chat, write=answering.write_chat)
         app.router.add_post("/sessions/{session}/v1/chat/completions", chat)
-        complete = partial(self._answer, read=answering.read_completion, write=text_completion)
+        complete = partial(self._answer, read=answering.read_completion, write=answering.write_completion)
         app.router.add_post("/sessions/{session}/v1/completions", complete)
         self._runner = web.AppRunner(
             app,
@@ -100,6 +87,10 @@ class HarnessServer:
             shutdown_timeout=_STOP_TIMEOUT_S,
             auto_decompress=False,
         )
+
+    async def start(self) -> None:
+        """Listen for requests. Raises ConfigError if the address is in use or belongs to another machine."""
+        config = self._config
         await self._runner.setup()
         try:
             self._listener = await asyncio.get_running_loop().create_server(
@@ -122,7 +113,7 @@ class HarnessServer:
         Connections use at most half of the files that the process may open. At this limit, the connection that has been
         idle longest is closed for the new one. So no agent can block other agents with idle connections.
         """
-        server = self._runner and self._runner.server
+        server = self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
@@ -168,10 +159,8 @@ class HarnessServer:
         """End all sessions, connections and the server."""
         for name in list(self._sessions):
             await self.end(name)
-        if self._listener is not None:
-            self._listener.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        self._listener.close()
+        await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
@@ -229,7 +218,7 @@ class HarnessServer:
         self,
         request: web.Request,
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
-        write: Callable[[PreTrainedTokenizerBase, BodyT, list[Choice]], dict[str, Any]],
+        write: Callable[[BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
         """Generate the answer to a request and send it. Its turns count as received when the last part is sent."""
         session = self._session(request)
@@ -250,7 +239,7 @@ class HarnessServer:
             body, generate = await prepare()
             choices = await generate()
             size = sum(len(choice.result.token_ids) for choice in choices) * _BYTES_PER_TOKEN
-            return body, choices, await session.work(size, lambda: _parts(body, write(self._tokenizer, body, choices)))
+            return body, choices, await session.work(size, lambda: _parts(body, write(body, choices)))
 
         body, choices, parts = await self._in_session(session, asyncio.ensure_future(work()))
         if body.stream:

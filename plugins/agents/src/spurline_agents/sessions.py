@@ -60,8 +60,6 @@ class DeliveredPolicy:
         self.sampling = policy.sampling
         # The results in the order of the requests, like `policy.turns`. An entry is None until its result comes.
         self._results: list[GenerationResult | None] = []
-        # Prompts by the `id` of their result.
-        self._prompts: dict[int, Sequence[int]] = {}
         self._delivered: set[int] = set()
 
     @property
@@ -80,12 +78,7 @@ class DeliveredPolicy:
         except DataError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error
         self._results[number] = result
-        self._prompts[id(result)] = prompt_ids
         return result
-
-    def prompt_of(self, result: GenerationResult) -> Sequence[int]:
-        """Return the prompt of this result."""
-        return self._prompts[id(result)]
 
     def deliver(self, results: Iterable[GenerationResult]) -> None:
         """Record that a client has received these results."""
@@ -105,12 +98,7 @@ class DeliveredPolicy:
 class LiveSession:
     """The state of one attempt on one event loop, from the agent's start to its end.
 
-    Args:
-        policy: The attempt's handle on the model.
-        tokenizer: The tokenizer of the model.
-        config: Settings of the environment.
-        where: The name of the attempt in messages.
-        threads: Threads that read large requests.
+    `where` names the attempt in messages. `threads` read large requests.
     """
 
     def __init__(

@@ -16,6 +16,7 @@ from typing import Any
 from spurline.plugins import hookimpl
 from spurline.plugins.run_view import RunView, Warned
 from spurline.trackers.jsonl import read_metrics
+from spurline_insight.report.record import setting
 
 LEVEL_STEPS = 5
 """The level of the loss is its median over this many steps. A single hard batch does not change this median."""
@@ -218,9 +219,8 @@ def _when(steps: Sequence[int], trained: Collection[int]) -> str:
 
 def clip_threshold(config: Mapping[str, Any]) -> float | None:
     """Return `optimizer.max_grad_norm` of the resolved settings, or None if gradients are not clipped."""
-    optimizer = config.get("optimizer")
-    threshold = optimizer.get("max_grad_norm") if isinstance(optimizer, Mapping) else None
-    return float(threshold) if threshold is not None else None
+    threshold = setting(config, "optimizer", "max_grad_norm")
+    return None if threshold is None else float(threshold)
 
 
 class Watcher:

@@ -41,8 +41,9 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
     """Write this rank's part into the folder, and return the digests of the written files. This is a collective."""
     rank = dist.get_rank()
     digests: dict[str, FileDigest] = {}
+    tensor_rank = grid.place(rank).tensor
     own: dict[Role, Sequence[Owned]] = {
-        role: [it for it in trained.owned() if is_written(it.held, grid, rank)] for role, trained in models.items()
+        role: [it for it in trained.owned() if it.held.counts_on(tensor_rank)] for role, trained in models.items()
     }
     # Ranks communicate only here. If a rank fails later, no other rank waits for it.
     states = _joined_states(own, models)
@@ -70,7 +71,7 @@ class SavedModel(StoredModel):
         weights = {name: describe(torch.empty(shape, device="meta")) for name, shape in trained.shapes.items()}
 
         def check_optimizer(saved: OptimizerState) -> None:
-            check_state(saved, trained.optimizer_name, trained.shapes, trained.made)
+            check_state(saved, trained.recipe.config.name, trained.shapes, trained.made)
             for key, tensor in saved.tensors.items():
                 if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
                     raise CheckpointError(
@@ -192,14 +193,6 @@ def _is_vector(value: object, owned: Owned) -> bool:
     return isinstance(value, Tensor) and value.shape == owned.values.shape
 
 
-def is_written(held: HeldParameter, grid: Grid, rank: int) -> bool:
-    """Return whether this rank writes its values of a parameter. Exactly one rank writes each value."""
-    if held.is_copy:
-        return False
-    # All ranks of a tensor group have the same values of parameters that are not divided.
-    return held.is_divided or grid.place(rank).tensor == 0
-
-
 def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
     what = owned.held.parts[0].name if owned.held.parts else "padding"
     if not isinstance(key, str) or "/" in key:
@@ -214,8 +207,8 @@ def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mappi
     try:
         mine = {
             role: replace(
-                state_of(own[role], trained.optimizer_name),
-                groups=changed_groups(trained.optimizer_name, trained.optimizer, trained.made),
+                state_of(own[role], trained.recipe.config.name),
+                groups=changed_groups(trained.recipe.config.name, trained.optimizer, trained.made),
             )
             for role, trained in models.items()
         }

@@ -40,7 +40,7 @@ class MegatronBackendConfig(RankBackendConfig):
     package: ClassVar[str] = "spurline_megatron_backend"
     worker: ClassVar[str] = "spurline_megatron_backend.open_rank:open_rank"
     doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"
-    beyond: ClassVar[str] = "Train a smaller model, or on more machines."
+    beyond: ClassVar[str] = "Divide the model otherwise (see layouts), train a smaller model, or on more machines."
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         "lora": f"Megatron-core has no adapters. {_FSDP}",

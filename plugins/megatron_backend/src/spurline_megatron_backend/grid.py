@@ -88,7 +88,7 @@ class Grid:
         return microbatches if self.virtual_stages == 1 else -(-microbatches // self.pipeline) * self.pipeline
 
     def count_layers(self, num_layers: int, stage: int) -> int:
-        return sum(part_sizes(num_layers, self.pipeline * self.virtual_stages)[stage :: self.pipeline])
+        return sum(map(len, self.layers(num_layers, stage)))
 
     def layers(self, num_layers: int, stage: int) -> tuple[range, ...]:
         """Return the numbers of the layers of each model part of this stage.

@@ -17,7 +17,6 @@ from spurline_megatron_backend.architecture import Architecture, read_architectu
 from spurline_megatron_backend.grid import Grid, part_sizes
 from spurline_megatron_backend.planning import (
     MAIN_BYTES,
-    RANKS_OF_MACHINE,
     estimate_fullest,
     held_values,
     microbatches,
@@ -38,6 +37,8 @@ MOST_IDLE = 0.1
 _SIZES = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
 _SHOWN = 5
 """The number of layouts that a plan shows."""
+_RANKS_OF_MACHINE = 8
+"""The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
 _MICROBATCH = 4096
 """Tokens of a micro-batch. Longer rows make larger micro-batches."""
 _SMALL_SHARE = 1024
@@ -141,7 +142,7 @@ def _others(ranks: int) -> float:
 
 def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) -> Iterator[MegatronBackendConfig]:
     """Yield a config for each way to divide this model among the ranks."""
-    ranks, local = config.num_ranks, ranks_of_machine(config) or RANKS_OF_MACHINE
+    ranks, local = config.num_ranks, ranks_of_machine(config) or _RANKS_OF_MACHINE
     sizes = divisors(ranks)
     contexts = [size for size in sizes if size <= max(1, row_length // _SMALL_SHARE)]
     experts = divisors(math.gcd(ranks, a.num_experts)) if a.num_experts else [1]

@@ -1,7 +1,7 @@
 """Fill a rank's parameters with the weights of a Hugging Face folder. Each rank reads its own values from the files.
 
-If there are no safetensors files, or with `init: random`, the first rank loads the whole model and broadcasts it tensor
-by tensor. Files may hold a separate tensor for each expert, and the embedding of a tied model under two names.
+With `init: random`, the first rank makes the whole model and broadcasts it tensor by tensor. Files may hold a separate
+tensor for each expert, and the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
@@ -72,14 +72,10 @@ def load_weights(
         check_loaded(model, opened.missing, opened.mismatched, unexpected)
         opened.fill(held)
         if opened.heads_differ(held):
-            raise _untied(model)
-
-
-def _untied(model: ModelConfig) -> ModelError:
-    return ModelError(
-        f"model.path: the config of {model.path} ties the output layer to the embedding, but in its files the two "
-        "differ. To train both, set model.config_overrides: {tie_word_embeddings: false}."
-    )
+            raise ModelError(
+                f"model.path: the config of {model.path} ties the output layer to the embedding, but in its files the "
+                "two differ. To train both, set model.config_overrides: {tie_word_embeddings: false}."
+            )
 
 
 def _cleared(tensor: Tensor) -> Tensor:
@@ -212,9 +208,6 @@ def _hand_out(
 def _load_whole(model: ModelConfig, architecture: Architecture, seed: int) -> dict[str, Tensor]:
     """Load the weights with the local backend's loader, onto the CPU."""
     loaded = {name: value.detach() for name, value in load_model(model, device_profile("cpu"), seed).named_parameters()}
-    if architecture.tied and HEAD in loaded:
-        # transformers does not tie tensors that differ in the files.
-        raise _untied(model)
     found = {name: tuple(value.shape) for name, value in loaded.items()}
     assert found == whole_shapes(architecture), (found, architecture)
     return loaded

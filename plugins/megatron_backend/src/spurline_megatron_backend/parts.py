@@ -54,6 +54,13 @@ class HeldParameter:
     is_expert: bool = False
     is_copy: bool = False
 
+    def counts_on(self, tensor_rank: int) -> bool:
+        """Return whether this rank of a tensor group writes the values and adds them to sums.
+
+        One rank does, if several have the same values. Copies of the embedding count nowhere.
+        """
+        return not self.is_copy and (self.is_divided or tensor_rank == 0)
+
 
 HeldParameters = Mapping[str, HeldParameter]
 """Parameters by Megatron's names, such as `decoder.layers.0.mlp.linear_fc1.weight`. Layers count from 0 in a part."""

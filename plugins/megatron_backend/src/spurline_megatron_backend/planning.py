@@ -38,9 +38,6 @@ _UNEVEN_EXPERTS = 1.2
 """If ranks divide experts, the busiest rank is assumed to get this many times an even share of the tokens. Routers
 never spread tokens evenly."""
 
-RANKS_OF_MACHINE = 8
-"""The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
-
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
     """Yield sentences about ranks, machines and groups."""
@@ -94,18 +91,10 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
     divided = {"attention heads": a.heads, "key and value heads": a.key_value_heads}
     if not a.num_experts:
         divided["columns of the feed-forward layer"] = a.ffn
-    common = math.gcd(*divided.values())
-    if common % grid.tensor:
-        counts = ", ".join(f"{count} {name}" for name, count in divided.items() if count % grid.tensor)
-        fitting = _fitting("tensor", common, grid.ranks // (grid.pipeline * grid.context))
-        yield Problem("backend.tensor", f"is {grid.tensor}, which does not divide the model's {counts}. {fitting}")
-    elif a.heads // grid.tensor % grid.context:
-        fitting = _fitting("context", a.heads // grid.tensor, grid.ranks // (grid.pipeline * grid.tensor))
-        yield Problem(
-            "backend.context",
-            f"is {grid.context}, which does not divide the {a.heads // grid.tensor} attention heads that a rank has "
-            f"(backend.tensor is {grid.tensor}). {fitting}",
-        )
+    undivided = [*_undivided("tensor", grid, divided, grid.context)]
+    yield from undivided or _undivided(
+        "context", grid, {"attention heads that a rank has": a.heads // grid.tensor}, grid.tensor
+    )
     parts = grid.pipeline * grid.virtual_stages
     if parts > a.num_layers:
         key, count = ("pipeline", grid.pipeline) if grid.virtual_stages == 1 else ("virtual_stages", parts)
@@ -116,17 +105,24 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
         )
     if a.num_experts and grid.tensor > 1 and not config.divides_tokens:
         yield Problem("backend.sequence_parallel", "is false, but experts need it with tensor above 1. Remove it.")
-    experts = {
-        "expert": (a.num_experts, "experts of a layer", grid.expert_tensor),
-        "expert_tensor": (a.expert_ffn, "columns of an expert", grid.expert),
-    }
-    for key, (count, what, others) in experts.items():
-        size = getattr(grid, key)
-        if not a.num_experts and size > 1:
+    for key, count, what, others in (
+        ("expert", a.num_experts, "experts of a layer", grid.expert_tensor),
+        ("expert_tensor", a.expert_ffn, "columns of an expert", grid.expert),
+    ):
+        if a.num_experts:
+            yield from _undivided(key, grid, {what: count}, others)
+        elif (size := getattr(grid, key)) > 1:
             yield Problem(f"backend.{key}", f"is {size}, and the model has no experts. Set {key} to 1.")
-        elif count % size:
-            fitting = _fitting(key, count, grid.ranks_of_stage // others)
-            yield Problem(f"backend.{key}", f"is {size}, which does not divide the {count} {what}. {fitting}")
+
+
+def _undivided(key: str, grid: Grid, counts: Mapping[str, int], others: int) -> Iterator[Problem]:
+    """Yield a problem if this size does not divide these counts. `others` is the other size that divides a stage."""
+    size, common = getattr(grid, key), math.gcd(*counts.values())
+    if common % size:
+        listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count % size)
+        fitting = divisors(math.gcd(common, grid.ranks_of_stage // others))
+        fix = f"Choose one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else f"Set {key} to 1."
+        yield Problem(f"backend.{key}", f"is {size}, which does not divide the {listed}. {fix}")
 
 
 def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, critic: bool) -> Iterator[Problem]:
@@ -146,14 +142,11 @@ def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, cr
             return
 
 
-def _fitting(key: str, number: int, ranks: int) -> str:
-    """Return a sentence with the sizes that divide both numbers."""
-    fitting = divisors(math.gcd(number, ranks))
-    return f"Choose one of {', '.join(map(str, fitting))}." if len(fitting) > 1 else f"Set {key} to 1."
-
-
 def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
-    """Yield changes of settings that save memory. Changes that cost least time come first."""
+    """Yield changes of settings that save memory. Changes that cost least time come first.
+
+    They keep the division of the model. The module `layout_search` finds other divisions.
+    """
     if config.recompute == "none":
         yield {"recompute": "selective"}
     yield from smaller_microbatches(config, row_length, tokens)
@@ -161,30 +154,7 @@ def savings(config: MegatronBackendConfig, run: RunConfig, row_length: int, toke
         yield {"reference": "host"}
     if config.recompute != "full":
         yield {"recompute": "full"}
-    yield from _finer_grids(config, read_architecture(load_model_config(run.model)))
     yield from more_ranks(config)
-
-
-def _finer_grids(config: MegatronBackendConfig, a: Architecture) -> Iterator[Mapping[str, Any]]:
-    """Yield settings that divide each copy of the model among more ranks. The number of ranks stays the same."""
-    grid, local = config.grid, ranks_of_machine(config) or RANKS_OF_MACHINE
-    expert, tensor = grid.expert, grid.tensor
-    experts = math.gcd(a.num_experts, grid.ranks_of_stage // grid.expert_tensor) if a.num_experts else 1
-    for size in divisors(experts):
-        # Experts exchange tokens, which is slow across machines.
-        if size > expert and size * grid.expert_tensor <= local:
-            expert = size
-            yield {"expert": size}
-    divided = math.gcd(a.heads // grid.context, a.key_value_heads, 0 if a.num_experts else a.ffn)
-    for size in divisors(divided):
-        fits = local % size == 0 and grid.ranks % (size * grid.context * grid.pipeline) == 0
-        if size > tensor and fits and config.sequence_parallel is not False:
-            tensor = size
-            yield {"tensor": size}
-    for size in divisors(grid.ranks // (tensor * grid.context)):
-        fits = grid.ranks // size % (grid.expert_tensor * expert) == 0
-        if grid.pipeline < size <= a.num_layers // grid.virtual_stages and fits:
-            yield {"pipeline": size}
 
 
 def estimate_memory(config: MegatronBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:

@@ -113,10 +113,6 @@ class TrainedModel:
         self._shown_while_given: bool | None = None
         """Whether engines had the device when `show_exact` wrote the fp32 values. None if it has written none."""
 
-    @property
-    def optimizer_name(self) -> str:
-        return self.recipe.config.name
-
     def owned(self) -> list[Owned]:
         """Return the ranges that this rank optimizes.
 
@@ -146,16 +142,11 @@ class TrainedModel:
 
     def totals(self, loss: float) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
-        squares = [shard.gradient.double().square().sum() for shard in self.shards if self._counts(shard)]
+        counted = (shard.gradient for shard in self.shards if shard.held.counts_on(self._tensor_rank))
+        squares = [gradient.double().square().sum() for gradient in counted]
         device = self.model.parameters()[0][1].device
         own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
         return StepTotals.of(own, loss)
-
-    def _counts(self, shard: Shard) -> bool:
-        """Return whether this rank adds a shard to the norm. Equal values on several ranks count once."""
-        if shard.held.is_copy:
-            return False
-        return shard.held.is_divided or self._tensor_rank == 0
 
     def step(self, grad_norm: float) -> dict[str, float]:
         """Clip gradients and update the weights; return the learning rates as metrics. This is a collective."""

@@ -111,10 +111,7 @@ class WeightsOfRanks:
     """A `Gathers` that assembles whole tensors on the ranks that want them.
 
     Args:
-        architecture: The model.
-        grid: The division of the ranks.
         held: Contiguous tensors of this rank, in one dtype on all ranks.
-        critic: Whether the model has a value head.
         max_bytes: The bytes that a rank receives at a time. A larger box is received alone.
         read: A function that returns the values of a held tensor, on the host while engines have the device.
         prepare: A function that writes the values to the held tensors before each gathering. It is a collective.

@@ -32,7 +32,7 @@ def plan(
 ) -> None:
     """Check config, data and memory, and print what training would do. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    start = _start_lines()
+    start = start_lines()
     with importing():
         from spurline_planning.plan import make_plan
 
@@ -57,7 +57,7 @@ def data(
 ) -> None:
     """Show the first rows of a run: every token, whether it is trained, and what was cut or left out."""
     loaded = load(config, overrides)
-    start = _start_lines()
+    start = start_lines()
     with importing():
         from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
         from spurline_planning.data_preview.terminal import print_data
@@ -76,7 +76,7 @@ def diagnose_run(
 ) -> None:
     """Check machine, folders, devices and ranks before a run. Exit code 2 on any problem."""
     loaded = load(config, overrides)
-    _start_lines()
+    start_lines()
     with importing():
         from spurline_planning.doctor import find
 
@@ -93,7 +93,8 @@ def diagnose_run(
         raise typer.Exit(2)
 
 
-def _start_lines() -> StartLines:
+def start_lines() -> StartLines:
+    """Show that the imports have begun. The returned function shows what comes next."""
     from spurline.trackers.start_lines import StartLines
 
     start = StartLines()

@@ -91,15 +91,12 @@ def _run_dir(path: Path) -> Iterator[Finding]:
             file.write(scratch.name.encode())
             file.flush()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            same = (scratch / "file").read_bytes() == scratch.name.encode()
+            if (scratch / "file").read_bytes() != scratch.name.encode():
+                raise OSError("it returns other bytes than were written")
             free = shutil.disk_usage(path).free
     except OSError as error:
         fix = "choose another folder: --set run_dir=PATH, or change the permissions of this one"
         yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
-        return
-    if not same:
-        fix = "choose another: --set run_dir=PATH"
-        yield Finding("run_dir", f"{path} returns other bytes than were written", fix)
         return
     fix = "free some space, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
     yield Finding("run_dir", f"{path} can be written and locked, {gib(free)} free", fix)

@@ -43,15 +43,11 @@ class Load:
     engine: ColocatedEngine | None = None
 
 
-def estimate_load(run: RunConfig, load: Load, backend: object = None) -> MemoryEstimate | None:
-    """Estimate the memory of this step and of generation. Return None if the backend has no estimate.
-
-    If `backend` is given, it is used instead of the run's backend.
-    """
-    backend = backend or run.backend
-    if not isinstance(backend, PlansMemory):
+def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
+    """Estimate the memory of this step and of generation. Return None if the backend has no estimate."""
+    if not isinstance(run.backend, PlansMemory):
         return None
-    estimate = backend.estimate_memory(run, load.row_length, load.tokens)
+    estimate = run.backend.estimate_memory(run, load.row_length, load.tokens)
     if estimate is None or not load.generation:
         return estimate
     generation = {f"{name}, while generating": size for name, size in load.generation.items()}
@@ -100,7 +96,7 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
     estimate = None
     for change in backend.savings(run, load.row_length, load.tokens):
         changes |= change
-        estimate = estimate_load(run, load, _with_changes(run.backend, changes))
+        estimate = estimate_load(run.model_copy(update={"backend": _with_changes(run.backend, changes)}), load)
         assert estimate is not None
         if estimate.peak <= usable:
             break

@@ -15,7 +15,7 @@ from typing import TypeVar
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
 from spurline.config.run_config import ModelConfig, RunConfig
-from spurline.errors import ConfigError, Problem, RunDirectoryError, UserError
+from spurline.errors import ConfigError, RunDirectoryError, UserError
 from spurline.progress import Progress, silent
 from spurline.protocols.loss import Loss
 from spurline.run.build import DataComponents, prepare
@@ -103,7 +103,6 @@ def make_plan(
                 plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
                 plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
                 plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
-            plan.attempt(lambda: _check_divisibility(loaded, data))
     # These checks come last, so that the rest of the plan is made even if weights are missing.
     plan.attempt(lambda: check_weight_files(config.model))
     plan.attempt(lambda: check_weights_fit(config.model))
@@ -267,15 +266,3 @@ def _example(data: DataComponents) -> list[str]:
         lines.append(f"{sequence.uid}, trained tokens in ⟦ ⟧ (`spurline data` shows more):")
         lines += [f"  | {line.plain}" for line in marked(sequence, EXAMPLE_TOKENS).split()]
     return lines
-
-
-def _check_divisibility(loaded: LoadedConfig, data: DataComponents) -> None:
-    config, layout = loaded.config, data.context.layout
-    # If the backend distributes the rows of a batch among ranks, it can train with fewer rows than ranks.
-    if not layout.deals_rows and config.source.facts.num_prompts is None and config.batch_size < layout.data:
-        problem = Problem(
-            "batch_size",
-            f"is {config.batch_size}, but the backend has {layout.data} data-parallel ranks, so some would get no "
-            f"sample. Set batch_size to at least {layout.data}.",
-        )
-        raise ConfigError([problem], loaded.origin)

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import UserError, listing
-from spurline.files import replace_file
 from spurline.trackers.readout import score
-from spurline_insight.report.document import document
+from spurline_insight.report.document import write_page
 from spurline_insight.report.figure import Trace, line, one_of_several, series_color, step_figure
-from spurline_insight.report.markup import block, caption, footer, scalar, status_mark, table, text
+from spurline_insight.report.markup import block, caption, scalar, status_mark, table, text
 from spurline_insight.report.page import facts_of, steps_of
 from spurline_insight.report.record import distinct_names, read_record
 from spurline_insight.report_panel import RunRecord
@@ -72,22 +71,10 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
         found = "; ".join(f"{run.name}: {listing(sorted(run.metrics)[:8]) or 'nothing yet'}" for run in runs)
         raise UserError(f"These runs have recorded no metric in common, so they cannot be compared ({found}).")
     title = f"{', '.join(run.name for run in runs)} · Spurline comparison"
-    replace_file(out, document(title, _page(runs, shared)).encode(errors="replace").decode())
-    return out
-
-
-def _page(runs: Sequence[ComparedRun], shared: Sequence[str]) -> str:
-    sections = [
-        _section("Results", _results(runs)),
-        _section("Settings that differ", _settings(runs)),
-        *_curves(runs, shared),
-    ]
     folders = ", ".join(f"<code>{text(run.record.run_dir.resolve())}</code>" for run in runs)
-    return f"""{_header(runs)}
-<div class="grid">
-{"".join(sections)}
-</div>
-{footer(f"Spurline comparison of {folders}")}"""
+    sections = [("Results", _results(runs)), ("Settings that differ", _settings(runs)), *_curves(runs, shared)]
+    write_page(out, title, _header(runs), sections, f"Spurline comparison of {folders}")
+    return out
 
 
 def _header(runs: Sequence[ComparedRun]) -> str:
@@ -100,10 +87,6 @@ def _header(runs: Sequence[ComparedRun]) -> str:
         name = f'<span class="swatch" style="background:var({run.color})"></span>{text(run.name)}'
         entries.append(f'<li><strong>{name}</strong> {status} <span class="facts">{text(facts)}</span></li>')
     return f'<header><h1>{len(runs)} runs compared</h1><ul class="runs">{"".join(entries)}</ul></header>'
-
-
-def _section(title: str, content: str) -> str:
-    return f'<section class="panel"><h2>{text(title)}</h2>{content}</section>'
 
 
 def _results(runs: Sequence[ComparedRun]) -> str:
@@ -154,9 +137,9 @@ def _flat(value: Any, key: str = "") -> dict[str, str]:
     return {path: leaf for name, item in items for path, leaf in _flat(item, f"{key}.{name}" if key else name).items()}
 
 
-def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:
+def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[tuple[str, str]]:
     usual = _usual(shared)
-    sections = [_section(name, block(_plot(runs, name))) for name in usual]
+    sections = [(name, block(_plot(runs, name))) for name in usual]
     groups: dict[str, list[str]] = {}
     for name in shared:
         if name not in usual:
@@ -164,7 +147,7 @@ def _curves(runs: Sequence[ComparedRun], shared: Sequence[str]) -> list[str]:
     for group, names in sorted(groups.items()):
         plots = "".join(f"<div><h3>{text(name)}</h3>{_plot(runs, name, is_folded=True)}</div>" for name in names)
         folded = f'<details><summary>{len(names)} more</summary><div class="columns even">{plots}</div></details>'
-        sections.append(_section(group, block(folded, wide=True)))
+        sections.append((group, block(folded, wide=True)))
     return sections
 
 

@@ -9,9 +9,13 @@ from __future__ import annotations
 import base64
 import gzip
 import re
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
+from spurline.files import replace_file
 from spurline_insight.report.markup import text
 
 _POLICY = (
@@ -19,15 +23,37 @@ _POLICY = (
     "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
 )
 _FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
-_PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
+PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 # Three characters are replaced, since they could begin markup inside a script element.
-DIGITS = _PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
+DIGITS = PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
 """The 85 digits of packed text."""
-_TO_DIGITS = bytes.maketrans(_PYTHON_DIGITS.encode(), DIGITS.encode())
+_TO_DIGITS = bytes.maketrans(PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
-def document(title: str, body: str) -> str:
-    """Return the page with this title and body. The body is HTML, and may contain figures made by `figure`."""
+def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str, str]], subject: str) -> None:
+    """Write a page of sections.
+
+    Args:
+        out: The file.
+        title: The title of the page.
+        header: The beginning of the page as HTML.
+        sections: The heading of each section, and its content as HTML, which may contain figures made by `figure`.
+        subject: HTML for the last line, such as `Spurline report of ...`.
+    """
+    panels = "".join(f'<section class="panel"><h2>{text(head)}</h2>{content}</section>' for head, content in sections)
+    page = _document(
+        title,
+        f"""{header}
+<div class="grid">
+{panels}
+</div>
+<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>""",
+    )
+    # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
+    replace_file(out, page.encode(errors="replace").decode())
+
+
+def _document(title: str, body: str) -> str:
     figures: list[str] = []
 
     def take(found: re.Match[str]) -> str:
@@ -64,12 +90,6 @@ def packed(content: str) -> str:
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
     return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
-
-
-def unpacked(digits: str) -> str:
-    """Return the text that was `packed`."""
-    python_digits = digits.encode().translate(bytes.maketrans(DIGITS.encode(), _PYTHON_DIGITS.encode()))
-    return gzip.decompress(base64.b85decode(python_digits)).decode()
 
 
 @cache

@@ -136,11 +136,8 @@ def band(name: str, steps: Sequence[int], low: Sequence[float], high: Sequence[f
 def level(name: str, steps: Sequence[int], value: float, color: str) -> Trace:
     """Return a dashed horizontal line across the plot."""
     ends = [steps[0], steps[-1]] if len(steps) > 1 else [steps[0] - 1, steps[0] + 1]
-    return line(name, ends, [value, value], color, width=1.5, mode="lines") | {
-        "line": {"color": color, "width": 1.5, "dash": "dash"},
-        "hoverinfo": "skip",
-        "hovertemplate": None,
-    }
+    dashes = {"color": color, "width": 1.5, "dash": "dash"}
+    return line(name, ends, [value, value], color, mode="lines", line=dashes, hoverinfo="skip", hovertemplate=None)
 
 
 def step_figure(

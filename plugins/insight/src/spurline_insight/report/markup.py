@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from spurline_insight.report_panel import ReportPanelConfig
@@ -73,11 +72,6 @@ def status_mark(status: str) -> str:
     """Return the status of a run as a coloured mark."""
     known, shown = (status, status.capitalize()) if status in _STATUSES else ("unknown", status)
     return f'<span class="status {known}">{text(shown)}</span>'
-
-
-def footer(subject: str) -> str:
-    """Return the last line of a page. `subject` is HTML."""
-    return f"<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>"
 
 
 def scalar(value: Any) -> str:

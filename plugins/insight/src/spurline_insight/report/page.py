@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.paths import shown_path
 from spurline.errors import RunFailedError
-from spurline.files import replace_file
 from spurline.plugins.registry import Registry
 from spurline.run.directory import RunDirectory
-from spurline_insight.report.document import document
-from spurline_insight.report.markup import footer, status_mark, text
+from spurline_insight.report.document import write_page
+from spurline_insight.report.markup import status_mark, text
 from spurline_insight.report.record import read_record, setting
 from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPanel, RunRecord
 
@@ -27,7 +26,7 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | s
         RunFailedError: If panels raised errors. The page is written first. The error names the panels.
     """
     out = Path(out)
-    sections: list[str] = []
+    sections: list[tuple[str, str]] = []
     failures: list[tuple[str, Exception]] = []
     for panel in panels:
         try:
@@ -39,9 +38,10 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | s
                 f"<pre>{text(type(error).__name__)}: {text(error)}</pre></div>"
             )
         if fragment is not None:
-            sections.append(f'<section class="panel"><h2>{text(panel.title)}</h2>{fragment}</section>')
-    # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
-    replace_file(out, _page(record, sections).encode(errors="replace").decode())
+            sections.append((panel.title, fragment))
+    path = record.run_dir.resolve()
+    subject = f"Spurline report of <code>{text(path)}</code>"
+    write_page(out, f"{path.name} · Spurline report", _header(record, path.name), sections, subject)
     if failures:
         names = ", ".join(f"{name} ({type(error).__name__}: {error})" for name, error in failures)
         raise RunFailedError(
@@ -51,18 +51,6 @@ def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | s
     return out
 
 
-def _page(record: RunRecord, sections: Iterable[str]) -> str:
-    name = record.run_dir.resolve().name
-    notice = '<p class="notice">No training step has finished yet: there are no curves yet.</p>'
-    body = f"""{_header(record, name)}
-{"" if any(line["step"] for line in record.metrics) else notice}
-<div class="grid">
-{"".join(sections)}
-</div>
-{footer(f"Spurline report of <code>{text(record.run_dir.resolve())}</code>")}"""
-    return document(f"{name} · Spurline report", body)
-
-
 def _header(record: RunRecord, name: str) -> str:
     status = str(record.summary.get("status", "unknown"))
     finished, total = steps_of(record)
@@ -70,13 +58,15 @@ def _header(record: RunRecord, name: str) -> str:
     if total is not None and finished < total:
         share = f"{100 * finished / total:.1f}%"
         progress = f'<div class="progress" title="{share} of all steps"><span style="width:{share}"></span></div>'
+    notice = '<p class="notice">No training step has finished yet: there are no curves yet.</p>'
     error = record.summary.get("error")
     failure = f'<pre class="failure">{text(error)}</pre>' if error else ""
     facts = " · ".join(text(fact) for fact in facts_of(record.config, record.summary))
     return (
         f'<header><div class="title"><h1>{text(name)}</h1>'
         f"{status_mark(status)}</div>"
-        f'<p class="facts">{facts}</p>{progress}{failure}</header>'
+        f'<p class="facts">{facts}</p>{progress}{failure}</header>\n'
+        f"{'' if any(line['step'] for line in record.metrics) else notice}"
     )
 
 

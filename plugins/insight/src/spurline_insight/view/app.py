@@ -1,4 +1,4 @@
-"""Answer the requests of the page: three files of the package, and JSON about the runs that the command line names.
+"""Answer the requests of the page: the files in `static/`, and JSON about the runs that the command line names.
 
 Other packages answer further requests through the entry-point group `spurline.view`. An entry point `module:function`
 gets the run directories, and returns a mapping from names below `/api/` to functions. A request names a run by its
@@ -12,7 +12,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 
 from spurline.errors import PluginError, SpurlineError
 from spurline_insight.view.runs import ViewedRun
@@ -28,11 +28,6 @@ from spurline_insight.view.runs import ViewedRun
 ENTRY_POINT_GROUP = "spurline.view"
 Answer = Callable[[Mapping[str, str]], Any]
 """A function that gets the query of a request and returns JSON values. It raises LookupError for an unknown name."""
-_FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-}
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
@@ -40,15 +35,15 @@ def make_app(runs: Sequence[ViewedRun]) -> Starlette:
 
     Raises PluginError if an entry point of another package fails.
     """
-    routes = [Route(path, _file(*entry), methods=["GET"]) for path, entry in _FILES.items()]
     answers = _answers_of_others([run.run_dir for run in runs]) | {
         "runs": partial(_runs, runs),
         "series": partial(_series, runs),
         "evaluations": partial(_evaluations, runs),
     }
-    routes += [Route(f"/api/{name}", _endpoint(answer), methods=["GET"]) for name, answer in answers.items()]
+    routes = [Route(f"/api/{name}", _endpoint(answer), methods=["GET"]) for name, answer in answers.items()]
     routes.append(Route("/api/{name}", _endpoint(_not_installed), methods=["GET"]))
-    return Starlette(routes=routes)
+    page = StaticFiles(packages=[("spurline_insight.view", "static")], html=True)
+    return Starlette(routes=[*routes, Mount("/", page)])
 
 
 def _answers_of_others(run_dirs: Sequence[Path]) -> dict[str, Answer]:
@@ -65,11 +60,6 @@ def _answers_of_others(run_dirs: Sequence[Path]) -> dict[str, Answer]:
 
 def _not_installed(query: Mapping[str, str]) -> Any:
     raise LookupError("No installed package answers this request.")
-
-
-def _file(name: str, media_type: str) -> Callable[[Request], Response]:
-    content = files("spurline_insight.view").joinpath("static", name).read_bytes()
-    return lambda request: Response(content, media_type=media_type)
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:

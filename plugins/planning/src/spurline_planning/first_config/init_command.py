@@ -11,7 +11,7 @@ from spurline.errors import UserError
 from spurline.importing import importing
 from spurline.terminal import is_person_asking
 from spurline_models.answering.generate_command import ColumnOption, columns_of
-from spurline_planning.commands import plan
+from spurline_planning.commands import plan, start_lines
 
 _TASKS = ("sft", "dpo", "rl", "async")
 
@@ -67,10 +67,7 @@ def init(
     ask = Asker(may_ask=not yes and is_person_asking())
     model = model or ask.text("Which model (a folder, or a name on the hub)", "--model")
     data = data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
-    from spurline.trackers.start_lines import StartLines
-
-    start = StartLines()
-    start("loading PyTorch and transformers")
+    start = start_lines()
     with importing():
         from spurline_planning.first_config.command import Options, write_first_config
 

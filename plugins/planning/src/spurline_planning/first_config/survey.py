@@ -17,9 +17,9 @@ from spurline.run.build import build_data
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_models.memory import count_parameters
-from spurline_text.prompts import read_examples, read_question
+from spurline_text.prompts import read_examples
 from spurline_text.rows.formats import FormatName, detect_format
-from spurline_text.rows.rows import BadRowError, RowView
+from spurline_text.rows.rows import RowView
 from spurline_text.rows.usual_columns import guessed_columns, guessed_reference
 from spurline_text.tokenization import open_datasets
 from spurline_text.tokenizer import load_tokenizer
@@ -29,12 +29,20 @@ _ROWS = 1_000
 """Number of rows that are read."""
 _LONGEST = 8_192
 """The largest `data.max_length` that is proposed. Longer rows need much memory."""
+_WORDS: Mapping[FormatName, str] = {
+    "chat": "conversations",
+    "alpaca": "instructions",
+    "prompt_completion": "prompts and completions",
+    "pretokenized": "token ids",
+    "text": "plain text",
+}
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """Facts about a model. `context` is the number of tokens that it can see, or None if there is no limit."""
 
+    path: str
     parameters: int
     context: int | None
     has_chat_template: bool
@@ -48,7 +56,7 @@ class DataFacts:
         task: The kind of training that the rows fit.
         words: The kind of rows in words, such as `conversations`.
         longest: Tokens of the longest row, or of the longest prompt for `rl`.
-        has_reference: Whether each row has a reference answer.
+        has_reference: Whether each prompt for `rl` has a reference answer.
         is_chat: Whether a chat template renders the rows.
         columns: The setting `data.train.columns`.
         has_guessed: Whether `columns` is guessed from the names of the columns.
@@ -57,27 +65,24 @@ class DataFacts:
     task: Task
     words: str
     longest: int
-    has_reference: bool
-    is_chat: bool
+    has_reference: bool = False
+    is_chat: bool = False
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
     has_guessed: bool = False
 
 
 def model_facts(path: str) -> ModelFacts:
     """Read the facts from the model's config and tokenizer, without its weights. Raises ModelError."""
-    model = _provisional(path, "x.jsonl", {}).config.model
+    model = _provisional(path, "x.jsonl", {}, {}).config.model
     limit = position_limit(load_model_config(model))
     template = load_tokenizer(model).chat_template
-    return ModelFacts(count_parameters(model), None if limit is None else limit.tokens, template is not None)
+    return ModelFacts(path, count_parameters(model), None if limit is None else limit.tokens, template is not None)
 
 
-def data_facts(
-    model_path: str, model: ModelFacts, data: str, task: Task | None, columns: Mapping[str, str] | None = None
-) -> DataFacts:
+def data_facts(model: ModelFacts, data: str, task: Task | None, columns: Mapping[str, str]) -> DataFacts:
     """Read the facts from the first rows.
 
     Args:
-        model_path: Folder or name of the model.
         model: Facts about the model.
         data: The dataset, as in `data.train`.
         task: The task. If None, it is chosen to fit the rows.
@@ -87,8 +92,8 @@ def data_facts(
         DataError: If the rows fit no format.
         UserError: If the rows do not fit the task.
     """
-    template = {} if model.has_chat_template else {"model": {"path": model_path, "chat_template": "chatml"}}
-    loaded = _provisional(model_path, data, template, columns)
+    template = {} if model.has_chat_template else {"model": {"path": model.path, "chat_template": "chatml"}}
+    loaded = _provisional(model.path, data, columns, template)
     [opened] = open_datasets(loaded.config.data.train, loaded.host.registry, _ROWS)
     if not len(opened.dataset):
         raise DataError(f"{data} has no rows.")
@@ -96,32 +101,30 @@ def data_facts(
     if not columns:
         guess = _guess(row, opened.config, task)
         if named := _turns(row, guess, model):
-            return replace(data_facts(model_path, model, data, task, named), has_guessed=bool(guess))
-    view = RowView(row, columns or {})
+            return replace(data_facts(model, data, task, named), has_guessed=bool(guess))
+    view = RowView(row, columns)
     is_pair = "chosen" in view and "rejected" in view
-    chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, loaded) else "sft")
+    chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, opened.config) else "sft")
     if (chosen == "dpo") != is_pair:
         needs = "chosen and rejected" if chosen == "dpo" else "answers or prompts, not preference pairs"
         raise UserError(f"--task {chosen} needs rows with {needs}. {where} has: {listing(row)}.")
-    named = dict(columns or {})
     if chosen == "dpo":
-        longest = _longest_sample(model_path, data, template | {"source": "preference"}, model, named)
-        return DataFacts("dpo", "preference pairs", longest, has_reference=False, is_chat=True, columns=named)
+        longest = _longest_sample(model, data, template | {"source": "preference"}, columns)
+        return DataFacts("dpo", "preference pairs", longest, is_chat=True, columns=columns)
     try:
-        kind = detect_format(loaded.config.data.train[0], row, needs_answer=chosen == "sft")
+        kind = detect_format(opened.config, row, needs_answer=chosen == "sft")
     except DataError as error:
         how = " Name them with --column, such as --column instruction=NAME --column output=NAME."
         raise DataError(f"{where}: {error}{how if 'Rename columns' in str(error) else ''}") from error
     is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
     if chosen == "sft":
-        longest = _longest_sample(model_path, data, template, model, named)
-        return DataFacts("sft", _words(kind), longest, has_reference=True, is_chat=is_chat, columns=named)
-    examples = list(read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data))
-    longest = max(len(example.prompt_ids) for _, example in examples)
-    references = all(example.reference_text is not None for _, example in examples)
-    return DataFacts(
-        "rl", f"prompts of {_words(kind)}", longest, has_reference=references, is_chat=is_chat, columns=named
-    )
+        longest = _longest_sample(model, data, template, columns)
+        return DataFacts("sft", _WORDS[kind], longest, is_chat=is_chat, columns=columns)
+    rows = read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data)
+    examples = [example for _, example in rows]
+    longest = max(len(example.prompt_ids) for example in examples)
+    references = all(example.reference_text is not None for example in examples)
+    return DataFacts("rl", f"prompts of {_WORDS[kind]}", longest, references, is_chat=is_chat, columns=columns)
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
@@ -140,61 +143,41 @@ def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) 
 
 def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> dict[str, str]:
     """Guess the columns of a row that fits no format, or the reference column of a prompt without an answer."""
-    try:
-        detect_format(config, row)
-    except DataError:
-        if found := guessed_columns(row):
-            return found
-    else:
+    if _fits(row, config):
         return {}
-    try:
-        detect_format(config, row, needs_answer=False)
-    except DataError:
-        return {}
-    return guessed_reference(row) if task in (None, "rl") else {}
+    if found := guessed_columns(row):
+        return found
+    is_prompt = task in (None, "rl") and _fits(row, config, needs_answer=False)
+    return guessed_reference(row) if is_prompt else {}
 
 
 def _provisional(
-    model: str, data: str, more: Mapping[str, Any], columns: Mapping[str, str] | None = None, **limits: int
+    model: str, data: str, columns: Mapping[str, str], more: Mapping[str, Any], **limits: int
 ) -> LoadedConfig:
-    train = {"path": data, "columns": dict(columns or {})}
+    train = {"path": data, "columns": dict(columns)}
     return load_config({"model": {"path": model}, "data": {"train": train, **limits}, "steps": 1, **more})
 
 
-def _lacks_answer(row: Mapping[str, Any], loaded: LoadedConfig) -> bool:
+def _lacks_answer(row: Mapping[str, Any], config: DatasetConfig) -> bool:
     """Return whether the row is a prompt without an answer."""
-    config = loaded.config.data.train[0]
-    try:
-        detect_format(config, row)
-    except DataError:
-        try:
-            read_question(row, config)
-        except (BadRowError, DataError):
-            return False
-        return True
+    if not _fits(row, config):
+        return _fits(row, config, needs_answer=False)
     messages = RowView(row, config.columns).get("messages")
-    return isinstance(messages, list) and bool(messages) and _role(messages[-1]) == "user"
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, Mapping) and last.get("role") == "user"
 
 
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, Mapping) else None
+def _fits(row: Mapping[str, Any], config: DatasetConfig, *, needs_answer: bool = True) -> bool:
+    try:
+        detect_format(config, row, needs_answer=needs_answer)
+    except DataError:
+        return False
+    return True
 
 
-def _longest_sample(
-    model_path: str, data: str, more: Mapping[str, Any], model: ModelFacts, columns: Mapping[str, str]
-) -> int:
+def _longest_sample(model: ModelFacts, data: str, more: Mapping[str, Any], columns: Mapping[str, str]) -> int:
     limit = min(_LONGEST, model.context or _LONGEST)
-    config = _provisional(model_path, data, more, columns, max_length=limit)
+    config = _provisional(model.path, data, columns, more, max_length=limit)
     with ExitStack() as stack:
         longest = build_data(config, stack, _ROWS).source.longest()
     return limit if longest is None else longest.tokens
-
-
-def _words(kind: FormatName) -> str:
-    return {
-        "chat": "conversations",
-        "alpaca": "instructions",
-        "prompt_completion": "prompts and completions",
-        "pretokenized": "token ids",
-        "text": "plain text",
-    }[kind]

@@ -144,8 +144,16 @@ class Response:
         if self.on_tokens is not None and not self.abandoned and start < len(self.tokens):
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
-            columns = (self.tokens, self.logprobs, self.raw_logprobs, self.versions)
-            self.on_tokens(Written(*(values[start:] for values in columns), self.finish_reason, experts))
+            self.on_tokens(
+                Written(
+                    self.tokens[start:],
+                    self.logprobs[start:],
+                    self.raw_logprobs[start:],
+                    self.versions[start:],
+                    self.finish_reason,
+                    experts,
+                )
+            )
 
     def result(self) -> GenerationResult:
         """Return the result. Raises DataError if the request was refused."""
