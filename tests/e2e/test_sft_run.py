@@ -179,8 +179,11 @@ def test_a_finished_run_still_writes_what_it_is_asked_to_export_now(base_config:
     assert (result.model / "config.json").exists()
 
 
-def test_a_finished_run_whose_end_was_not_recorded_ends_again(base_config: Config) -> None:
+def test_a_finished_run_whose_end_was_not_recorded_ends_again_and_starts_nothing(
+    base_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(base_config)
+    monkeypatch.setattr(sft.SftSource, "start", lambda *_: pytest.fail("the source was started"), raising=False)
     path = Path(base_config["run_dir"], "summary.json")
     summary = json.loads(path.read_text())
     path.write_text(json.dumps({**summary, "status": "running"}))

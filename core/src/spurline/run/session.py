@@ -107,8 +107,9 @@ class Session:
             self.hooks.on_run_start(run=run)
             self._notes += self.components.hook_states.close()
             self._start_trackers()
-            # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt the start.
-            self._stop.cut_short(self._start_batches)
+            if not self.is_done or self._resumed.pending is not None:
+                # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt the start.
+                self._stop.cut_short(self._start_batches)
             if self._stop.signal is None:
                 self._settle_start()
             loop.train(self)
