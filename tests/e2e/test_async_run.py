@@ -93,6 +93,9 @@ def test_training_waits_for_no_rollout_but_never_trains_on_tokens_over_the_bound
     assert max(ages) > 0, "generation never ran ahead"
     for line in run.lines:
         assert sum(line[f"staleness/tokens_{age}"] for age in range(3)) == line["loss_tokens"]
+        has_both = 0 < line["staleness/tokens_0"] < line["loss_tokens"]
+        assert ("mismatch/fresh" in line) == has_both
+        assert line.get("mismatch/fresh", 0.0) < 1e-5
     assert len((run.run_dir / "timeline.jsonl").read_text().splitlines()) == 10
 
 

@@ -164,7 +164,7 @@ def test_a_failing_evaluation_does_not_cost_the_training_before_it(
         patch.setattr(ExactMatch, "score", broken)
         with pytest.raises(RunFailedError, match=r"Reward 'exact' failed on the response.*KeyError") as raised:
             train(base_config)
-    assert "Step 3 was trained and saved. The same command evaluates it again" in raised.value.__notes__[0]
+    assert "Step 3 was trained and saved. Run the same command to evaluate it again" in raised.value.__notes__[0]
     run = train(base_config)
     assert run.steps == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in run.lines if "eval/exact" in line] == [3, 6]

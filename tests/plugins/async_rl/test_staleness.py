@@ -8,16 +8,19 @@ import numpy as np
 import pytest
 
 from spurline.errors import PluginError
-from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics, version_range
+from spurline_async_rl.source.staleness import fresh_mismatch, mask_over_age, staleness_metrics, version_range
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 
-def group_of(versions: Sequence[int] | None, mask: Sequence[int] | None = None) -> Group:
+def group_of(
+    versions: Sequence[int] | None, mask: Sequence[int] | None = None, logprobs: Sequence[float] | None = None
+) -> Group:
     count = 3 if versions is None else len(versions)
     turn = Turn(
         np.array([1]),
         np.arange(count),
         np.ones(count) if mask is None else np.array(mask),
+        logprobs=None if logprobs is None else np.array(logprobs),
         versions=None if versions is None else np.array(versions),
     )
     return Group("u@0", 0, (Trajectory("u@0", 0, (turn,)),))
@@ -56,3 +59,11 @@ def test_turns_without_versions_cannot_be_bounded() -> None:
 
 def test_the_versions_of_a_group_range_over_all_its_turns() -> None:
     assert version_range(group_of([4, 4, 7, 5])) == (4, 7)
+
+
+def test_the_mismatch_of_fresh_tokens_leaves_out_older_and_untrained_ones() -> None:
+    groups = [group_of([5, 4, 5], mask=[1, 1, 0], logprobs=[-1, -2, -3]), group_of([5, 5], logprobs=[-1, -1])]
+    trainer = [np.array([-1.5, -9, -9], np.float32), np.array([-1, -1.25], np.float32)]
+    assert fresh_mismatch(groups, trainer, 5) == {"mismatch/fresh": pytest.approx(0.25)}
+    assert fresh_mismatch(groups, trainer, 6) == {}
+    assert fresh_mismatch([group_of([5])], [np.array([-1], np.float32)], 5) == {}

@@ -17,6 +17,7 @@ def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> No
     ("kind", "changes", "words"),
     [
         ("mismatch", {"mismatch__logprob_diff": 0.0712}, "differ by 0.071 nats"),
+        ("mismatch", {"mismatch__logprob_diff": 0.3, "mismatch__fresh": 0.08, "staleness__mean": 1.0}, "by 0.080 nats"),
         ("refill_missing", {"groups__refill_missing": 3.0}, "3 groups with equal rewards"),
         ("given_up", {"groups__quarantined": 2.0}, "2 prompts had to be given up"),
         ("large_update", {"policy__clip_fraction_low": 0.2, "policy__clip_fraction_high": 0.15}, "35% of tokens"),
@@ -35,6 +36,7 @@ def test_each_trouble_is_named_with_its_amount(kind: str, changes: dict[str, flo
     "changes",
     [
         {"mismatch__logprob_diff": 0.05},
+        {"mismatch__logprob_diff": 0.3, "mismatch__fresh": 0.05, "staleness__mean": 1.0},
         {"policy__clip_fraction_low": 0.15, "policy__clip_fraction_high": 0.15},
         {"policy__kl_old": 0.1},
         {"response__share_length": 0.3},

@@ -42,6 +42,7 @@ def make_turn(rng: np.random.Generator, prompt: Sequence[int], length: int, step
         versions=np.r_[np.full(1, max(0, step - 2)), np.full(length - 1, step - 1)].astype(np.int32),
         rewards=rewards,
         finish_reason="length",
+        engines=("engine 0", "engine 1"),
     )
 
 
@@ -132,6 +133,7 @@ def test_attempts_come_back_as_they_were_trained(
             assert (kept.rewards, kept.retries) == (attempt.rewards, attempt.retries)
             assert kept.reward == group.returns[attempt.sample]
             assert (kept.columns, kept.tags) == ({"level": 2.0}, {"answer": "4"})
+            assert kept.engines == ["engine 0", "engine 1"]
             assert kept.info["response"] == "\ud800 <b>"
             assert kept.advantage == (None if per_token or not trained else pytest.approx(0.3))
             for kept_turn, turn in zip(kept.turns, attempt.turns, strict=True):

@@ -98,7 +98,8 @@ def load_config(
     takes_objects = isinstance(source, Mapping) and not recorded
     keeper = _keeper(host.registry, document.values) if takes_objects else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A closure may refer to a model, so drop functions when the host, which all copies of the config share, is freed.
+    # A table keeps the program's functions alive, and any model that a closure refers to. All copies of the config
+    # share the host, so the functions are removed from the table when the host is freed.
     weakref.finalize(host, forget, place.functions)
     try:
         config = model.model_validate(values, context=place)
@@ -135,7 +136,7 @@ def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | Non
     # If run_dir is invalid, validation reports it later.
     with suppress(PydanticCustomError):
         run_dir = expanded(run_dir)
-    return resolve(registry.keeper, "keeper of objects of a Python program")(Path(run_dir).absolute())
+    return resolve(registry.keeper, "class that saves the objects of a Python program")(Path(run_dir).absolute())
 
 
 def _with_defaults_of_source(values: Mapping[str, Any], registry: Registry) -> dict[str, Any]:

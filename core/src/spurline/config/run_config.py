@@ -83,8 +83,8 @@ class DataConfig(Section):
     """Maximum number of tokens in a sample."""
     too_long: Literal["truncate", "split", "drop", "error"] | None = None
     """A sample over `max_length` is cut to its first tokens (`truncate`) or into several samples (`split`), is left out
-    and counted (`drop`), or stops the run (`error`). Null splits raw text (format `text`) and truncates the rest.
-    Prompts to generate from are not cut, but with `error`, a prompt over `max_length` stops the run."""
+    and counted (`drop`), or stops the run (`error`). If null, samples in format `text` are split, and all others are
+    truncated. Prompts to generate from are not cut, but with `error`, a prompt over `max_length` stops the run."""
     on_ignored: Literal["error", "warn"] = "error"
     """The reaction if the chat template leaves out tools, tool calls, reasoning or a whole message of a row: stop the
     run (`error`), or train on the rest of the row and count the row (`warn`)."""
@@ -209,7 +209,7 @@ class StopWhenConfig(WatchedMetricConfig):
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.patience is None and self.reaches is None:
-            yield Problem("", "never stops. Set patience, such as 3 evaluations, or reaches, a value of the metric.")
+            yield Problem("", "never stops. Set `patience` (in evaluations) or `reaches` (a value of the metric).")
         if self.patience is None and self.min_delta:
             yield Problem("min_delta", "has no meaning without patience. Set patience too, or remove min_delta.")
         yield from self.metric_problems(run, "stop_when")
@@ -316,7 +316,7 @@ class RunConfig(Section):
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
     """Training steps; give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data, rounded up to whole batches: a further epoch fills the last one."""
+    """Passes over the mixed training data. The samples that come next in the order fill the last batch."""
     source: Annotated[SourceConfig, Component("source")]
     """The component that supplies the batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]

@@ -64,7 +64,7 @@ class TopLevelSection:
 
     Attributes:
         annotation: Type of the section, with its marks.
-        optional: Whether the section is None if the file leaves it out. Otherwise it then gets its defaults.
+        optional: If True, the section is None if the file leaves it out. If False, it then has its defaults.
         plugin: The plugin that adds the section.
         held: `"module:function"` that returns a context manager for the run to enter; None if the section has none.
     """
@@ -230,13 +230,13 @@ class ComponentRegistrar:
     def add_section(self, name: str, annotation: Any, *, optional: bool = False, held: str | None = None) -> None:
         """Add a top-level section to the config. `run.config.section(ClusterConfig)` reads it.
 
-        The section's name may differ from the plugin's name, unlike the name of the section `Plugin.config`.
+        The section may have any name that is free. A section that is declared as `Plugin.config` has the plugin's name.
 
         Args:
             name: The key in the file. With a dot, as in `evaluation.generate`, it is a key within a section of core.
             annotation: A Section, or `Annotated[Section, OnResume.FREE]` with its marks. Its module must not import
                 torch.
-            optional: Whether the section is None if the file leaves it out. Otherwise it then gets its defaults.
+            optional: If True, the section is None if the file leaves it out. If False, it then has its defaults.
             held: `"module:function"`, called with the run's config after its data is read and before any weights load.
                 The run enters the context manager that it returns, and leaves it after all components are closed.
 

@@ -260,9 +260,10 @@ def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    difference = metrics.get("mismatch/logprob_diff", 0.0)
-    # If tokens come from older weights, their logprobs differ as expected.
-    if difference > LARGEST_MISMATCH and metrics.get("staleness/mean", 0.0) <= 0:
+    # Logprobs of tokens from older weights differ as expected, so only tokens of the current weights are judged.
+    is_fresh = metrics.get("staleness/mean", 0.0) <= 0
+    difference = metrics.get("mismatch/logprob_diff" if is_fresh else "mismatch/fresh", 0.0)
+    if difference > LARGEST_MISMATCH:
         # With a correction, this advice is not needed.
         correct = "" if "correction/factor" in metrics else ", or set source.correction"
         yield (

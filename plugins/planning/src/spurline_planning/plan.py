@@ -212,9 +212,9 @@ def _early_end(config: RunConfig) -> list[str]:
 
 
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches, or show the first prompt. Return the largest step that is known."""
+    """Lay out the first batches, or show the first prompt. Return the largest step among them."""
     if data.source.pure or data.source.reads_only_data:
-        # An impure source builds each batch only once, and `_first_batches` needs the first ones.
+        # An impure source builds each batch only once, so an example would take a batch that `_first_batches` needs.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)

@@ -242,14 +242,17 @@ class MismatchPanel(Panel):
             return None
         fresh = set(_fresh_steps(record))
         of_fresh = [value for step, value in zip(steps, differences, strict=True) if step in fresh]
+        of_fresh += record.series("mismatch/fresh")[1]
         of_older = [value for step, value in zip(steps, differences, strict=True) if step not in fresh]
         heads: list[str] = []
         if of_fresh:
-            heads.append(f"{_mean_and_largest(of_fresh)}; engines of another precision show 0.01 to 0.03")
-        if of_older:
-            where = f"in the {len(of_older):,} other steps, with" if of_fresh else "with"
             heads.append(
-                f"{_mean_and_largest(of_older)} {where} tokens of older weights, which includes the change of the "
+                f"{_mean_and_largest(of_fresh)} on tokens of the current weights; engines of another precision show "
+                "0.01 to 0.03"
+            )
+        if of_older:
+            heads.append(
+                f"{_mean_and_largest(of_older)}, with tokens of older weights, which includes the change of the "
                 "policy itself (drift)"
             )
         head = "; ".join(heads)
@@ -267,7 +270,7 @@ def _fresh_steps(record: RunRecord) -> list[int]:
 
 
 def _mean_and_largest(differences: Sequence[float]) -> str:
-    return f"Mean difference {score(sum(differences) / len(differences))} nats, largest step {score(max(differences))}"
+    return f"Mean difference {score(sum(differences) / len(differences))} nats, at most {score(max(differences))}"
 
 
 def _entropy(record: RunRecord) -> str:

@@ -38,7 +38,8 @@ class MlflowTracker(SendingTracker):
     name = "mlflow"
     fix = (
         "Start the server that trackers.mlflow.tracking_uri or MLFLOW_TRACKING_URI names, or set "
-        f"`sqlite:///mlflow.db`. If the run was deleted there, remove {ID_FILE} from the run directory."
+        "trackers.mlflow.tracking_uri to `sqlite:///mlflow.db` for a local database. "
+        f"If the run was deleted there, remove {ID_FILE} from the run directory."
     )
 
     def __init__(self, config: MlflowTrackerConfig) -> None:

@@ -30,7 +30,7 @@ RESPONSE_COLUMNS = {
     "values": "values",
     "returns": "returns",
 }
-"""The field of `Turn` from which each optional column with one value per response token is copied."""
+"""Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Segment:
         loss_weights: [length]; the first is ignored, since nothing predicts the first token.
         start: Position of the segment's first token in the row.
         uid: Name of the sample or prompt.
-        sample: Number of the attempt at the prompt.
-        turn: Number of the turn.
+        sample: The attempt at the prompt, counted from 0.
+        turn: The turn of the attempt, counted from 0.
         extra: Further token columns, each [length, ...].
     """
 

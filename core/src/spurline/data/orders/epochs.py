@@ -20,7 +20,8 @@ from spurline.protocols.order import OrderConfig, SampleFacts
 Indices = NDArray[np.int64]
 
 _OF_BATCHES = _WITHIN_STAGES = 2**32
-"""Number of a second random stream of each epoch. Whole epochs use stream 0, and dataset d uses stream d + 1."""
+"""The random stream that shuffles an epoch's batches, or the samples within the stages of a curriculum. Stream 0
+shuffles whole epochs, and stream d + 1 shuffles the passes over dataset d."""
 
 
 def random_words(count: int, seed: int, number: int, stream: int = 0) -> NDArray[np.uint64]:
@@ -48,8 +49,8 @@ class EpochOrder(ABC):
     """
 
     shuffles_passes: ClassVar[bool] = True
-    """If True, each pass over a dataset is shuffled, except a pass that is a whole epoch. If False, samples are in file
-    order."""
+    """If True, each pass over a dataset is shuffled, unless every epoch contains exactly one pass over it. If False,
+    its samples are in file order."""
 
     def __init__(self, config: OrderConfig, *, samples: SampleFacts, seed: int) -> None:
         assert len(samples.sizes) == len(samples.weights), (samples.sizes, samples.weights)

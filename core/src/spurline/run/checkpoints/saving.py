@@ -213,7 +213,7 @@ class Saving:
         except Exception as failure:  # noqa: BLE001 - the evaluation's own error must be raised
             error.add_note(f"Step {step} could not be saved either: {failure}")
         else:
-            error.add_note(f"Step {step} was trained and saved. The same command evaluates it again and goes on.")
+            error.add_note(f"Step {step} was trained and saved. Run the same command to evaluate it again and go on.")
 
     def take_written(self, *, wait: bool) -> None:
         """If another thread has written a checkpoint, report it. If the writing failed, raise the thread's error."""

@@ -32,7 +32,7 @@ from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
-from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
+from spurline_async_rl.source.staleness import fresh_mismatch, mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
@@ -174,6 +174,9 @@ class AsyncRolloutSource(PromptSource):
             **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
+        if ages["staleness/mean"] > 0:
+            trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
+            ages |= fresh_mismatch(collected.groups, trainer, self._updates)
         return replace(batch, info={**batch.info, **ages, **measured})
 
     def _levels(self) -> dict[str, float]:

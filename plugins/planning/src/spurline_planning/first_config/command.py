@@ -121,7 +121,8 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
     template = files("spurline_planning.first_config").joinpath("run.yaml.jinja").read_text(encoding="utf-8")
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
     environment.filters["scalar"] = _scalar
-    # A path may contain the characters that begin a comment, but YAML escapes control characters.
+    # Mark comments with a control character, which cannot occur in the values, because YAML escapes it. A path may
+    # contain `  # `.
     text = environment.from_string(template.replace("  # ", _COMMENT)).render(
         options=options,
         model=model,

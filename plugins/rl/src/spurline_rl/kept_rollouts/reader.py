@@ -149,6 +149,7 @@ class KeptAttempt:
         advantage: The advantage of all tokens, or None if tokens have different advantages.
         retries: Number of failed tries before this attempt.
         info: The environment's `info` of the attempt.
+        engines: Names of the engines that generated the tokens; empty if they have no names.
         finish_reason: Finish reason of the last turn.
     """
 
@@ -165,6 +166,7 @@ class KeptAttempt:
     advantage: float | None
     retries: int
     info: Mapping[str, Any]
+    engines: Sequence[str]
     num_response_tokens: int
     finish_reason: str
     _table: pa.Table
@@ -255,7 +257,7 @@ def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
     for number, row in enumerate(table.select(facts).to_pylist()):
         if row["status"] == "given_up":
             continue
-        row |= {name: json.loads(row[name]) for name in ("columns", "tags", "rewards", "info")}
+        row |= {name: json.loads(row[name]) for name in ("columns", "tags", "rewards", "info", "engines")}
         row |= {"num_response_tokens": row.pop("tokens"), "finish_reason": row.pop("finish")}
         yield KeptAttempt(**row, _table=table, _row=number, _pieces=pieces)
 

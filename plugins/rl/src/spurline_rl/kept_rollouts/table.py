@@ -46,6 +46,7 @@ DETAILS: Mapping[str, pa.DataType] = {
     "rewards": pa.string(),
     "retries": pa.int32(),
     "info": pa.string(),
+    "engines": pa.string(),
     "turn_shared": _INT,
     "turn_prompt": _INT,
     "turn_response": _INT,
@@ -171,6 +172,7 @@ def _attempts_table(
         "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
         "retries": [attempt.retries for attempt in attempts],
         "info": [_json(attempt.info) for attempt in attempts],
+        "engines": [json.dumps(_engines_of(attempt)) for attempt in attempts],
         "turn_shared": _lists(np.array(shared), turn_ends, _INT),
         "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
         "turn_response": _lists(flat.num_response, turn_ends, _INT),
@@ -198,6 +200,11 @@ def _attempts_table(
     columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
     arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
+
+
+def _engines_of(attempt: Trajectory) -> list[str]:
+    """Return the names of all engines that generated tokens of the attempt, each once."""
+    return list(dict.fromkeys(name for turn in attempt.turns for name in turn.engines))
 
 
 def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:

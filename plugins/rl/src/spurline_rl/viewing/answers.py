@@ -38,7 +38,10 @@ MOST_COMPARED = 4_000
 _TEXTS = ("prompt", "response")
 """Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
-_FACTS = ("step", "status", "uid", "draw", "epoch", "sample", "reward", "rewards", "advantage", "retries", "info")
+_FACTS = (
+    *("step", "status", "uid", "draw", "epoch", "sample"),
+    *("reward", "rewards", "advantage", "retries", "info", "engines"),
+)
 _BOUNDS = {
     "min_reward": ("reward", pc.greater_equal),
     "max_reward": ("reward", pc.less_equal),

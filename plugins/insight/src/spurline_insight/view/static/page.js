@@ -333,6 +333,7 @@ function facts(attempt) {
   const rows = [["reward", short(attempt.reward)], ...Object.entries(attempt.rewards).map(([name, value]) => [name, short(value)]),
     ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish], ["step", short(attempt.step)],
     ["sample", short(attempt.sample)], ["epoch", short(attempt.epoch)], ["retries", short(attempt.retries)],
+    ...(attempt.engines.length ? [["engines", attempt.engines.join(", ")]] : []),
     ...Object.entries(attempt.tags).map(([name, value]) => [name, String(value)])];
   return make("dl", {}, ...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
