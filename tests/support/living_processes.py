@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from run_helpers import wait_for
 
 if TYPE_CHECKING:
     import psutil
@@ -43,3 +46,10 @@ def _command(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return ""
+
+
+def assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
+    """Wait until none of these processes is left, not even as a zombie."""
+    import psutil
+
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)

@@ -40,7 +40,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import pytest
 import torch
 
@@ -246,10 +245,6 @@ def wait_for(condition: Callable[[], object], what: str, timeout_s: float = 120,
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
         time.sleep(every_s)
-
-
-def assert_all_gone(pids: Sequence[int], within_s: float = 5.0) -> None:
-    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the end of processes", within_s)
 
 
 def anonymous_bytes(pid: int | str = "self") -> int:

@@ -19,7 +19,8 @@ import numpy as np
 import psutil
 import pytest
 from listening import listening, reachable
-from run_helpers import assert_all_gone, wait_for
+from living_processes import assert_all_gone
+from run_helpers import wait_for
 
 from spurline.errors import ConfigError, DataError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import RankRequest

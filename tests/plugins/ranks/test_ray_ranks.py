@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from living_processes import assert_all_gone
 from ray_clusters import add_machine, two_machines
-from run_helpers import assert_all_gone, wait_for
+from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
 from spurline.protocols.ranks import ClusterNeed, RankRequest
