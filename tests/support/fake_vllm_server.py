@@ -42,6 +42,7 @@ class FakeVllmServer:
         self.tokens_given = 0
         self.calls: list[str] = []
         self.missing: list[str] = []
+        self.is_broken = False
         self._extension = extension
         self._key = key
         self._strangers = strangers
@@ -114,6 +115,8 @@ class FakeVllmServer:
         return web.json_response({"status": "resumed"})
 
     async def _call_workers(self, request: web.Request) -> web.Response:
+        if self.is_broken:
+            return web.json_response({"error": "out of order"}, status=503)
         body = await request.json()
         claim = self.claims[next(self._answered_by)]
         if body["method"] == "spurline_end_claim":

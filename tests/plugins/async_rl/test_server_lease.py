@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer, server_engine
 from vllm_engines import disk
 
 from spurline.errors import ConfigError, RunFailedError
+from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import lease
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.lease import WorkerClaim
@@ -122,6 +124,27 @@ def test_a_run_that_was_stopped_for_longer_than_its_claim_waits_until_it_is_exte
             assert server.tokens_given > 300
 
     asyncio.run(main())
+
+
+def test_a_server_whose_workers_cannot_be_called_any_more_is_given_up_with_its_error(
+    spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with serving(spurline_tiny_model) as (server, engine):
+            await publish(engine, spurline_tiny_model, tmp_path)
+            server.is_broken = True
+            monkeypatch.setattr(lease, "LEASE_S", 0.2)
+            with pytest.raises(RunFailedError, match=r"503 .*out of order"):
+                while True:
+                    await engine.generate(request([5] * 10, max_new_tokens=5))
+
+    asyncio.run(main())
+
+
+def test_a_server_that_is_listed_twice_is_a_problem() -> None:
+    config = VllmEngineConfig(mode="server", urls=("http://a:8000", "http://a:8000"))
+    [problem] = config.problems(run_config("unused"))
+    assert "lists a server twice" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -348,6 +348,8 @@ class VllmEngineConfig(PoolConfig):
     def _server_problems(self) -> Iterable[Problem]:
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
+        if len(set(self.urls)) < len(self.urls):
+            yield Problem("urls", "lists a server twice. Remove one, since each engine needs a server of its own.")
         for url in self.urls:
             if not _is_base_url(url):
                 yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")

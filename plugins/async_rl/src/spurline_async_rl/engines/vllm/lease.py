@@ -149,9 +149,10 @@ class ServerLease:
                 await self.call()
             except EngineDiedError as error:
                 return str(error)
-            except SpurlineError:
+            except SpurlineError as error:
                 # A busy server or a proxy may answer with an error for a while.
-                continue
+                if not self.is_valid:
+                    return str(error)
 
     async def end(self) -> None:
         """Let other runs use the server."""
