@@ -60,6 +60,8 @@ class World:
         self.slow_start: asyncio.Event | None = None
         self.fail_at: dict[str, Callable[[ScriptedMember], bool]] = {}
         self.hang_at: dict[str, Callable[[ScriptedMember], bool]] = {}
+        # The event for which a member waits at this point, if any.
+        self.stand_at: dict[str, Callable[[ScriptedMember], asyncio.Event | None]] = {}
 
     def pool(self, engines: int = 2, **settings: Any) -> EnginePool:
         limits = {"start_timeout_s": 5.0, "generate_timeout_s": 30.0, "pause_timeout_s": 5.0, "update_timeout_s": 5.0}
@@ -146,6 +148,8 @@ class ScriptedMember:
             raise RuntimeError(f"cannot {what}")
         if what in self._world.hang_at and self._world.hang_at[what](self):
             await asyncio.Event().wait()
+        if what in self._world.stand_at and (event := self._world.stand_at[what](self)) is not None:
+            await event.wait()
 
     def _hold(self, why: str) -> None:
         self._holds.add(why)

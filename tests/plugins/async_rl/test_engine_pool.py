@@ -19,6 +19,7 @@ from virtual_loop import run_virtually
 
 from spurline.errors import ModelError, RunFailedError
 from spurline_async_rl.engines import member as member_module
+from spurline_async_rl.engines import pool as pool_module
 from spurline_async_rl.engines.commands import BeginUpdate, FinishUpdate, LoadBucket, Pause, Resume, Wake, from_plain
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, PooledEngine
@@ -234,7 +235,7 @@ def test_an_update_that_no_engine_survives_is_an_error_with_the_reasons() -> Non
 
 def test_a_rejected_engine_is_replaced_and_its_tokens_since_the_last_proof_are_written_again() -> None:
     world = World()
-    request = asked(3)
+    request = asked(5)
     longest = len(reference(request)[0])
 
     async def body(pool: EnginePool, trainer: Trainer) -> tuple[GenerationResult, str, int]:
@@ -317,6 +318,40 @@ def test_engines_that_all_stand_still_in_an_update_are_replaced_as_dead_ones_are
     result = use(lambda: world.pool(2, update_timeout_s=0.1), body)
     check(asked(1), result)
     assert set(result.versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize("part", ["begin_update", "load_bucket", "finish_update"])
+def test_engines_go_on_with_new_weights_while_another_stands_still_which_gets_them_later(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pool_module, "_PATIENCE_S", 0.05)
+    world, goes_on = World(), asyncio.Event()
+
+    async def body(pool: EnginePool, trainer: Trainer) -> None:
+        slow = world.members[1]
+        world.stand_at[part] = lambda member: goes_on if member is slow else None
+        writing = [asyncio.ensure_future(pool.generate(asked(number))) for number in range(8)]
+        while not all(member.served for member in world.members):
+            await asyncio.sleep(0)
+        await trainer.publish(version=1)
+        # No request goes to the engine that stands still.
+        served = len(slow.served)
+        for number in range(8, 16):
+            result = await pool.generate(asked(number))
+            check(asked(number), result)
+            assert set(result.versions.tolist()) == {1}
+        assert len(slow.served) == served
+        goes_on.set()
+        for number, result in enumerate(await asyncio.gather(*writing)):
+            check(asked(number), result)
+        while pool.awaiting_weights or slow.version < 1:
+            await asyncio.sleep(0)
+        assert slow.version == 1
+
+    use(lambda: world.pool(2), body)
+    assert not any(member.is_closed for member in world.members[2:])
+    assert len(world.members) == 2, "no engine was replaced"
+    assert "engine 1 life 1 takes long to" in capsys.readouterr().err
 
 
 def test_an_engine_without_progress_is_replaced_and_its_requests_go_on_elsewhere() -> None:

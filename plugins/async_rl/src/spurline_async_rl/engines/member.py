@@ -124,6 +124,8 @@ class PooledEngine(ControlledEngine):
         self.has_ended = False
         # True if the engine died because a command failed while it was alive.
         self.has_refused = False
+        # True while the engine still carries out a command of an update that has gone on without it.
+        self.is_late = False
         # True if the engine did not generate with the weights that it had confirmed.
         self.is_rejected = False
         # The newest version for which the engine has proven that it generates with its weights.
@@ -310,6 +312,22 @@ class PooledEngine(ControlledEngine):
         elif isinstance(command, Sleep) and not command.keep_weights:
             # The engine has dropped its weights.
             self._become("awaiting")
+
+    def leave_behind(self, answer: asyncio.Future[None]) -> None:
+        """End the part of this engine in an update. It awaits weights when it has answered the command."""
+
+        def rejoin(answer: asyncio.Future[None]) -> None:
+            _retrieve(answer)
+            self.is_late = False
+            self._holds.discard(UPDATE)
+            self._on_change()
+
+        self.is_late = True
+        self._become("awaiting")
+        if self._crossing is not None:
+            self._crossing[1].cancel()
+            self._crossing = None
+        answer.add_done_callback(rejoin)
 
     async def _ask(self, what: str, work: Coroutine[Any, Any, None], setting: str) -> bool:
         """Await the work, and return whether it succeeded within the setting's time limit. If not, kill the engine."""

@@ -32,6 +32,9 @@ _REMEMBERED = 8192
 """Number of prompts for which the router remembers the engine."""
 _LONGEST_BREAK_S = 60.0
 """Longest wait before an engine is started again. The wait is 1 s at first, and doubles with each failed start."""
+_PATIENCE_S, _PATIENCE = 5.0, 3.0
+"""In an update, when half of the engines have answered a command, the others may take this much longer: the larger one
+of so many seconds, and of this multiple of the time so far."""
 _FIRST_TRIES = 3
 """If no engine has ever started, the run ends after this many failed starts of one engine."""
 
@@ -211,7 +214,8 @@ class EnginePool(ControlledEngine):
         """Send the command to all engines that take part in its hold.
 
         This does not wait for an engine that dies. A new engine takes its place and awaits the weights, so it never
-        generates with old weights. After `Sleep`, no process has device memory, not even a process of a dead engine.
+        generates with old weights. Nor does an update wait for an engine that stands still. It gets the weights later,
+        by itself. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -225,9 +229,9 @@ class EnginePool(ControlledEngine):
                 crossing = [engine.begin_crossing(self.crossing) for engine in self._held[UPDATE]]
                 await asyncio.gather(*crossing)
         engines = self._held.get(command.hold, [])
-        answers = await asyncio.gather(*(engine.control(command) for engine in engines), return_exceptions=True)
+        answers, behind = await self._answers(engines, command)
         refusals = [engine.reason for engine in engines if engine.has_refused]
-        alive = [engine for engine in engines if engine.state != "dead"]
+        alive = [engine for engine in engines if engine.state != "dead" and engine not in behind]
         if command.ends:
             self._held.pop(command.hold, None)
             self._changed()
@@ -241,6 +245,32 @@ class EnginePool(ControlledEngine):
             raise RunFailedError(f"No engine {what}: {'; '.join(refusals)}")
         for error in filter(None, answers):
             raise error
+
+    async def _answers(
+        self, engines: Sequence[PooledEngine], command: Command
+    ) -> tuple[list[BaseException | None], list[PooledEngine]]:
+        """Send the command to these engines. Return their errors, and the engines that the update leaves behind."""
+        loop = asyncio.get_running_loop()
+        began, limit_s = loop.time(), None
+        answers = [asyncio.ensure_future(engine.control(command)) for engine in engines]
+        late = set(answers)
+        try:
+            if command.hold == UPDATE:
+                while 2 * len(late) > len(answers):
+                    _, late = await asyncio.wait(late, return_when=asyncio.FIRST_COMPLETED)
+                limit_s = max(_PATIENCE_S, _PATIENCE * (loop.time() - began))
+            if late:
+                _, late = await asyncio.wait(late, timeout=limit_s)
+        except asyncio.CancelledError:
+            for answer in answers:
+                answer.cancel()
+            raise
+        behind = {engine: answer for engine, answer in zip(engines, answers, strict=True) if answer in late}
+        for engine, answer in behind.items():
+            engine.leave_behind(answer)
+            _tell(f"{engine.name} takes long to {command}. The other engines go on, and it gets these weights later.")
+        answered = [answer for answer in answers if answer not in late]
+        return await asyncio.gather(*answered, return_exceptions=True), [*behind]
 
     async def _ready_for(self, command: Command) -> list[PooledEngine]:
         """Return the engines that take part in the hold of this command. The first update waits for all engines."""
@@ -258,7 +288,7 @@ class EnginePool(ControlledEngine):
         if not self._has_started:
             await self.start()
             self._has_started = True
-        return await self._until(command.name, self._started)
+        return await self._until(command.name, lambda: [engine for engine in self._started() if not engine.is_late])
 
     async def close(self) -> None:
         self._fail(RunFailedError("they were closed"))
@@ -300,11 +330,9 @@ class EnginePool(ControlledEngine):
                         f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
                         f"{self._config.max_restarts}). The last one: {reason}"
                     )
-                print(
+                _tell(
                     f"An engine has died and is started again ({self._deaths} of at most "
-                    f"{self._config.max_restarts}, source.engine.max_restarts): {reason}",
-                    file=sys.stderr,
-                    flush=True,
+                    f"{self._config.max_restarts}, source.engine.max_restarts): {reason}"
                 )
                 self._engines[number] = self._new_engine(number)
         except Exception as error:  # noqa: BLE001 - raised by all later calls
@@ -353,3 +381,7 @@ class EnginePool(ControlledEngine):
                 if life is not asyncio.current_task():
                     life.cancel()
         self._changed()
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
