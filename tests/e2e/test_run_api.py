@@ -46,6 +46,10 @@ class Acting:
     def on_step_end(self, step: int) -> None:
         self._do("on_step_end", step)
 
+    @hookimpl
+    def on_run_end(self, run: Run) -> None:
+        self._do("on_run_end")
+
 
 @pytest.fixture
 def evaluated_config(base_config: Config, spurline_chat_file: Path) -> Config:
@@ -92,6 +96,13 @@ def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_b
     assert all(line["again/loss"] == line["eval/loss"] for line in metrics if "eval/loss" in line)
     assert metrics[1]["before/loss"] == returned[0]["before/loss"] > metrics[2]["eval/loss"]
     assert set(returned[1]) == {"after/loss", "after/time"}
+
+
+def test_a_run_that_had_finished_is_evaluated_when_a_hook_asks_for_it(evaluated_config: Config) -> None:
+    returned: list[dict[str, float]] = []
+    for _ in range(2):
+        train(evaluated_config, Acting("on_run_end", lambda run: returned.append(run.evaluate("end"))))
+    assert returned[0]["end/loss"] == returned[1]["end/loss"]
 
 
 def keep_parameters(run: Run, kept: dict[str, torch.Tensor]) -> None:

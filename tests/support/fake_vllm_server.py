@@ -42,7 +42,7 @@ class FakeVllmServer:
         self.tokens_given = 0
         self.calls: list[str] = []
         self.missing: list[str] = []
-        self.is_broken = False
+        self.is_broken = self.says_nonsense = False
         self._extension = extension
         self._key = key
         self._strangers = strangers
@@ -115,6 +115,8 @@ class FakeVllmServer:
         return web.json_response({"status": "resumed"})
 
     async def _call_workers(self, request: web.Request) -> web.Response:
+        if self.says_nonsense:
+            return web.Response(text="<html>", content_type="text/html")
         if self.is_broken:
             return web.json_response({"error": "out of order"}, status=503)
         body = await request.json()

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 from spurline.protocols.held_out import HeldOutEvaluation
@@ -43,6 +44,14 @@ def raises(answer: Answer) -> float:
 
 def reads_a_variable(answer: Answer) -> float:
     return float(os.environ["NO_SUCH_VARIABLE"])
+
+
+def is_cancelled(answer: Answer) -> float:
+    raise CancelledError("the pool was closed")
+
+
+def times_out(answer: Answer) -> float:
+    raise TimeoutError("no answer")
 
 
 def exits(answer: Answer) -> float:

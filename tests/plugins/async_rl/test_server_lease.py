@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer, server_engine
+from virtual_loop import run_virtually
 from vllm_engines import disk
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import lease
 from spurline_async_rl.engines.vllm.engine import VllmEngine
-from spurline_async_rl.engines.vllm.lease import WorkerClaim
+from spurline_async_rl.engines.vllm.lease import ServerLease, WorkerClaim
 from spurline_async_rl.engines.vllm.worker_extension import WorkerExtension
 from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_rl.testing.rollout_engine_contract import request
@@ -61,6 +62,70 @@ def test_a_second_run_is_refused_and_neither_stops_nor_changes_the_server(
             await other.close()
             assert server.calls == calls
             assert len((await engine.generate(request([5] * 10, max_new_tokens=3))).token_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_a_run_that_goes_on_is_told_from_a_killed_one_although_both_ask_at_nearly_the_same_pace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of the claim falls a little from look to look, until the other run extends it between two looks."""
+    monkeypatch.setattr(lease, "_ASK_AGAIN_S", 2.0)
+    monkeypatch.setattr(lease, "_now", lambda: asyncio.get_running_loop().time())
+
+    class Worker:
+        async def workers(self, *_: Any) -> list[Any]:
+            await asyncio.sleep(0.002)
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.001)
+            return [{"owner": "another run", "rest_s": 60.0 - now % 2.0, "answer": None}]
+
+    async def main() -> float:
+        with pytest.raises(ConfigError, match="belongs to run another run, which goes on"):
+            await ServerLease(Worker(), "http://a", "this run", tell=lambda _: None).begin()
+        return asyncio.get_running_loop().time()
+
+    assert run_virtually(main()) < 10
+
+
+def test_a_server_is_kept_while_its_member_is_started_again(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(spurline_tiny_model) as (server, _):
+            engine = server_engine(server.url, spurline_tiny_model, run_dir=MAIN, max_restarts=1)
+            await publish(engine, spurline_tiny_model, tmp_path)
+            engine._engines[0].kill("by a test")
+            while not engine.awaiting_weights:
+                assert "owner" in server.claims[0].extend("another run", 60.0)
+                await asyncio.sleep(0)
+            await engine.close()
+            assert "claim" in server.claims[0].extend("another run", 60.0)
+
+    asyncio.run(main())
+
+
+def test_one_answer_that_is_no_answer_of_vllm_ends_nothing(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(spurline_tiny_model) as (server, engine):
+            await publish(engine, spurline_tiny_model, tmp_path)
+            server.says_nonsense = True
+            await asyncio.sleep(0.1)
+            server.says_nonsense = False
+            assert len((await engine.generate(request([5] * 10, max_new_tokens=3))).token_ids) == 3
+
+    asyncio.run(main())
+
+
+def test_a_run_does_not_resume_a_server_that_has_been_taken_over(spurline_tiny_model: Path, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with serving(spurline_tiny_model) as (server, engine):
+            await publish(engine, spurline_tiny_model, tmp_path)
+            await engine.pause()
+            server.claims[0]._until = 0.0
+            server.claims[0].extend("another run", 60.0)
+            calls = [*server.calls]
+            await engine.resume()
+            await engine.close()
+            assert server.calls == calls
 
     asyncio.run(main())
 

@@ -107,6 +107,19 @@ def test_nothing_that_grows_with_the_square_of_a_segment_is_kept_for_the_backwar
     assert sum(memory.values()) < 8 * length**2
 
 
+def test_rows_are_not_kept_beside_their_padded_copies_for_the_backward_pass() -> None:
+    lengths, kept = [3, 5, 4], set[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.add(tensor.data_ptr())
+        return tensor
+
+    inputs = [part.squeeze(0).transpose(0, 1).contiguous() for part in projections(sum(lengths), 2)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attend_segments(*inputs, plan(lengths, ALWAYS_PAD), Scores())
+    assert not kept & {part.data_ptr() for part in inputs}
+
+
 def test_a_batch_of_rows_is_the_stream_of_its_rows() -> None:
     inputs = projections(12, 2)
     rows = [part.transpose(1, 2).unflatten(1, (3, 4)).squeeze(0).transpose(1, 2) for part in inputs]

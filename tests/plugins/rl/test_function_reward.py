@@ -60,6 +60,8 @@ def test_plain_and_async_functions_are_called_with_the_answer(name):
     ("name", "words"),
     [
         ("raises", r"on the response 'four': ValueError: no such unit \(.*reward_functions\.py:"),
+        ("is_cancelled", r"CancelledError: the pool was closed \(.*reward_functions\.py:"),
+        ("times_out", r"TimeoutError: no answer \(.*reward_functions\.py:"),
         ("exits", r": it raised SystemExit\(2\)"),
         ("reads_a_variable", r"KeyError: 'NO_SUCH_VARIABLE' \(.*reward_functions\.py:\d+ in"),
     ],

@@ -20,6 +20,7 @@ from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper, write_step
+from spurline_rl.kept_rollouts.reader import read_step, step_files
 from spurline_rl.kept_rollouts.table import KeptStep, TokenTexts
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
@@ -277,6 +278,15 @@ def test_some_prompts_of_a_step_that_is_too_large_are_kept(tmp_path: Path, token
     for kept, turn in zip(attempts, [turn for group in step.groups[::3] for turn in turns_of([group])], strict=False):
         same_turn(kept.turns[0], turn, 1)
         np.testing.assert_allclose(kept.turns[0].gap, 0.001, rtol=0.01)
+
+
+def test_files_of_a_version_that_kept_no_names_of_engines_are_read(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    write(tmp_path, tokenizer, [make_step(1)])
+    [path] = step_files(tmp_path).values()
+    pyarrow.parquet.write_table(read_step(path).drop_columns("engines"), path)
+    assert all(attempt.engines == [] for attempt in KeptRollouts(tmp_path).attempts())
 
 
 def test_a_text_that_attempts_share_is_decoded_once(

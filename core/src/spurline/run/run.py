@@ -184,6 +184,9 @@ class Run:
                 f"run.evaluate({prefix!r}): a prefix has only letters, digits, dots, dashes and underscores. It must "
                 "not be 'eval'."
             )
+        if self._session is not None and self._session.is_done and not self._session.is_started:
+            # The run had finished before, so nothing was started.
+            self._session.start_batches()
         if self._session is None or not self._session.is_started:
             raise RunFailedError(
                 f"run.evaluate({prefix!r}) was called before the run started its source. Call it in on_step_start or "

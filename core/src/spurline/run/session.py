@@ -109,7 +109,7 @@ class Session:
             self._start_trackers()
             if not self.is_done or self._resumed.pending is not None:
                 # Engines may take minutes to start. Nothing is trained yet, so a signal may interrupt the start.
-                self._stop.cut_short(self._start_batches)
+                self._stop.cut_short(self.start_batches)
             if self._stop.signal is None:
                 self._settle_start()
             loop.train(self)
@@ -178,7 +178,8 @@ class Session:
             tracker.start(info)
             self._stack.callback(tracker.close)
 
-    def _start_batches(self) -> None:
+    def start_batches(self) -> None:
+        """Start the source, and building batches ahead."""
         first = self.state.step + 1
         self.source.start(first, self.backend)
         self.is_started = True

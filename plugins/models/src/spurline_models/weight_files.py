@@ -16,7 +16,6 @@ import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.modeling_utils import str_to_torch_dtype
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import CheckpointWriteError, ModelError, listing
@@ -28,15 +27,27 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
-_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-"""The names of dtypes in safetensors files."""
 DTYPES = {
-    name: dtype
-    for name, dtype in str_to_torch_dtype.items()
-    # Optimizer states may have these dtypes, weights may not.
-    if name not in ("F8_E4M3", "F8_E5M2", "U16", "U32", "U64")
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 """Dtypes of weights by their names in safetensors files."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
+    # Optimizer states may have these dtypes, weights may not.
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
 
 
 def check_weight_files(model: ModelConfig) -> None:

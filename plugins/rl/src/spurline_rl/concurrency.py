@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from spurline.errors import RunFailedError
 from spurline.threads import call_on_daemon
@@ -64,22 +64,25 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
         if len(left) >= MAX_ABANDONED:
             await asyncio.sleep(_LOOK_S)
 
-    def call() -> T:
+    def call() -> tuple[T, None] | tuple[None, Exception]:
+        # An error is returned, because asyncio would replace some errors by its own, without their traceback.
         try:
-            return function(*arguments, **keywords)
-        except BaseException as error:
-            # `sys.exit()` in a reward or tool must not end the run, and futures of asyncio take no StopIteration.
-            if isinstance(error, Exception) and not isinstance(error, StopIteration):
-                raise
-            raise RuntimeError(f"it raised {type(error).__name__}({error})") from error
+            return function(*arguments, **keywords), None
+        except Exception as error:  # noqa: BLE001 - raised below
+            return None, error
+        except BaseException as error:  # noqa: BLE001 - `sys.exit()` in a reward or tool must not end the run
+            return None, RuntimeError(f"it raised {type(error).__name__}({error})")
 
     done = call_on_daemon(f"call-{getattr(function, '__name__', 'function')}", call)
     try:
         # The thread cannot be stopped, so a cancellation must not reach the future that it will set.
-        return await asyncio.shield(asyncio.wrap_future(done))
+        value, error = await asyncio.shield(asyncio.wrap_future(done))
     except asyncio.CancelledError:
         left.append(done)
         raise
+    if error is not None:
+        raise error
+    return cast("T", value)
 
 
 _abandoned: defaultdict[tuple[str, str], list[Future[Any]]] = defaultdict(list)

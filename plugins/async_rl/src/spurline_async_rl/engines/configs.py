@@ -122,6 +122,11 @@ class PoolConfig(RolloutEngineConfig):
         return num_gpus() > 0
 
 
+def server_url(url: str) -> str:
+    """Return the URL of a server without the version of the API, with which URLs of OpenAI's API end."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 def _is_base_url(url: str) -> bool:
     with suppress(ValidationError):
         return bool(TypeAdapter(AnyHttpUrl).validate_python(url))
@@ -348,7 +353,7 @@ class VllmEngineConfig(PoolConfig):
     def _server_problems(self) -> Iterable[Problem]:
         if not self.urls:
             yield Problem("urls", "is empty. Give the base URL of each server, such as [http://localhost:8000].")
-        if len(set(self.urls)) < len(self.urls):
+        if len({server_url(url) for url in self.urls}) < len(self.urls):
             yield Problem("urls", "lists a server twice. Remove one, since each engine needs a server of its own.")
         for url in self.urls:
             if not _is_base_url(url):

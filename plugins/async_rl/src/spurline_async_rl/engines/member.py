@@ -308,7 +308,8 @@ class PooledEngine(ControlledEngine):
             for awaited in self._awaited:
                 awaited.since = self._moved_at
             if command.hold == UPDATE:
-                self._become("ready")
+                # The other engines may have newer weights than a late one has now.
+                self._become("awaiting" if self.is_late else "ready")
         elif isinstance(command, Sleep) and not command.keep_weights:
             # The engine has dropped its weights.
             self._become("awaiting")

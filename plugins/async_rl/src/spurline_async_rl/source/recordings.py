@@ -85,18 +85,23 @@ def _block_state(groups: Sequence[Group]) -> dict[str, object]:
     }
 
 
+def _engines(stored: str | Sequence[str]) -> tuple[str, ...]:
+    # Earlier versions stored the names as one text.
+    return tuple(filter(None, stored.split(", "))) if isinstance(stored, str) else tuple(stored)
+
+
 def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
     fields = cast("Mapping[str, Mapping[str, Any]]", state["fields"])
     columns = {name: iter(_split(joined)) for name, joined in fields.items()}
     reasons = cast("Sequence[Any]", state["finish_reasons"])
     # Earlier checkpoints and recordings have no engines.
-    engines = cast("Sequence[Sequence[str]]", state.get("engines", [()] * len(reasons)))
+    engines = cast("Sequence[str | Sequence[str]]", state.get("engines", [()] * len(reasons)))
     ends = iter(zip(reasons, engines, strict=True))
 
     def next_turn() -> Turn:
         values: dict[str, Any] = {name: next(column) for name, column in columns.items()}
         reason, names = next(ends)
-        return Turn(**values, finish_reason=reason, engines=tuple(names))
+        return Turn(**values, finish_reason=reason, engines=_engines(names))
 
     return [
         Group(

@@ -201,8 +201,7 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
     if bucket.slots is not None:
         num_slots = bucket.count * bucket.length
         query, key, value = (
-            part.new_zeros((num_slots, *part.shape[1:])).index_copy_(0, bucket.slots, part)
-            for part in (query, key, value)
+            Pad.apply(part, bucket.slots, num_slots) for part in (query, key, value)
         )
     rows = (bucket.count, bucket.length)
     query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
@@ -274,8 +273,25 @@ def _attend_visible(
     return output if scores.sinks is None else output[:, :, 1:, :value_width]
 
 
+class Pad(torch.autograd.Function):
+    """A copy of rows into slots of a zeroed tensor.
+
+    The backward pass only gathers. Unlike that of `index_copy_`, it needs only the slots, so the rows are not kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, slots: Tensor, num_slots: int) -> Tensor:
+        ctx.save_for_backward(slots)
+        return rows.new_zeros((num_slots, *rows.shape[1:])).index_copy_(0, slots, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (slots,) = ctx.saved_tensors
+        return grads[0].index_select(0, slots), None, None
+
+
 class Unpad(torch.autograd.Function):
-    """The rows in these slots of a padded tensor. Slots are distinct, so the backward pass copies and adds nothing."""
+    """The inverse of `Pad`. Slots are distinct, so the backward pass copies and adds nothing."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:

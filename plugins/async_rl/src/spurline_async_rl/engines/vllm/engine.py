@@ -24,7 +24,7 @@ from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.response import Progress, VllmResponse
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
 from spurline_async_rl.engines.vllm.launch import engine_spec
-from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember
+from spurline_async_rl.engines.vllm.server import ServerApi, ServerMember, end_claims
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -128,18 +128,28 @@ class VllmEngine(EnginePool):
 
     async def close(self) -> None:
         await super().close()
+        if self._connections:
+            await end_claims([self._api_of(url) for url in self._connections], self._owner)
         if self._cluster is not None:
             await self._cluster.close()
+
+    @property
+    def _owner(self) -> str:
+        """Return the name of this run for other runs."""
+        return f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
+
+    def _api_of(self, url: str) -> ServerApi:
+        config = self._vllm_config
+        return ServerApi(url, os.environ.get(config.api_key_env), connect_timeout_s=config.pause_timeout_s)
 
     def _make(self, number: int) -> EngineMember:
         config = self._vllm_config
         if config.mode == "server":
-            url, key = config.urls[number], os.environ.get(config.api_key_env)
-            make_api = partial(ServerApi, url, key, connect_timeout_s=config.pause_timeout_s)
+            url = config.urls[number]
             self._connections[url] += 1
             again = f" (connection {self._connections[url]})" if self._connections[url] > 1 else ""
-            owner = f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
-            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer, owner=owner)
+            make_api = partial(self._api_of, url)
+            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer, owner=self._owner)
         each = config.tensor_parallel_size
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)

@@ -26,6 +26,10 @@ _CONNECTIONS = 8
 """Connections over which a run looks for several servers behind one URL."""
 
 
+class ClaimLostError(EngineDiedError):
+    """A server has, or may have, the weights of another run, or those with which it was started."""
+
+
 class WorkerClaim:
     """The claim of a run on one worker process of a server."""
 
@@ -42,7 +46,7 @@ class WorkerClaim:
             Under `claim`, a text that changes when the worker belonged to another run or was started again. If the
             worker belongs to another run, its name under `owner`, and the seconds that its claim lasts under `rest_s`.
         """
-        now = time.monotonic()
+        now = _now()
         if owner != self._owner:
             if self._owner and now < self._until:
                 return {"owner": self._owner, "rest_s": self._until - now}
@@ -83,7 +87,7 @@ class ServerLease:
     @property
     def is_valid(self) -> bool:
         """Return whether no other run can have used the server since the last call."""
-        return time.monotonic() - self._extended_at < LEASE_S
+        return _now() - self._extended_at < LEASE_S
 
     async def until_valid(self) -> None:
         """Wait until the claim has been extended, if it has run out."""
@@ -97,22 +101,25 @@ class ServerLease:
         Raises:
             ConfigError: If the server belongs to a run that goes on, or the URL leads to several servers.
         """
-        rest_s = math.inf
+        latest_end = math.inf
         while True:
+            asked = _now()
             answers = await asyncio.gather(*(self._extend() for _ in range(_CONNECTIONS)))
             others = [answer for workers in answers for answer in workers if "owner" in answer]
             if not others:
                 break
-            owner, before_s, rest_s = others[0]["owner"], rest_s, max(answer["rest_s"] for answer in others)
-            if before_s == math.inf:
+            owner, rest_s = others[0]["owner"], max(answer["rest_s"] for answer in others)
+            if latest_end == math.inf:
                 self._tell(
                     f"{self._url} belongs to run {owner}. If that run was killed, its claim ends in {rest_s:.0f} s."
                 )
-            elif rest_s > before_s:
+            elif asked + rest_s > latest_end:
+                # The claim ends later than it could have ended at an earlier answer, so the run has extended it.
                 raise self._config_error(
                     f"belongs to run {owner}, which goes on. Two runs would train on tokens of each other's weights. "
                     "Give this run servers of its own, or end the other run."
                 )
+            latest_end = min(latest_end, _now() + rest_s)
             await asyncio.sleep(min(_ASK_AGAIN_S, rest_s))
         servers = {tuple(answer["claim"] for answer in workers) for workers in answers}
         if len(servers) > 1:
@@ -121,51 +128,59 @@ class ServerLease:
                 "of them. List the URL of each server."
             )
         [self._claims] = servers
+        self._note_extended(asked)
 
     async def call(self, method: str = "", *arguments: Any) -> list[Any]:
         """Extend the claim, and call a method in every worker, unless the server belongs to another run by now.
 
         Raises:
-            EngineDiedError: If the server belongs or has belonged to another run, or was started again.
+            ClaimLostError: If the server belongs or has belonged to another run, or was started again.
+            EngineDiedError: If the server cannot be reached.
             RunFailedError: If the method fails.
         """
+        asked = _now()
         answers = await self._extend(method, *arguments)
         for answer, claim in zip(answers, self._claims, strict=True):
             if "owner" in answer:
-                raise EngineDiedError(f"{self._url} belongs to run {answer['owner']} by now")
+                raise ClaimLostError(f"{self._url} belongs to run {answer['owner']} by now")
             if answer["claim"] != claim:
                 is_same = answer["claim"].split()[0] == claim.split()[0]
-                raise EngineDiedError(
+                raise ClaimLostError(
                     f"{self._url} {'belonged to another run meanwhile' if is_same else 'was started again'}, so it "
                     "has other weights"
                 )
+        self._note_extended(asked)
         return [answer["answer"] for answer in answers]
 
     async def keep(self) -> str:
         """Extend the claim again and again, until the server is gone or has other weights. Return the reason."""
+        num_failures = 0
         while True:
             await asyncio.sleep(_ASK_AGAIN_S)
             try:
                 await self.call()
-            except EngineDiedError as error:
+            except ClaimLostError as error:
                 return str(error)
             except SpurlineError as error:
-                # A busy server or a proxy may answer with an error for a while.
-                if not self.is_valid:
+                # The server may have closed an idle connection just now. A busy server or a proxy may answer with an
+                # error for a while.
+                num_failures += 1
+                if not self.is_valid or (isinstance(error, EngineDiedError) and num_failures > 1):
                     return str(error)
-
-    async def end(self) -> None:
-        """Let other runs use the server."""
-        if self._claims:
-            await self._api.workers("spurline_end_claim", self._owner)
+            else:
+                num_failures = 0
 
     async def _extend(self, method: str = "", *arguments: Any) -> list[dict[str, Any]]:
-        began = time.monotonic()
-        answers = await self._api.workers("spurline_call", self._owner, LEASE_S, method, *arguments)
-        if all("claim" in answer for answer in answers):
-            self._extended_at = began
-            self._extended.set()
-        return answers
+        return await self._api.workers("spurline_call", self._owner, LEASE_S, method, *arguments)
+
+    def _note_extended(self, at: float) -> None:
+        self._extended_at = max(self._extended_at, at)
+        self._extended.set()
 
     def _config_error(self, text: str) -> ConfigError:
         return ConfigError.at("source.engine.urls", f"names {self._url}, which {text}")
+
+
+def _now() -> float:
+    """Return the seconds of a clock that also counts the time for which a machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

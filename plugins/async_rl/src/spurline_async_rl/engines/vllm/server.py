@@ -12,16 +12,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import ConfigError, DataError, RunFailedError
+from spurline.errors import ConfigError, DataError, RunFailedError, SpurlineError
 from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
-from spurline_async_rl.engines.configs import VllmEngineConfig
+from spurline_async_rl.engines.configs import VllmEngineConfig, server_url
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
@@ -63,8 +63,7 @@ class ServerApi:
     """
 
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
-        # The user's URL may end with the version of the API, as URLs of OpenAI's API do.
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = server_url(url)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
@@ -138,7 +137,10 @@ class ServerApi:
     async def workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method in every worker, and return the answers. Raises RunFailedError if the method fails."""
         body = {"method": method, "args": list(arguments)}
-        return (await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError))["results"]
+        answer = await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError)
+        if "results" not in answer:
+            raise RunFailedError(f"{self.url} answered to a call of its workers, but not as vLLM does. {START_HINT}")
+        return answer["results"]
 
     async def pause(self) -> None:
         """Abort all requests, and drop all cached keys and values."""
@@ -164,8 +166,10 @@ class ServerApi:
                 if answer.status == 404:
                     raise self._config_error(f"has no endpoint {path}. {START_HINT}")
                 await self._check(answer, on_failure)
-                text = await answer.text()
-                return json.loads(text) if text and answer.content_type == "application/json" else {}
+                try:
+                    return await answer.json()
+                except (aiohttp.ContentTypeError, ValueError):
+                    return {}
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
@@ -294,8 +298,10 @@ class ServerMember:
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._max_model_len)
         while True:
-            await self._lease.until_valid()
             await self._gate.wait()
+            await self._lease.until_valid()
+            if self._gate.holds:
+                continue
             if response.ended is not None:
                 return response.ended
             stream = asyncio.create_task(self._stream(request.name, response))
@@ -321,6 +327,7 @@ class ServerMember:
             self._version = command.version
         if command.ends:
             if self._gate.holds == {command.hold}:
+                await self._lease.call()
                 await self._opened.resume()
             self._gate.open(command.hold)
 
@@ -334,12 +341,11 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         try:
-            # The server may be gone.
-            with contextlib.suppress(RunFailedError, ConfigError):
-                if self._gate.holds:
+            if self._gate.holds:
+                # The server may be gone, or belong to another run.
+                with contextlib.suppress(SpurlineError):
                     await self._lease.call()
                     await api.resume()
-                await self._lease.end()
         finally:
             await api.close()
 
@@ -372,6 +378,18 @@ class ServerMember:
         for stream in self._streams:
             stream.cancel()
         await asyncio.gather(*self._streams, return_exceptions=True)
+
+
+async def end_claims(apis: Sequence[ServerApi], owner: str) -> None:
+    """Let other runs use these servers. Servers that do not answer stay claimed for a while."""
+
+    async def end(api: ServerApi) -> None:
+        with contextlib.suppress(SpurlineError, TimeoutError):
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                await api.workers("spurline_end_claim", owner)
+        await api.close()
+
+    await asyncio.gather(*map(end, apis))
 
 
 def _tell(message: str) -> None:
