@@ -204,8 +204,9 @@ class ChildProcessEngineConfig(PoolConfig):
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         size, together = sum(self._memory(run, responses, length)), self._batch_of(responses)
+        processes = "1 process" if self.engines == 1 else f"{self.engines} processes"
         return [
-            f"engine {self.name}: {self.engines} processes of {size / 2**30:,.1f} GiB for weights, keys and values; "
+            f"engine {self.name}: {processes} of {size / 2**30:,.1f} GiB for weights, keys and values; "
             f"each decodes {together:,} responses together"
         ]
 
