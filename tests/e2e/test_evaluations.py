@@ -308,7 +308,7 @@ def test_a_resumed_run_ends_where_the_run_itself_would_have(config: Config, give
 @pytest.mark.parametrize(
     ("setting", "key", "fix"),
     [
-        ({"metric": "eval/score"}, "stop_when", "Set patience"),
+        ({"metric": "eval/score"}, "stop_when", "Set `patience`"),
         ({"metric": "loss", "patience": 1}, "stop_when.metric", "eval/loss"),
         ({"metric": "eval/last/loss", "patience": 1}, "stop_when", "evaluates only"),
         ({"metric": "eval/loss", "reaches": 1, "min_delta": 1}, "stop_when.min_delta", "without patience"),

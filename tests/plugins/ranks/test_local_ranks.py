@@ -294,8 +294,9 @@ def test_ranks_that_do_not_take_a_large_call_end_it_once_and_not_one_after_the_o
 def test_a_long_wait_says_who_is_missing(
     start: Start, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    ranks = start(2)
     monkeypatch.setattr("spurline_ranks.group.PATIENCE_S", 0.5)
-    assert start(2).call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
+    assert ranks.call("after", "done", per_rank=[0.0, 1.2]) == ["done", "done"]
     said = capsys.readouterr().err
     assert re.search(r"Waiting for `after` for \d s \(limit backend.call_timeout_s: 60 s\)", said)
     assert "1 of 2 ranks have not answered:\n  rank 1 of 2" in said
