@@ -324,7 +324,6 @@ def test_engines_that_all_stand_still_in_an_update_are_replaced_as_dead_ones_are
 def test_engines_go_on_with_new_weights_while_another_stands_still_which_gets_them_later(
     part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pool_module, "_PATIENCE_S", 0.05)
     world, goes_on = World(), asyncio.Event()
 
     async def body(pool: EnginePool, trainer: Trainer) -> None:
@@ -333,6 +332,7 @@ def test_engines_go_on_with_new_weights_while_another_stands_still_which_gets_th
         writing = [asyncio.ensure_future(pool.generate(asked(number))) for number in range(8)]
         while not all(member.served for member in world.members):
             await asyncio.sleep(0)
+        monkeypatch.setattr(pool_module, "_PATIENCE_S", 0.05)
         for version in (1, 2):
             await trainer.publish(version=version)
         # No request goes to the engine that stands still.
