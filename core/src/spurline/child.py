@@ -26,7 +26,7 @@ from typing import Any
 
 from spurline.errors import RunFailedError
 from spurline.files import own_file
-from spurline.importing import importing
+from spurline.importing import importing, own_process
 
 Message = Mapping[str, Any]
 
@@ -246,6 +246,7 @@ def _messages(pipe: int) -> Iterator[list[Any]]:
 def _main(module: str, parent: str, *arguments: str) -> None:
     end_with(int(parent))
     me = Parent(list(arguments))
+    own_process()
     with importing():
         main = importlib.import_module(module).main
     main(me)

@@ -18,7 +18,7 @@ import typer.core
 
 from spurline.cli_options import ConfigArgument, SetOption, load
 from spurline.errors import ConfigError, SpurlineError, UserError, listing, suggestion
-from spurline.importing import importing
+from spurline.importing import importing, own_process
 from spurline.plugins.host import PluginHost, installed_commands, installed_plugins
 from spurline.plugins.official import DEFAULT_PLUGINS, install_command, plugin_with
 from spurline.terminal import printable
@@ -214,6 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: Words after `spurline`; by default, the command line of this process.
     """
+    if arguments is None:
+        own_process()
     words = sys.argv[1:] if arguments is None else arguments
     # `--debug` is accepted anywhere, since users append it to the command that just failed.
     debug = "--debug" in words
