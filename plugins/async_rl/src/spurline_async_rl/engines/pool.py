@@ -7,7 +7,6 @@ that it has generated. While the pool sleeps, no engine is started, because the 
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, Controlle
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
 from spurline_async_rl.engines.response import Progress, Response
+from spurline_async_rl.terminal import tell
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline_rl.trajectory import FinishReason
@@ -268,7 +268,7 @@ class EnginePool(ControlledEngine):
         behind = {engine: answer for engine, answer in zip(engines, answers, strict=True) if answer in late}
         for engine, answer in behind.items():
             engine.leave_behind(answer)
-            _tell(f"{engine.name} takes long to {command}. The other engines go on, and it gets these weights later.")
+            tell(f"{engine.name} takes long to {command}. The other engines go on, and it gets these weights later.")
         answered = [answer for answer in answers if answer not in late]
         return await asyncio.gather(*answered, return_exceptions=True), [*behind]
 
@@ -330,7 +330,7 @@ class EnginePool(ControlledEngine):
                         f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
                         f"{self._config.max_restarts}). The last one: {reason}"
                     )
-                _tell(
+                tell(
                     f"An engine has died and is started again ({self._deaths} of at most "
                     f"{self._config.max_restarts}, source.engine.max_restarts): {reason}"
                 )
@@ -381,7 +381,3 @@ class EnginePool(ControlledEngine):
                 if life is not asyncio.current_task():
                     life.cancel()
         self._changed()
-
-
-def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -21,7 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from spurline.errors import DataError, RunFailedError
 from spurline_async_rl.proof.judgement import Judge, mean_difference
 from spurline_async_rl.source.configs import ProofConfig
-from spurline_async_rl.source.loop_thread import LoopThread, tell
+from spurline_async_rl.source.loop_thread import LoopThread
+from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
 from spurline_rl.trajectory import Turn
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from spurline.errors import RunFailedError, SpurlineError
+from spurline_async_rl.terminal import tell
 
 T = TypeVar("T")
 
@@ -40,11 +39,6 @@ def ends_the_run(what: str) -> Generator[None]:
             f"{what} failed: {type(error).__name__}: {error}. Nothing was trained afterwards. The same command resumes "
             "the run from its last checkpoint."
         ) from error
-
-
-def tell(text: str) -> None:
-    """Print a message to stderr."""
-    Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
 
 
 async def _calling(function: Callable[..., T], *arguments: Any) -> T:

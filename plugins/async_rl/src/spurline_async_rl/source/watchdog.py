@@ -11,8 +11,9 @@ from typing import TypeVar
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
-from spurline_async_rl.source.loop_thread import LoopThread, tell
+from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
+from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import (
     GenerationRequest,
     GenerationResult,

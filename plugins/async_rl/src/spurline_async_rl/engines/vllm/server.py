@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.lease import ServerLease
+from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -285,12 +285,12 @@ class ServerMember:
 
     async def start(self) -> None:
         self._api = self._make_api()
-        self._claim = ServerLease(self._api, self._api.url, self._owner, tell=_tell)
+        self._claim = ServerLease(self._api, self._api.url, self._owner, tell=tell)
         served = await self._api.model()
         self._model, self._max_model_len = served.name, served.max_model_len
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
-            _tell(f"{self.name} {_OPEN}")
+            tell(f"{self.name} {_OPEN}")
         await self._claim.begin()
         # An earlier run may have left the server paused.
         await self._api.resume()
@@ -390,7 +390,3 @@ async def end_claims(apis: Sequence[ServerApi], owner: str) -> None:
         await api.close()
 
     await asyncio.gather(*map(end, apis))
-
-
-def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
