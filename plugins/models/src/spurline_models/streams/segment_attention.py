@@ -200,9 +200,7 @@ def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: S
     """Attend within one bucket of [tokens, heads, D]. Padding comes after a row's tokens, so no token sees it."""
     if bucket.slots is not None:
         num_slots = bucket.count * bucket.length
-        query, key, value = (
-            Pad.apply(part, bucket.slots, num_slots) for part in (query, key, value)
-        )
+        query, key, value = (Pad.apply(part, bucket.slots, num_slots) for part in (query, key, value))
     rows = (bucket.count, bucket.length)
     query, key, value = (part.unflatten(0, rows).transpose(1, 2) for part in (query, key, value))
     output = _attend_rows(query, key, value, scores.for_lengths_up_to(bucket.length), dropout)
