@@ -76,12 +76,14 @@ def main() -> None:
                 own = Path(folder, str(number))
                 own.mkdir(exist_ok=True)
                 both.append(train(checkout.absolute(), case, options.steps, own))
-            names = {name for line in both[0] + both[1] for name in line}
+            old, new = ({name for line in lines for name in line} for lines in both)
+            names = old & new
             steps = zip(*both, strict=True)
             wrong = sorted({name for one, two in steps for name in names if one.get(name) != two.get(name)})
             differing += bool(wrong)
             said = f"differ: {', '.join(wrong)}" if wrong else "equal"
-            print(f"{case}: {len(names)} metrics of {len(both[0])} steps {said}", flush=True)
+            only = f"; only one has {', '.join(sorted(old ^ new))}" if old != new else ""
+            print(f"{case}: {len(names)} metrics of {len(both[0])} steps {said}{only}", flush=True)
     sys.exit(bool(differing))
 
 

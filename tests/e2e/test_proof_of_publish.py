@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from async_runs import assert_every_prompt_ended_once, asynchronous
 from child_engines import engines_of
-from run_helpers import Config, read_metrics, train
+from every_run import SOAK
+from run_helpers import Config, on_ranks, read_metrics, train
 from sabotaged_child import KINDS
 
 from spurline.child import ChildProcess
@@ -22,7 +23,8 @@ from spurline_rl.trajectory import turns_of
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 BROKEN_AT = 2
-IN_CI = ("frozen", "stale_cache")
+IN_CI = ("frozen", "tied_head", "stale_cache")
+IN_LONG_RUNS = [pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")]
 
 
 @pytest.fixture
@@ -34,7 +36,6 @@ def proven_config(rl_config: Config) -> Config:
         max_staleness=2,
         max_concurrent_groups=4,
         record_groups=True,
-        proof={"every": 1},
         engine={"name": "child_process", "engines": 2},
     )
     config["optimizer"]["learning_rate"] = 2e-3
@@ -71,8 +72,8 @@ def trained_by(config: Config) -> dict[str, set[int]]:
 
 def test_honest_engines_are_proven_at_every_publish(proven_config: Config) -> None:
     lines = train(proven_config).lines
-    assert [line["publish/rejected"] for line in lines[:-1]] == [0.0] * (len(lines) - 1)
-    assert all(line["publish/probe_diff"] < 1e-4 for line in lines[:-1])
+    assert [line["publish/rejected"] for line in lines] == [0.0] * len(lines)
+    assert all(line["publish/probe_diff"] < 1e-4 for line in lines)
     # It is unknown after a publish that changes the first token of the answer.
     delivered = [line["publish/delivered"] for line in lines if "publish/delivered" in line]
     assert len(delivered) >= (len(lines) - 2) / 2
@@ -81,22 +82,35 @@ def test_honest_engines_are_proven_at_every_publish(proven_config: Config) -> No
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in IN_CI else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+    ("kind", "backend"),
+    [
+        *((kind, {}) if kind in IN_CI else pytest.param(kind, {}, marks=IN_LONG_RUNS) for kind in KINDS),
+        ("frozen", on_ranks({})),
+        ("late", {"backend": {"lora": {"rank": 4}}}),
+    ],
+    ids=[*KINDS, "fsdp", "adapters"],
 )
 def test_an_engine_with_other_weights_is_replaced_and_none_of_its_tokens_is_trained_on(
-    kind: str, proven_config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kind: str,
+    backend: Config,
+    proven_config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     sabotage(monkeypatch, kind)
+    proven_config["plugins"] = [*proven_config["plugins"], *backend.get("plugins", ())]
+    proven_config["backend"] = {**proven_config["backend"], **backend.get("backend", {})}
     lines = train(proven_config).lines
-    [step] = [line["step"] for line in lines if line.get("publish/rejected")]
+    # A step reports the proof of the publish before it.
+    [version] = [line["step"] - 1 for line in lines if line["publish/rejected"]]
     # Whether the request that crosses an update is still under way then is up to the clock.
-    assert step == BROKEN_AT or (kind == "stale_cache" and step == BROKEN_AT + 1)
+    assert version == BROKEN_AT or (kind == "stale_cache" and version == BROKEN_AT + 1)
     err = capfd.readouterr().err
-    said = f"does not generate with the weights of version {step}"
+    said = f"does not generate with the weights of version {version}"
     [line] = [line for line in err.splitlines() if said in line]
     engine = line.partition(" does not")[0]
     assert engine.startswith("engine 0 (process ")
-    assert max(trained_by(proven_config)[engine], default=0) < step
+    assert max(trained_by(proven_config)[engine], default=0) < version
     assert_every_prompt_ended_once(proven_config)
     assert engines_of(os.getpid()) == []
 
@@ -117,19 +131,17 @@ def test_a_broken_engine_ends_the_run_or_is_only_told_of_as_the_config_says(
     choice: str, proven_config: Config, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     sabotage(monkeypatch, "frozen", engines="01")
-    proven_config["source"]["proof"]["on_undelivered"] = choice
+    proven_config["source"]["proof"] = {"on_undelivered": choice}
     if choice == "stop":
         with pytest.raises(RunFailedError, match=rf"engine \d .*weights of version {BROKEN_AT}.*on_undelivered: warn"):
             train(proven_config)
-        assert len(read_metrics(proven_config["run_dir"])) == BROKEN_AT - 1
+        assert len(read_metrics(proven_config["run_dir"])) == BROKEN_AT
         return
     lines = train(proven_config).lines
-    assert [line["publish/rejected"] for line in lines[:-1]] == [0.0] * (BROKEN_AT - 1) + [2.0] * (
-        len(lines) - BROKEN_AT
-    )
+    assert [line["publish/rejected"] for line in lines] == [0.0] * BROKEN_AT + [2.0] * (len(lines) - BROKEN_AT)
     assert "Its tokens are trained on nevertheless" in capfd.readouterr().err
 
 
-def test_proofs_are_off_by_default(proven_config: Config) -> None:
-    del proven_config["source"]["proof"]
+def test_proofs_can_be_turned_off(proven_config: Config) -> None:
+    proven_config["source"]["proof"] = {"every": 0}
     assert not any(name.startswith("publish/") for line in train(proven_config).lines for name in line)

@@ -147,11 +147,11 @@ class OneEngine(HeldEngine):
         return self.run(main(), DataError)
 
 
-async def publish(engine: Any, version: int, model: Path, sync: Any = None) -> Any:
-    """Publish the weights of this folder."""
+async def publish(engine: Any, version: int, model: Path, sync: Any = None, *, change: Any = None) -> Any:
+    """Publish the weights of this folder, after `change` if it is given."""
     sync = sync or shared_memory()
     try:
-        backend: Any = WeightsOf(model)
+        backend: Any = WeightsOf(model, change)
         return await sync.publish(version, backend, [engine])
     finally:
         sync.close()

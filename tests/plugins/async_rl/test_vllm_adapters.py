@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from publish_proofs import ProvenPublishes, drop_updates, keep_caches
 from safetensors.torch import load_file
 from torch import Tensor
 from vllm_engines import (
@@ -162,7 +163,8 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneAdaptedEngine]:
     folder = tmp_path_factory.mktemp("vllm-adapters")
-    engine = OneAdaptedEngine(vllm_models(folder, "tied").old, folder)
+    # After an error in a worker, vLLM does not end by itself.
+    engine = OneAdaptedEngine(vllm_models(folder, "tied").old, folder, close_timeout_s=5)
     yield engine
     engine.close()
 
@@ -212,6 +214,33 @@ def test_tokens_are_those_of_each_adapter_in_turn_and_change_between_two_tokens(
     for wanted, result in zip(long, crossing, strict=True):
         check(one, wanted, result, {version: adapters[version] for version in (3, 1)})
     assert any({1, 3} <= set(result.versions.tolist()) for result in crossing)
+
+
+@pytest.mark.parametrize("sabotage", ["never installed", "prefix cache", "keys in flight"])
+def test_an_adapter_that_is_confirmed_but_not_used_is_found_out(
+    one: OneAdaptedEngine, adapters: dict[int, Path], sabotage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def start(_: Any) -> None:
+        """Start the engine, if no test has."""
+
+    one.use(start)
+    publishes = ProvenPublishes(one, one.model)
+
+    def sending(version: int) -> Any:
+        return (
+            version,
+            send(one.engine, version, adapters[version]),
+            partial(adapted_logprobs, one.model, adapters[version]),
+        )
+
+    publishes.assert_honest(*sending(1))
+    publishes.assert_honest(*sending(2))
+    if sabotage == "never installed":
+        drop_updates(monkeypatch)
+    else:
+        keep_caches(monkeypatch, of_later_requests=sabotage == "prefix cache")
+    publishes.assert_rejected(*sending(3))
+    monkeypatch.undo()
 
 
 def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_nothing(

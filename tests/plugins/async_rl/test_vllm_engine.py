@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,9 @@ import pytest
 import torch
 from every_run import SOAK
 from listening import listening, reachable
+from publish_proofs import ProvenPublishes, drop_updates, keep_caches, moved_model
+from safetensors.torch import load_file
+from torch import Tensor
 from vllm_engines import (
     OneEngine,
     collective,
@@ -128,6 +132,54 @@ def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair
     assert set(result.versions.tolist()) == {2}
     assert distance(untied.new, PROMPTS[0], result) <= 1e-5
     assert list(tmp_path.iterdir()) == []
+
+
+def old_head(weights: dict[str, Tensor], old: dict[str, Tensor]) -> None:
+    weights["lm_head.weight"] = old["lm_head.weight"]
+
+
+def shard_of_another_rank(weights: dict[str, Tensor], _: dict[str, Tensor]) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name] = weights[name].roll(weights[name].shape[0] // 2, 0)
+
+
+SABOTAGES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], object] | None] = {
+    "frozen": None,
+    "late": lambda weights, old: weights.update(old),
+    "one tensor": shard_of_another_rank,
+    "head": old_head,
+    "prefix cache": None,
+    "keys in flight": None,
+}
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_an_update_that_is_confirmed_but_not_done_is_found_out(
+    one_engine: OneEngine, untied: ModelPair, sabotage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(_: Any) -> None:
+        """Start the engine, if no test has."""
+
+    one_engine.use(untied.old, use)
+    models = [untied.old, *(moved_model(tmp_path / str(seed), untied.old, seed) for seed in (1, 2))]
+    publishes = ProvenPublishes(one_engine, untied.old)
+
+    def sending(version: int, change: Callable[[dict[str, Tensor]], object] | None = None) -> Any:
+        return (
+            version,
+            publish(one_engine.engine, version, models[version - 2], change=change),
+            partial(model_logprobs, models[version - 2], temperature=1.0),
+        )
+
+    publishes.assert_honest(*sending(2))
+    publishes.assert_honest(*sending(3))
+    if sabotage == "frozen":
+        drop_updates(monkeypatch)
+    elif sabotage in ("prefix cache", "keys in flight"):
+        keep_caches(monkeypatch, of_later_requests=sabotage == "prefix cache")
+    old, change = load_file(models[1] / "model.safetensors"), SABOTAGES[sabotage]
+    publishes.assert_rejected(*sending(4, None if change is None else lambda weights: change(weights, old)))
+    monkeypatch.undo()
 
 
 @pytest.mark.parametrize("count", [1, 5])

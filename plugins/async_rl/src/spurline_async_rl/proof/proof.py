@@ -47,10 +47,10 @@ _Answers = tuple[Mapping[str, GenerationResult], Mapping[str, GenerationResult]]
 """The answers to the probe and those to the request that crossed the update, by the engine's name."""
 
 
-def make_probe(
+def make_probes(
     tokenizer: PreTrainedTokenizerBase, temperature: float, context: int | None, vocabulary: int | None = None
-) -> GenerationRequest:
-    """Return the request that proves a publish. Its prompt has random tokens that are not special.
+) -> tuple[GenerationRequest, GenerationRequest]:
+    """Return the request that proves a publish, and the one that crosses it. The prompt has random ordinary tokens.
 
     Args:
         context: Largest number of tokens of prompt and response, if it is known.
@@ -59,10 +59,20 @@ def make_probe(
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     known = min(len(tokenizer), vocabulary or len(tokenizer))
     ordinary = np.array([token for token in range(known) if token not in special], np.int64)
-    length = PROMPT_TOKENS if context is None else max(1, min(PROMPT_TOKENS, context - 2 * ANSWER_TOKENS))
-    prompt = np.random.default_rng(_SEED).choice(ordinary, length)
-    sampling = Sampling(temperature=temperature, max_new_tokens=ANSWER_TOKENS)
-    return GenerationRequest(prompt.tolist(), sampling, _SEED, "the proof of a publish sample 0 turn 0")
+    room = PROMPT_TOKENS + _CROSSING_TOKENS if context is None else context
+    # In a short context, a third is for the answer, and as much again for the answer that crosses the update.
+    answer = max(1, min(ANSWER_TOKENS, room // 3))
+    prompt = np.random.default_rng(_SEED).choice(ordinary, max(1, min(PROMPT_TOKENS, room - 2 * answer)))
+    asked = GenerationRequest(
+        prompt.tolist(),
+        Sampling(temperature=temperature, max_new_tokens=answer),
+        _SEED,
+        "the proof of a publish sample 0 turn 0",
+        is_urgent=True,
+    )
+    longer = replace(asked.sampling, max_new_tokens=min(_CROSSING_TOKENS, room - len(prompt)))
+    name = "the proof across a publish sample 0 turn 0"
+    return asked, replace(asked, sampling=longer, seed=_SEED + 1, name=name)
 
 
 def note_worst(noted: dict[str, float], found: Mapping[str, float]) -> None:
@@ -84,13 +94,14 @@ class PublishProof:
     """The proofs of one run, whose `every` is not 0. All methods are called on the training thread.
 
     Args:
-        context, vocabulary: See `make_probe`.
+        context, vocabulary: See `make_probes`.
         crosses: Whether engines compute keys and values again after an update.
         restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
         distrust: Called on the event loop with the name of a rejected engine and the newest version that it has proven.
             What the engine made since then must not be trained on.
         timeout_s: Seconds that the engines may take to answer.
         report_s: Seconds after which a message says that the answers take long.
+        notify: Called on the event loop when all engines have answered.
     """
 
     def __init__(
@@ -108,6 +119,7 @@ class PublishProof:
         distrust: Callable[[str, int], None],
         timeout_s: float,
         report_s: float,
+        notify: Callable[[], None],
     ) -> None:
         self._engine = engine
         self._config = config
@@ -116,6 +128,7 @@ class PublishProof:
         self._distrust = distrust
         self._timeout_s = timeout_s
         self._report_s = report_s
+        self._notify = notify
         self._judge = Judge()
         self._num_publishes = 0
         self._is_due = False
@@ -125,10 +138,18 @@ class PublishProof:
         engine.needs_proof = config.on_undelivered != "warn"
         # The newest version that each engine has proven.
         self._proven: dict[str, int] = {}
-        self._probe = make_probe(tokenizer, temperature, context, vocabulary)
-        longer = replace(self._probe.sampling, max_new_tokens=_CROSSING_TOKENS)
-        name = "the proof across a publish sample 0 turn 0"
-        self._crossing = replace(self._probe, sampling=longer, seed=_SEED + 1, name=name) if crosses else None
+        self._probe, crossing = make_probes(tokenizer, temperature, context, vocabulary)
+        self._crossing = crossing if crosses else None
+
+    @property
+    def unproven(self) -> int | None:
+        """Return the oldest version that `settle` has not judged yet, or None if there is none."""
+        return min((asked.version for asked in self._asked), default=None)
+
+    @property
+    def is_answered(self) -> bool:
+        """Return whether all engines have answered, so that `settle` does not wait."""
+        return all(asked.answers.done() for asked in self._asked)
 
     def before_publish(self, members: Sequence[TakesWeights] | None) -> None:
         """Decide whether the next publish is proven. `members` are the engines that get it, or None for all.
@@ -145,6 +166,7 @@ class PublishProof:
         if self._is_due:
             crosses = self._engine.crossing is not None
             answers = self._loop.start(self._answer(version, members, crosses=crosses))
+            answers.add_done_callback(lambda _: self._notify())
             self._asked.append(_Asked(version, members is None, answers))
 
     async def _answer(self, version: int, members: Sequence[TakesWeights] | None, *, crosses: bool) -> _Answers:
@@ -152,8 +174,7 @@ class PublishProof:
             answers = await self._engine.generate_on_each(self._probe, members)
         except DataError as error:
             raise RunFailedError(
-                f"The probe of source.proof does not fit: {error} Raise the engine's context to "
-                f"{PROMPT_TOKENS + 2 * ANSWER_TOKENS} tokens, or set source.proof.every: 0."
+                f"The engine refuses the probe of source.proof: {error} Set source.proof.every: 0 to go on without it."
             ) from error
         return answers, await self._engine.take_crossed(version, _CROSSED_TOKENS) if crosses else {}
 
@@ -164,7 +185,9 @@ class PublishProof:
             self._loop.wait(asked.answers, self._timeout_s, what, every_s=self._report_s)
 
     def settle(self, score: Score) -> Mapping[str, float]:
-        """Judge the answers to the last probes, and return metrics. Before this, nothing may be trained on.
+        """Judge the answers to the last probes, and return metrics.
+
+        The trainer must still have the published weights. Before this, no token of these weights may be trained on.
 
         Raises:
             RunFailedError: If an engine does not have the published weights, and is not replaced.

@@ -29,7 +29,7 @@ class ProofConfig(Section):
     After a publish, every engine answers one fixed request, and the trainer computes the logprobs of the answer itself.
     """
 
-    every: int = Field(default=0, ge=0)
+    every: int = Field(default=1, ge=0)
     """Publishes from one proof to the next; 0 for no proofs. The first publish to an engine is always proven."""
     on_undelivered: Literal["restart", "stop", "warn"] = "restart"
     """Action for an engine that does not have the published weights. `restart` starts it again, generates again

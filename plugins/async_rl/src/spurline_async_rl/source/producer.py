@@ -78,13 +78,16 @@ class Producer:
         self.scheduler.publish(version)
         self._admit()
 
-    def take(self, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> tuple[Collected, int] | None:
+    def take(
+        self, step: int, wait_s: float = 0.0, seconds: float = 0.0, unproven: int | None = None
+    ) -> tuple[Collected, int] | None:
         """Return the groups of this step and the number of their retries, or None if the groups are not ready.
 
         Args:
             step: The 1-based step.
             wait_s: Seconds that training waited for these groups.
             seconds: Seconds since the previous step's groups were taken.
+            unproven: Groups with tokens of this version or a newer one are not ready.
 
         Raises:
             RunFailedError: If the step cannot be filled. If generation has failed, its error is raised instead.
@@ -94,9 +97,10 @@ class Producer:
             raise self._failure
         assert scheduler.taken == step - 1, f"step {step}: {scheduler}"
         assert scheduler.num_running == len(self._tasks), f"{len(self._tasks)} tasks: {scheduler}"
-        if scheduler.next_batch() is None:
-            if scheduler.is_exhausted():
-                raise self._exhausted()
+        ready = scheduler.next_batch()
+        if ready is None and scheduler.is_exhausted():
+            raise self._exhausted()
+        if ready is None or (unproven is not None and self._newest(ready) >= unproven):
             scheduler.await_batch()
             self._admit()
             return None
@@ -133,6 +137,9 @@ class Producer:
         """Return how many groups were given back since the last call."""
         count, self._given_back = self._given_back, 0
         return count
+
+    def _newest(self, draws: Sequence[int]) -> int:
+        return max(version_range(self._groups[draw])[1] for draw in draws)
 
     def _is_tainted(self, group: Group) -> bool:
         return any(

@@ -92,8 +92,9 @@ class AsyncRolloutSource(PromptSource):
         self._proof: PublishProof | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
-        # Metrics of publishes since the last call of `_take_synced`.
+        # Metrics of publishes since the last call of `_take_synced`, and of their proofs since the last batch.
         self._synced: dict[str, float] = {}
+        self._proven: dict[str, float] = {}
         self._taken_at = time.perf_counter()
 
     def summary(self) -> Mapping[str, object]:
@@ -177,7 +178,10 @@ class AsyncRolloutSource(PromptSource):
         if ages["staleness/mean"] > 0:
             trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
             ages |= fresh_mismatch(collected.groups, trainer, self._updates)
-        return replace(batch, info={**batch.info, **ages, **measured})
+        # The engines have answered the last probes meanwhile. After the update it would be too late to judge them.
+        self._settle_proof()
+        proven, self._proven = self._proven, {}
+        return replace(batch, info={**batch.info, **ages, **measured, **proven})
 
     def _levels(self) -> dict[str, float]:
         """Return metrics of the groups and of the loop. This is called on the loop."""
@@ -223,6 +227,7 @@ class AsyncRolloutSource(PromptSource):
         """Make held-out attempts with the newest weights, while attempts for training go on."""
         if self._colocation is None and self._producer.scheduler.version < self._updates:
             self._advance()
+        self._settle_proof()
         # On colocated engines no more groups start, because the end of the evaluation would interrupt them.
         with self._engines_turn(keep_weights=True):
             return self._evaluate(prompts, held_out)
@@ -245,6 +250,8 @@ class AsyncRolloutSource(PromptSource):
         return evaluating.result()
 
     def state_dict(self) -> dict[str, object]:
+        # A checkpoint must not hold groups of an engine that is about to be rejected.
+        self._settle_proof()
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
         return {**prompts, **state, "groups": groups_state(groups), "made_with": self._config.group_terms()}
 
@@ -295,12 +302,26 @@ class AsyncRolloutSource(PromptSource):
             now = time.perf_counter()
             # The wait begins when `take` first returns None. Until then, groups may be ready and only the loop is busy.
             wait_s = 0.0 if missing_since is None else now - missing_since
-            taken = watchdog.result(self._loop.submit(self._producer.take, step, wait_s, now - self._taken_at))
+            taking = self._loop.submit(
+                self._producer.take, step, wait_s, now - self._taken_at, self._unproven_version()
+            )
+            taken = watchdog.result(taking)
             if taken is not None:
                 return taken
             missing_since = missing_since or time.perf_counter()
             self._serve_restarted_engines()
             watchdog.wait(self._changed)
+
+    def _unproven_version(self) -> int | None:
+        """Return the oldest version whose tokens must not be taken yet. Judges it first if the engines have answered.
+
+        A colocated engine is judged after its turn. If it is rejected, the run ends.
+        """
+        if self._proof is None or self._colocation is not None:
+            return None
+        if self._proof.is_answered:
+            self._settle_proof()
+        return self._proof.unproven
 
     def _serve_restarted_engines(self) -> None:
         assert self._publisher is not None, "not started"
@@ -351,7 +372,6 @@ class AsyncRolloutSource(PromptSource):
             # Nothing else is generated meanwhile, so the probes cannot change the rounding of other requests.
             self._settle_proof()
         self._loop.call(self._producer.publish, self._updates)
-        self._settle_proof()
         return report
 
     def _settle_proof(self) -> None:
@@ -359,8 +379,8 @@ class AsyncRolloutSource(PromptSource):
         began = time.perf_counter()
         if self._proof is None or not (found := self._proof.settle(self._score)):
             return
-        note_worst(self._synced, found)
-        self._synced["time/proof"] = self._synced.get("time/proof", 0.0) + time.perf_counter() - began
+        note_worst(self._proven, found)
+        self._proven["time/proof"] = self._proven.get("time/proof", 0.0) + time.perf_counter() - began
 
     def _score(self, turns: Sequence[Turn]) -> Sequence[NDArray[np.float32]]:
         return self._preparation.logprobs_of(turns, self._backend)
@@ -383,4 +403,5 @@ class AsyncRolloutSource(PromptSource):
             distrust=self._producer.distrust,
             timeout_s=config.stall_timeout_s,
             report_s=config.watchdog_s,
+            notify=self._changed.set,
         )

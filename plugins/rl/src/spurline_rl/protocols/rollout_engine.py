@@ -131,12 +131,14 @@ class GenerationRequest:
     Attributes:
         seed: Random seed. Equal requests and weights give the same tokens.
         name: Name for messages, such as `train:17@40 sample 3 turn 0`.
+        is_urgent: Whether the engine begins this request before others that wait. An engine may ignore it.
     """
 
     prompt_ids: Sequence[int]
     sampling: Sampling
     seed: int
     name: str
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True)

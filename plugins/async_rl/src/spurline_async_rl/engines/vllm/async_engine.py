@@ -72,7 +72,11 @@ class AsyncEngine:
 
         asked = {"prompt_token_ids": list(request.prompt_ids), "cache_salt": salt}
         adapter = None if self._spec.adapter is None else adapter_request()
-        outputs = self._llm.generate(asked, _sampling_params(request), request_id, lora_request=adapter)
+        # vLLM begins requests with lower numbers first.
+        priority = -1 if request.is_urgent else 0
+        outputs = self._llm.generate(
+            asked, _sampling_params(request), request_id, lora_request=adapter, priority=priority
+        )
         stream = self._streams.open(request_id, each_step=each_step)
         try:
             async with contextlib.aclosing(outputs):

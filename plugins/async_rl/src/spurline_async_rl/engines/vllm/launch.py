@@ -120,6 +120,8 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         "max_num_seqs": config.max_num_seqs,
+        # A probe of the published weights does not wait behind other requests.
+        "scheduling_policy": "priority",
         "enable_prefix_caching": config.enable_prefix_caching,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else round(kv_cache_gb * 2**30),
         # These are the logprobs of the sampled distribution, after temperature, top-k and top-p.

@@ -65,6 +65,7 @@ class ServerApi:
     def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
         self.url = server_url(url)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
+        self._has_priorities = False
         # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -80,6 +81,7 @@ class ServerApi:
             config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
             model, parallel = config["model_config"], config["parallel_config"]
             mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
+            self._has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
             served = ServedModel(
                 name=first["id"],
                 max_model_len=int(first["max_model_len"]),
@@ -123,6 +125,8 @@ class ServerApi:
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,
+            # Lower numbers begin first. A server without priorities refuses all but 0.
+            "priority": -1 if request.is_urgent and self._has_priorities else 0,
         }
         try:
             async with self._session.post(self.url + "/v1/completions", json=body) as answer:

@@ -136,7 +136,10 @@ class InProcessEngine(TakesWeights):
             on_tokens=on_tokens,
         )
         self._in_flight[response] = asyncio.get_running_loop().create_future()
-        self._waiting.append(response)
+        if request.is_urgent:
+            self._waiting.appendleft(response)
+        else:
+            self._waiting.append(response)
         self._start_burst()
         try:
             return await self._in_flight[response]
