@@ -1,7 +1,7 @@
 """Write one HTML file that needs no network, since it contains style, scripts, plotly.js and figures.
 
-plotly.js and the figures are compressed with gzip and written in base 85, so that most pages take less than 2 MB. A
-script on the page unpacks them. A content security policy forbids the page to load anything.
+plotly.js and the figures are compressed with gzip and written in base 85, so that most pages have less than 2 MB. A
+script on the page unpacks them. A content security policy prevents the page from loading anything.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def packed(content: str) -> str:
 
 @cache
 def _plotly() -> str:
-    # Imported here, since reading a run directory needs no plotly.
+    # Code that only reads a run directory does not need plotly.
     from plotly.offline import get_plotlyjs
 
     return packed(get_plotlyjs())

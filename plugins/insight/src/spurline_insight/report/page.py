@@ -17,15 +17,14 @@ from spurline_insight.report.record import read_record, setting
 from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPanel, RunRecord
 
 
-def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | str) -> Path:
+def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
     """Render `panels` in order, write the page to `out`, and return its path.
 
     If a panel raises an error, the page shows the error in place of the panel.
 
     Raises:
-        RunFailedError: If panels raised errors. The page is written first. The error names the panels.
+        RunFailedError: If any panel raised an error. The page is written first. The message names the panels.
     """
-    out = Path(out)
     sections: list[tuple[str, str]] = []
     failures: list[tuple[str, Exception]] = []
     for panel in panels:
