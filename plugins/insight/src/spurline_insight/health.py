@@ -60,11 +60,7 @@ _NO_ADVANTAGE = 1e-6
 
 
 class HealthWatch:
-    """Judges the steps of one run in order.
-
-    Args:
-        config: The resolved settings.
-    """
+    """Judges the steps of one run in order. `config` has the resolved settings of the run."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._threshold = clip_threshold(config)
@@ -188,12 +184,7 @@ class Finding:
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """Return the problems of a run, the most frequent first.
-
-    Args:
-        lines: Lines of metrics.jsonl.
-        config: The resolved settings.
-    """
+    """Return the problems of a run with these lines of metrics.jsonl and resolved settings, the most frequent first."""
     # Step 0 is an evaluation before training.
     trained = {int(line["step"]): line for line in lines if line["step"]}
     watch = HealthWatch(config)

@@ -48,8 +48,8 @@ class VocabularyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
 
-        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and
-        compute the same loss. It counts once.
+        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and compute
+        the same loss, which counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute chunks in the same order, so that their exchanges match.

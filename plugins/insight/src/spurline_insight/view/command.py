@@ -60,15 +60,11 @@ def view(
 
 
 def _listening(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ADDRESS, port))
-        listener.listen()
+        return socket.create_server((ADDRESS, port))
     except OSError as error:
-        listener.close()
-        raise UserError(f"port {port} cannot be used: {error.strerror}. Choose another, or --port 0.") from error
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"port {port} cannot be used: {reason}. Choose another, or --port 0.") from error
 
 
 def _has_display() -> bool:
