@@ -76,7 +76,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Result:
-    """Steps per second and mean age of tokens in updates, for both depths. `depth` is the mean depth of `auto`, in groups."""
+    """Steps per second and mean age of tokens in updates, for both depths. `depth` is the mean of `auto`, in groups."""
 
     case: Case
     full_steps_per_s: float
