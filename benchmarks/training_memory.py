@@ -3,10 +3,11 @@
     make models/tiny-qwen3
     python benchmarks/training_memory.py [--json] [--rows 1000000] [--steps 30] [--repeats 5] [--skip-tokenizing]
 
-Training: `Run.train` takes some steps of 256 samples, with 10,000 and with 1,000,000 chats as JSON lines. Each run has its own process, and its tokens are in the cache. The real cache writer puts them there
-under the real key, but the tokens are random (16 to 64 per sample), since tokenizing a million rows would take minutes.
-The parent process reads RssAnon (memory without mapped files) every few milliseconds, and takes the peak of the steps
-after the third, and of the whole process.
+Training: `Run.train` takes some steps of 256 samples, with 10,000 and with 1,000,000 chats as JSON lines, the tiny
+model and a usual config. Each run has its own process, and its tokens are in the cache. The real cache writer puts them
+there under the real key, but the tokens are random (16 to 64 per sample), since tokenizing a million rows would take
+minutes. The parent process reads RssAnon (memory without mapped files) every few milliseconds, and takes the peak of
+the steps after the third, and of the whole process.
 
 Opening: the time from config to first batch in a process with all modules loaded. It checks the config, loads the
 tokenizer, computes the cache key, opens the entry, draws the order, and packs a batch. For information, the time in the
