@@ -43,9 +43,7 @@ _STEP_S = 0.03
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--requests", type=int, default=256, help="requests in flight; a message has a token for each"
-    )
+    parser.add_argument("--requests", type=int, default=256, help="requests in flight; a message has a token for each")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of each response")
     parser.add_argument("--chunk-tokens", type=int, default=16)
     parser.add_argument("--actor", action="store_true")
