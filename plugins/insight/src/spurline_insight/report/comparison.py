@@ -155,9 +155,8 @@ def _plot(runs: Sequence[ComparedRun], name: str, *, is_folded: bool = False) ->
     traces: list[Trace] = []
     for run in runs:
         steps, values = run.record.series(name)
-        if is_folded:
-            drawn = [line(run.name, steps, values, run.color, most=_FOLDED_POINTS)] if steps else []
-        else:
-            drawn = one_of_several(run.name, steps, values, run.color) if steps else []
-        traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
+        if steps:
+            curve = run.name, steps, values, run.color
+            drawn = [line(*curve, most=_FOLDED_POINTS)] if is_folded else one_of_several(*curve)
+            traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
     return step_figure(traces, name, label=f"{name} over steps of {len(runs)} runs")

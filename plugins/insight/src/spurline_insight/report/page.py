@@ -77,8 +77,7 @@ def steps_of(record: RunRecord) -> tuple[int, int | None]:
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
     """Return model, training data, loss, backend and device of a run. Unknown facts are left out."""
-    data = setting(config, "data", "train")
-    entries = data if isinstance(data, (list, tuple)) else []
+    entries = setting(config, "data", "train") or ()
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
     data_name = " + ".join(shown_path(str(name)) for name in names if name)
     model = setting(config, "model", "path")
