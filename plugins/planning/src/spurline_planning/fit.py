@@ -70,7 +70,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if estimate is None:
         return []
     lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
-    turns = " (not the sum, since the parts are not all in memory at once)" if len(estimate.moments) > 1 else ""
+    turns = " (not the sum, since not all parts are in memory at once)" if len(estimate.moments) > 1 else ""
     unknown = ", without activations and logits, whose size depends on the batches" if not load.tokens else ""
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
