@@ -1,24 +1,30 @@
-"""Measure how busy the asynchronous source keeps engines and trainer, and how old its tokens get.
+"""Measure how well the asynchronous source uses engines and trainer, and how old its tokens are.
 
     python benchmarks/async_throughput.py [--json] [--steps 60] [--step-seconds 1.0] [--at-once 6] [--only-gates]
                                           [--plot FILE.html]
 
-Real code with paced parts: the sources with all they do to rollouts, an engine that sleeps as long as a group takes
-(lognormal, sigma 1, by its draw) and a trainer that sleeps for a step. K groups at once take K / B of a step each, so
-that engines finish a batch in the time of a step, however many groups share them; a case may give engines more or less
-than that. Reported is the throughput relative to the slower of the two, and the mean age of the tokens trained on, in
-updates, over the steps after the first few, while nothing ends; the model of `spurline simulate` on its virtual clock
-gets the same groups.
+The benchmark runs the real sources with simulated work: an engine sleeps for the time of each group (lognormal, sigma
+1), and a trainer sleeps for the time of each step. B is the number of groups in a batch, K the number of groups that
+run at once, and S is `max_staleness`. A group takes K / B of a step on average, so for any K engines finish a batch in
+the time of a step. Some cases make the engines faster or slower than the trainer.
 
-Runs only sleep, so several go on at once, each in a process of its own. At K = B / 8 a group takes an eighth of a step:
-steps of less than 200 ms, or a busy machine, would measure Python instead of waiting, which the last column shows
-(milliseconds of a step that are neither waiting nor training).
+The table has the throughput relative to the slower of engines and trainer, and the mean age, in updates, of the trained
+tokens. The first few steps do not count. The simulator (`spurline simulate`, on its virtual clock) gets the same groups
+and predicts the same numbers.
 
-Gates: at S = 2, K = B / 8 at least 0.93; with 1% of the groups ten times as long at least 1.9 times the synchronous
-source; every throughput of the asynchronous source within 10% of what the model predicts, told what steps and groups
-took. With engines that can do 1.25 or 2 times what the trainer can, S = 4 and K = B / 4: `depth: auto` has tokens at
-most 1.7 updates old on average and at least 99% of the throughput of `depth: full`; with engines that can do 0.8 of it,
-at least 99% too. Runs of less than 40 steps differ by more: one straggler more or less makes a step.
+Runs only sleep, so several runs go on at the same time, each in its own process. At K = B / 8 a group takes an eighth
+of a step. So with steps of less than 200 ms, or on a busy machine, the benchmark would measure Python instead of
+waiting. The last column shows the milliseconds of a step that are neither waiting nor training.
+
+Gates:
+- S = 2, K = B / 8: the throughput is at least 0.93. With 1% of the groups ten times as long, it is at least 1.9 times
+  the throughput of the synchronous source.
+- Each throughput of the asynchronous source is within 10% of the simulator's, given the recorded times of steps and
+  groups.
+- S = 4, K = B / 4, engines 1.25 or 2 times as fast as the trainer: with `depth: auto`, tokens are at most 1.7 updates
+  old on average, and the throughput is at least 99% of the throughput with `depth: full`. With engines at 0.8 of the
+  trainer's speed it is also at least 99%.
+Runs of less than 40 steps vary more, since a single straggler can cost a whole step.
 """
 
 from __future__ import annotations
@@ -38,7 +44,7 @@ from timing import Gate, gates_as_json, print_gates
 
 BOUNDS = (0, 1, 2, 4)
 PARTS = (16, 8, 4, 2, 1)
-"""K = B / part; beyond, up to B * (S + 1)."""
+"""The values of B / K. The benchmark also uses larger K, up to B * (S + 1)."""
 GENERATION = (0.8, 1.0, 1.25, 2.0)
 DEPTHS = ("auto", "full")
 
@@ -46,7 +52,7 @@ Results = Mapping[Case, Result]
 
 
 class Cases:
-    """base: what the others are variations of."""
+    """The cases to measure. All are variations of `base`."""
 
     def __init__(self, steps: int, step_s: float) -> None:
         self.base = Case(2, B // 8, steps=steps, step_s=step_s)
@@ -65,13 +71,13 @@ class Cases:
 
     @property
     def depth(self) -> Sequence[Case]:
-        """`auto` and `full` next to each other, so that what else the machine does disturbs both."""
+        """Return cases with `auto` and `full` next to each other, so that other load on the machine disturbs both."""
         return [self.of_depth(generation, depth) for generation in GENERATION for depth in DEPTHS]
 
     @property
     def over_k(self) -> Sequence[Case]:
         groups = sorted({max(1, B // part) for part in PARTS} | {2 * B, 3 * B})
-        # The largest K wait most of the time: fewer steps of them are as telling.
+        # Runs with the largest K mostly wait, so fewer of their steps are enough.
         steps = {number: self.base.steps if number < B else max(20, self.base.steps // 2) for number in groups}
         return [
             replace(self.base, max_running=number, steps=steps[number], depth=depth)
@@ -111,7 +117,7 @@ class Cases:
         return gates
 
     def curves(self, results: Results) -> Sequence[Curve]:
-        """What the page draws, by row."""
+        """Return the curves of the page, one for each row."""
         at_k, engines = f"K = {self.base.max_running}", "engines and trainer can do the same"
         return [
             Curve(
@@ -144,11 +150,13 @@ def describe(case: Case) -> str:
 
 
 def run_all(cases: Iterable[Case], folder: Path, at_once: int) -> Iterator[Result]:
-    """Each different one once, so many at a time. Those of most groups at once, which wait longest, come first, so that
-    the last ones take little time; `auto` and `full` of the same stay together."""
+    """Yield the result of each different case, with `at_once` cases at a time.
+
+    Cases with the largest K take longest, so they run first. `auto` and `full` of the same case run together.
+    """
     different = sorted(dict.fromkeys(cases), key=lambda case: -case.max_running)
     folders = [folder / str(number) for number in range(len(different))]
-    # Processes of their own, so that none waits for another's interpreter.
+    # With a process for each run, no run waits for the interpreter lock of another.
     with ProcessPoolExecutor(at_once, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(measure, different, folders)
 

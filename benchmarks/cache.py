@@ -2,17 +2,18 @@
 
     python benchmarks/cache.py [--json] [--repeats 25] [--rows 100000]
 
-Main entry: 100,000 samples with the lengths of D1 (`collation_inputs.py`). Open to first batch: the entry opened,
-1,024 random samples packed into rows of 8,192 for 8 ranks. Against it the
-list-building way of pipelines that keep tokenized data as a saved `datasets` folder: its rows as dicts of Python lists,
-and the same samples packed by the same collator. Whole columns as lists, the quickest such way, is shown as well. Files
-lie in the page cache for all; imports and compilation are not counted. The list ways run once, they take seconds.
+First batch: the benchmark opens an entry of 100,000 samples with the lengths of D1 (`collation_inputs.py`), and packs
+1,024 random samples into rows of 8,192 for 8 ranks. It compares this with pipelines that keep tokenized data as a saved
+`datasets` folder, read all rows as dicts of Python lists, and pack the same samples with the same collator. It also
+reads whole columns as lists, which is the fastest way to get lists. All files are in the page cache. Imports and
+compilation are not counted. The two list candidates take seconds, so they run only once.
 
-Opening: 10,000, 100,000 and 1,000,000 short samples; as it is, and without the check of the whole that small entries
-get. Memory: RssAnon (mapped pages are not in it) of a process that opens an entry and packs 200 batches.
+Opening: the benchmark opens entries of 10,000, 100,000 and 1,000,000 short samples, with and without the check of whole
+files that small entries get. Memory: the RssAnon (memory without mapped files) of a process that opens an entry and
+packs 200 batches.
 
-Gates: first batch >= 500x faster; opening 1,000,000 rows <= 50 ms; RssAnon at 1,000,000 within 200 MB
-of 10,000; a view of 1,024 samples <= 50 us. Needs 1 GB in the folder for temporary files (TMPDIR).
+Gates: first batch >= 500x faster; opening 1,000,000 rows <= 50 ms; RssAnon with 1,000,000 rows within 200 MB of RssAnon
+with 10,000; a view of 1,024 samples <= 50 us. Needs 1 GB in the folder for temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ CAPACITY = DATA_SETS["D1"].capacity
 BY_ROW, BY_COLUMN = "lists by row to first batch", "lists by column to first batch"
 
 Lists = Callable[[Path], tuple[list[list[int]], list[list[int]]]]
-"""A way to read a saved dataset: tokens and masks of all samples."""
+"""A function that reads a saved dataset and returns the tokens and masks of all samples."""
 
 
 def key(rows: int) -> CacheKey:
-    """Name of the entry with so many rows."""
+    """Return the name of the entry with this number of rows."""
     return CacheKey(f"{rows:032x}", {"rows": rows}, ("synthetic",))
 
 
 def short(random: np.random.Generator, rows: int) -> NDArray[np.int64]:
-    """Lengths that keep a million samples small."""
+    """Draw short lengths, so that a million samples need little memory."""
     return random.integers(16, 105, rows)
 
 
 def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
-    """Write random samples of these lengths; seconds that the cache took for it."""
+    """Write random samples of these lengths, and return the seconds that the cache took."""
     random, seconds = np.random.default_rng(1), 0.0
     cache = TokenCache(folder)
     with cache.writer(key(len(lengths))) as writer:
@@ -83,21 +84,21 @@ def write_entry(folder: Path, lengths: NDArray[np.int64]) -> float:
 
 
 def open_store(folder: Path, rows: int) -> TokenStore:
-    """The entry with so many rows, opened as a run opens it."""
+    """Open the entry with this number of rows, as a run opens it."""
     found = TokenCache(folder).open(key(rows))
     assert found is not None
     return found.store
 
 
 def pack(store: TokenStore, chosen: NDArray[np.int64]) -> TrainingBatch:
-    """These samples as a batch, in fresh buffers as the first batch of a run."""
+    """Pack these samples into a batch with new buffers, as in the first batch of a run."""
     config = FastPackedCollatorConfig(max_tokens=CAPACITY)
     collator = FastPackedCollator(config, 0, ParallelLayout(data=8))
     return collator.collate(store.view(chosen), training=True)
 
 
 def save_dataset(store: TokenStore, folder: Path) -> None:
-    """The same samples as a `datasets` folder with a list of ints per row."""
+    """Save the samples as a `datasets` folder with a list of ints in each row."""
     columns = {"input_ids": store.tokens, "loss_mask": store.loss_mask}
     table = pyarrow.table(
         {name: pyarrow.LargeListArray.from_arrays(store.offsets, values) for name, values in columns.items()}
@@ -107,19 +108,19 @@ def save_dataset(store: TokenStore, folder: Path) -> None:
 
 
 def lists_by_row(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens and masks of all samples, from the rows."""
+    """Read the tokens and masks of all samples row by row."""
     rows: Any = list(datasets.load_from_disk(str(folder)))
     return [row["input_ids"] for row in rows], [row["loss_mask"] for row in rows]
 
 
 def lists_by_column(folder: Path) -> tuple[list[list[int]], list[list[int]]]:
-    """The same from whole columns."""
+    """Read the tokens and masks of all samples as whole columns."""
     table: Any = datasets.load_from_disk(str(folder)).data
     return table["input_ids"].to_pylist(), table["loss_mask"].to_pylist()
 
 
 def pack_from_lists(lists: Lists, folder: Path, chosen: NDArray[np.int64]) -> TrainingBatch:
-    """A list-building way to the same batch."""
+    """Build the same batch from lists."""
     tokens, masks = lists(folder)
     builder = TokenStoreBuilder(["synthetic"])
     for row in chosen.tolist():
@@ -128,7 +129,7 @@ def pack_from_lists(lists: Lists, folder: Path, chosen: NDArray[np.int64]) -> Tr
 
 
 def measure_first_batch(folder: Path, rows: int, repeats: int) -> dict[str, Any]:
-    """The main entry: writing, first batch both ways, full check, view."""
+    """Time the main entry: writing, the first batch of all candidates, the full check, and a view."""
     lengths = DATA_SETS["D1"].draw(np.random.default_rng(0), rows)
     write_s = write_entry(folder, lengths)
     chosen = np.random.default_rng(2).permutation(rows)[:BATCH]
@@ -158,7 +159,7 @@ def once(function: Callable[[], TrainingBatch]) -> tuple[Timing, TrainingBatch]:
 
 
 def measure_opening(folder: Path, repeats: int) -> dict[str, Any]:
-    """Opening short rows in growing numbers, with and without the check of small entries."""
+    """Time the opening of more and more short rows, with and without the check of small entries."""
     for rows in SIZES:
         write_entry(folder, short(np.random.default_rng(0), rows))
     usual = round_robin({f"open {rows:,} rows": lambda rows=rows: open_store(folder, rows) for rows in SIZES}, repeats)
@@ -171,14 +172,14 @@ def measure_opening(folder: Path, repeats: int) -> dict[str, Any]:
 
 
 def anonymous_mb(folder: Path, rows: int) -> float:
-    """RssAnon in MB of a fresh process that packs batches from an entry."""
+    """Return the RssAnon, in MB, of a new process that packs batches from an entry."""
     command = [sys.executable, __file__, "--memory", str(folder), str(rows)]
     result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     return float(result.stdout)
 
 
 def print_own_memory(folder: Path, rows: int) -> None:
-    """The measured process of `anonymous_mb`."""
+    """Pack batches and print the memory, in the process that `anonymous_mb` starts."""
     store, random = open_store(folder, rows), np.random.default_rng(0)
     for _ in range(BATCHES_FOR_MEMORY):
         pack(store, random.integers(0, rows, BATCH)).release()

@@ -1,15 +1,15 @@
-"""Measure the cost of a checkpoint: written at once, beside training, and the bare copy that the latter begins with.
+"""Measure the cost of a checkpoint that is written at once or beside training, and of the copy of the tensors alone.
 
     python benchmarks/checkpoint.py [--json] [--hidden 512] [--layers 4] [--rounds 8] [--steps 4] [--threads 1]
 
-One run of a random model takes turns: spans of a few steps without a checkpoint, with one that is written at once, with
-the copy alone, and with one that is written beside the steps after it. A span is timed from the begin of the checkpoint
-to the end of its last step, so that what the writing thread takes from training is counted. Ratios are those of the
-smallest times, which others on the machine disturb least. Also measured: bytes that a save at once reads
-(`/proc/self/io`), and how long training stands still in each case.
+A run of a random model alternates between four kinds of spans of a few steps: without a checkpoint, with a checkpoint
+that is written at once, with only the copy that `checkpoint.async` makes first, and with a checkpoint that is written
+during the following steps. The time of a span begins with the checkpoint and ends with the last step, so it contains
+the slowdown by the writing thread. Ratios compare smallest times, which other processes disturb least. The benchmark
+also measures the bytes that a save at once reads (`/proc/self/io`), and how long each checkpoint blocks training.
 
-Gates: with `checkpoint.async` training stands still <= 1.25 x as long as for the copy alone, and a span takes <= 1.05 x
-the time; a save reads less than 1 % of what it writes.
+Gates: `checkpoint.async` blocks training <= 1.25 x as long as the copy alone, and its span takes <= 1.05 x the time. A
+save reads less than 1 % of the bytes that it writes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WARM_UP = 2
 
 
 class Spans:
-    """Hooks that begin a span after its predecessor's last step, and time it."""
+    """Hooks that begin a span after the last step of the previous span, and time it."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -68,7 +68,7 @@ class Spans:
         if self._kind is not None:
             self.seconds[self._kind].append(time.perf_counter() - self._begin)
             self.cpu_seconds[self._kind].append(time.process_time() - self._cpu_begin)
-        # What is still being written belongs to no other span.
+        # Wait for a checkpoint that is still being written, so that it does not slow down the next span.
         if self._writing is not None:
             self._writing.is_done(60.0)
             self._writing.result()
@@ -99,13 +99,13 @@ class Spans:
 
 
 def bytes_read() -> int:
-    """By this process, from files and caches alike."""
+    """Return the bytes that this process has read, from disks or from caches."""
     lines = Path("/proc/self/io").read_text(encoding="utf-8").splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 def model_folder(folder: Path, hidden: int, layers: int) -> Path:
-    """An architecture without weights."""
+    """Write the config of a model without weights, and return the folder."""
     config = Qwen3Config(
         vocab_size=4096,
         hidden_size=hidden,
@@ -121,7 +121,7 @@ def model_folder(folder: Path, hidden: int, layers: int) -> Path:
 
 
 def measure(hidden: int, layers: int, rounds: int, steps: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Seconds of each kind of span, and what a checkpoint is made of."""
+    """Return the seconds of each kind of span, and the sizes of a checkpoint."""
     spans = Spans(steps)
     config: dict[str, Any] = {
         "run_dir": str(folder / "run"),
@@ -139,7 +139,7 @@ def measure(hidden: int, layers: int, rounds: int, steps: int, threads: int, fol
     loaded = load_config(config)
     loaded.host.attach(spans, "spans")
     Run(loaded).train()
-    # The first round takes memory that the others use again.
+    # The first round allocates memory that later rounds use again.
     seconds = {kind: values[1:] for kind, values in spans.seconds.items()}
     cpu_seconds = {kind: values[1:] for kind, values in spans.cpu_seconds.items()}
     return {
@@ -163,7 +163,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4, help="of a span")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a span")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
     options = parser.parse_args()
@@ -173,7 +173,7 @@ def main() -> None:
     stands = figures["stands_still_s"]
     by_clock, by_cpu = figures["async_to_copy"], figures["async_to_copy_cpu"]
     gates = [
-        Gate("training stands still: checkpoint.async / the copy alone", stands[ASYNC] / stands[COPY], 1.25, False),
+        Gate("training is blocked: checkpoint.async / the copy alone", stands[ASYNC] / stands[COPY], 1.25, False),
         Gate("a span with checkpoint.async / with the copy alone", by_clock, 1.05, False, by_cpu),
         Gate("bytes read by a save / written", figures["read_back_share"], 0.01, False),
     ]

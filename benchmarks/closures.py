@@ -1,11 +1,11 @@
-"""Print which of this project's source a run imports, by package: modules and lines.
+"""Print the number of this project's modules and lines that a run imports, by package.
 
     python benchmarks/closures.py
 
-Read from the source, so that it can be compared over time: top-level imports, from the modules of the run and from the
-implementation that the registry names for each component of the config. What is imported within functions is left
-out. What is imported to read the config is counted apart: besides core's, `plugin.py` and `configs.py` of each plugin
-that is loaded by default, whatever the run.
+The script reads the source, so results of different versions can be compared. It follows top-level imports from the
+modules of the run, and from the implementation of each component in the config. It does not follow imports within
+functions. Imports for reading the config have their own column. They are modules of core, and `plugin.py` and
+`configs.py` of each plugin that is loaded by default.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ RUNS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Closure:
-    """What a run imports. config: to read its config. run: beyond that."""
+    """The modules that a run imports. `config` has the modules for reading its config, and `run` all others."""
 
     config: frozenset[str]
     run: frozenset[str]
 
 
 def closure_of(config: Mapping[str, Any]) -> Closure:
-    """The modules that a run of this config imports."""
+    """Return the modules that a run of this config imports."""
     loaded = load_config(config)
     read = closure(["spurline.config.loading", *(plugin.module.__name__ for plugin in loaded.host.plugins.values())])
     run = closure(["spurline.run.run", *implementations(loaded)])
@@ -54,7 +54,7 @@ def closure_of(config: Mapping[str, Any]) -> Closure:
 
 
 def implementations(loaded: LoadedConfig) -> Iterable[str]:
-    """Modules of the components that the config chooses, and of what its sections hold."""
+    """Return the modules of the components that the config chooses, and of the components in its sections."""
     registry = loaded.host.registry
     for _, section in sections_within(loaded.config):
         if isinstance(section, ComponentConfig):
@@ -65,7 +65,7 @@ def implementations(loaded: LoadedConfig) -> Iterable[str]:
 
 
 def closure(names: Iterable[str]) -> set[str]:
-    """These modules and all that is imported at the top of one of them, their packages included."""
+    """Return these modules, all modules that they import at the top, and so on, including their packages."""
     found: set[str] = set()
     waiting = [*names]
     while waiting:
@@ -79,7 +79,7 @@ def closure(names: Iterable[str]) -> set[str]:
 
 
 def num_lines(names: Iterable[str]) -> int:
-    """Lines of the modules, together."""
+    """Return the number of lines of all modules."""
     return sum(len(modules()[name].read_text(encoding="utf-8").splitlines()) for name in names)
 
 

@@ -2,23 +2,23 @@
 
     python benchmarks/collation.py [--json] [--repeats 15] [--reference-repeats 2]
 
-Two data sets of 1,024 samples for 8 data-parallel ranks, drawn from a store 20 times as large:
+There are two data sets of 1,024 samples for 8 data-parallel ranks, drawn from a store 20 times as large:
 D1: lognormal lengths, mean 500, sigma 0.9, clipped to 16..4096; capacity 8192. D2: uniform 16..200; capacity 1024.
 
-Candidates per layout, which take turns on one thread:
-- reference: core's readable collator, token by token in Python lists, which become arrays row by row;
-- per-token loops: one Python statement per token and column, written into the arrays element by element;
-- row slices: numpy, one slice assignment per sample and column, from Python lists, into fresh arrays;
-- fast: compiled kernels into reused buffers;
-- warm fill: the same columns, same dtypes and bytes, in a buffer of the same pool, filled with a constant; nothing is
+These candidates take turns on one thread, for each layout:
+- reference: the readable collator of core, which appends token by token to Python lists and makes an array of each row;
+- per-token loops: one Python statement for each token and column, which writes an element of an array;
+- row slices: numpy, one slice assignment for each sample and column, from Python lists into new arrays;
+- fast: compiled kernels that write into reused buffers;
+- warm fill: columns of the same dtypes and bytes, in a buffer of the same pool, are filled with a constant. Nothing is
   read.
-The limits on reference loops are held against core's reference. The loops they were set against took 4 us a token; the
-per-token loops come closer to that (1 us), so their ratios are printed with the same limits, but decide nothing.
-Rollouts are trajectory records for all candidates but "fast, flat groups", which is given what sources of rollouts have
-when a batch is due: groups of 8 attempts in flat arrays. For the others joining the records counts.
+The limits for reference loops apply to core's reference. They were chosen for loops that took 4 us per token. The
+per-token loops are similar (1 us), so their ratios are printed with the same limits, but are no gates.
+Rollouts are trajectory records, and joining the records counts. Only "fast, flat groups" gets the data that sources
+have when they make a batch: groups of 8 attempts in flat arrays.
 
-All candidates are compared with the reference, dtypes included, before any clock runs. Compilation is not timed. Exits
-with 0 whether or not gates are met, and says which are not.
+Before timing, all candidates are compared with the reference, including dtypes. Compilation is not timed. The exit code
+is 0 even if gates are not met. The output names the gates that are not met.
 """
 
 from __future__ import annotations
@@ -58,12 +58,13 @@ from spurline_rl.trajectory import FlatTurns
 
 RANKS = 8
 GROUP = 8
-"""Attempts at a prompt, which are flat before a batch takes them."""
+"""Attempts at a prompt. A group has them in flat arrays before a batch takes it."""
 PAD = 151643
 LAYOUT = ParallelLayout(data=RANKS)
 ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "bfd", "multifit")
 
-# layout -> (reference, row slices, warm fill), for D1 and D2: at least, at least, at most.
+# Limits by layout, for D1 and D2: minimum speedup over the reference, minimum speedup over row slices, and maximum
+# time relative to the warm fill.
 LIMITS: dict[str, dict[str, tuple[float, float, float]]] = {
     "packed": {"D1": (300, 8.5, 2.0), "D2": (240, 9.5, 4.0)},
     "padded": {"D1": (75, 3.4, 1.0), "D2": (60, 9.5, 1.0)},
@@ -73,7 +74,7 @@ LIMITS: dict[str, dict[str, tuple[float, float, float]]] = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One layout on one data set. bytes: of its token columns. plain_loops: decides nothing."""
+    """The results for one layout on one data set. `bytes` is the size of token columns. `plain_loops` is no gate."""
 
     timings: Mapping[str, Timing]
     bytes: int
@@ -82,9 +83,9 @@ class Measured:
 
 
 def candidates(layout: str, inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]]:
-    """What is timed, by name; all return equal batches."""
+    """Return the functions to time, by name. All return equal batches."""
     if layout == "packed":
-        # Planning has its own figures; row slices in Python would be charged with the search of `multifit`.
+        # Planning is timed separately. Otherwise the time of row slices would contain the search of `multifit`.
         packed = PackedCollatorConfig(max_tokens=inputs.capacity, algorithm="ffd")
         rows = pack(inputs.lengths.tolist(), inputs.capacity, RANKS)
         length = max(sum(int(inputs.lengths[position]) for position in row) for row in rows)
@@ -127,7 +128,7 @@ def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]
 
 
 def measure(layout: str, name: str, inputs: Inputs, repeats: int, reference_repeats: int) -> Measured:
-    """Compare, then time all candidates of one layout."""
+    """Compare the batches of all candidates for one layout, then time the candidates."""
     makers = candidates(layout, inputs)
     expected = makers["reference"]()
     for maker in makers.values():
@@ -163,7 +164,7 @@ def measure(layout: str, name: str, inputs: Inputs, repeats: int, reference_repe
 
 
 def measure_planning(name: str, inputs: Inputs, repeats: int) -> tuple[dict[str, Timing], dict[str, Any], list[Gate]]:
-    """Time planning, and compare first-fit with multifit rows."""
+    """Time the planning of rows, and compare the rows of first-fit and multifit."""
     lengths, capacity = inputs.lengths, inputs.capacity
     plain = lengths.tolist()
 
@@ -230,7 +231,7 @@ def main() -> None:
         return
     print()
     print_gates(gates)
-    print("\nthe same limits against per-token loops, which decide nothing:")
+    print("\nthe same limits against per-token loops, which are no gates:")
     print_gates(plain_loops)
 
 

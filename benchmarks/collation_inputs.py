@@ -1,6 +1,7 @@
-"""Make the data of the collation benchmark, and its baselines: per-row numpy slices, per-token loops.
+"""Make the data of the collation benchmark, and its baselines: per-row numpy slices, and per-token loops.
 
-Seeds: lengths 0, samples 1, rollouts 2. The store holds 20 times the batch, whose samples lie scattered in it.
+The seeds are 0 for lengths, 1 for samples, and 2 for rollouts. The store is 20 times as large as the batch, and the
+samples of the batch are scattered in it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FIRST_TOKEN, LAST_TOKEN = 256, 151935
 
 @dataclass(frozen=True)
 class Inputs:
-    """One batch in every form: a view of a store, lists, trajectories."""
+    """One batch in all forms: as a view of a store, as lists, and as trajectories."""
 
     capacity: int
     lengths: NDArray[np.int64]
@@ -38,7 +39,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class DataSet:
-    """draw: lengths from a generator, int64 [count]."""
+    """A data set. `draw` is a function that draws lengths, int64 [count]."""
 
     capacity: int
     draw: Callable[[np.random.Generator, int], NDArray[np.int64]]
@@ -116,7 +117,7 @@ def _as_lists(turn: Turn) -> dict[str, list[Any]]:
 
 
 def row_slices(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad: int) -> TrainingBatch:
-    """Padded and packed batches by one slice assignment per sample and column, from lists."""
+    """Make padded and packed batches from lists, with one slice assignment for each sample and column."""
     columns = _fresh(len(rows), length, pad)
     ascending = np.arange(length)
     for r, row in enumerate(rows):
@@ -142,7 +143,7 @@ def _finished(inputs: Inputs, rows: Sequence[Sequence[int]], columns: dict[str, 
 
 
 def row_slices_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
-    """Rollouts, one turn a row, in the same manner."""
+    """Make a batch of rollouts, with one turn in each row, in the same way."""
     length = int(inputs.lengths.max())
     columns = _fresh_rollouts(length, pad)
     ascending = np.arange(length)
@@ -166,7 +167,7 @@ def _finished_rollouts(inputs: Inputs, columns: dict[str, NDArray[Any]]) -> Trai
 
 
 def token_loops(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad: int) -> TrainingBatch:
-    """Padded and packed batches by one Python statement per token and column, from the store's arrays."""
+    """Make padded and packed batches from the store's arrays, with one Python statement for each token and column."""
     columns = _fresh(len(rows), length, pad)
     ids, numbers, places, weights = (columns[name] for name in TOKEN_COLUMNS)
     for r, row in enumerate(rows):
@@ -183,7 +184,7 @@ def token_loops(inputs: Inputs, rows: Sequence[Sequence[int]], length: int, pad:
 
 
 def token_loops_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
-    """Rollouts, one turn a row, in the same manner."""
+    """Make a batch of rollouts, with one turn in each row, in the same way."""
     length = int(inputs.lengths.max())
     columns = _fresh_rollouts(length, pad)
     ids, numbers, places, weights = (columns[name] for name in TOKEN_COLUMNS)
@@ -228,7 +229,7 @@ def _batch(
     lengths: NDArray[np.int64],
     info: dict[str, float],
 ) -> TrainingBatch:
-    """The arrays as a TrainingBatch, metadata included."""
+    """Return the arrays as a TrainingBatch with its metadata."""
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
     num_rows, length = columns["input_ids"].shape

@@ -1,19 +1,20 @@
-"""Measure what asynchronous rollouts cost the controlling process: CPU time, and how late its event loop gets.
+"""Measure the cost of asynchronous rollouts in the controller: CPU time, and the lag of its event loop.
 
     python benchmarks/controller.py [--json] [--steps 4] [--in-flight 24576] [--prompts 512] [--tokens 2048]
 
-A real run of source `async_rollouts` with the collators of collation_fast; engine, environment and trainer are scripted
-(`scripted_plugin.py`) and cost next to nothing, so that what is measured is ours. Attempts take lognormal times
-(sigma 0.5) of such a mean that engines finish a batch in the time of a step. The first step, which fills the engines,
-is left out, and the run is ended long before its last one, when fewer groups would start.
+The benchmark runs the source `async_rollouts` with the collators of collation_fast. Engine, environment and trainer are
+scripted (`scripted_plugin.py`) and cost almost nothing, so that the figures show the cost of Spurline itself. Attempts
+take lognormal times (sigma 0.5), with a mean for which engines finish a batch in the time of a step. The first step,
+which fills the engines, is left out. The run stops long before its last step, because fewer groups start at its end.
 
-Per attempt: CPU time of the event loop's thread, less that of the scripted engine. Hand-over: CPU time of the training
-thread from the moment the last group of a batch is there to the moment the backend is asked to update. Lag: how late a
-task that wants to run every 5 ms does. Memory is that of the process after each step; a checkpoint's is the peak while
-its groups are written.
+CPU time of an attempt: the CPU time of the event loop's thread without the scripted engine. Hand-over: the CPU time of
+the training thread from the last group of a batch until the backend is asked to update. Lag: the delay of a task that
+should run every 5 ms. Memory: the memory of the process after each step. For a checkpoint it is the peak while groups
+are written.
 
-The gates count at full size alone, that of the defaults or more: what the loop does as time passes, whoever is under
-way, weighs the more on each attempt the fewer there are. Of 65,536 attempts at once no lag may be over 200 ms.
+The gates apply only to the default size or larger sizes. The event loop has a cost that does not depend on the number
+of attempts, so with fewer attempts each of them would seem more expensive. With 65,536 attempts at once, no lag may be
+over 200 ms.
 """
 
 from __future__ import annotations
@@ -48,14 +49,21 @@ SAMPLES = 16
 MAX_STALENESS = 4
 FULL_IN_FLIGHT = 24_576
 FULL_BATCH = 512 * SAMPLES * 2048
-"""Tokens."""
+"""Tokens of a batch of the default size."""
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Size:
-    """prompts, tokens: of a batch and of a response. in_flight: attempts at once. steps: that count. checkpoint: one is
-    written after the last of them."""
+    """The size of a run.
+
+    Attributes:
+        prompts: Prompts of a batch.
+        tokens: Tokens of a response.
+        in_flight: Attempts that run at once.
+        steps: Steps that are measured.
+        checkpoint: Whether the run writes a checkpoint after these steps.
+    """
 
     prompts: int
     tokens: int
@@ -70,19 +78,19 @@ class Size:
 
 
 class EnoughError(SpurlineError):
-    """All steps have been measured."""
+    """Ends the run when all steps have been measured."""
 
 
 @dataclass
 class Measured:
-    """One entry for each step, by hooks that the run calls; after so many `steps` they end it."""
+    """Hooks that add an entry to each list after each step. They end the run after `steps` steps."""
 
     steps: int
     attempts: list[int] = field(default_factory=list[int])
     loop_s: list[float] = field(default_factory=list[float])
     wall_s: list[float] = field(default_factory=list[float])
     handed_over: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """CPU time of the training thread and wall time."""
+    """CPU time of the training thread and wall time of each hand-over, in seconds."""
     rss: list[int] = field(default_factory=list[int])
     collections: list[float] = field(default_factory=list[float])
     """Seconds of each full garbage collection."""
@@ -98,11 +106,11 @@ class Measured:
         self._last = (0, 0.0, time.perf_counter())
 
     def taken(self) -> None:
-        """A batch has got its last group; called on the event loop while the training thread waits."""
+        """Record that a batch has its last group. The event loop calls this while the training thread waits."""
         self._there = (time.clock_gettime(self._training), time.perf_counter())
 
     def collected(self, phase: str, info: Mapping[str, int]) -> None:
-        """Called by the garbage collector."""
+        """Record a garbage collection. The garbage collector calls this."""
         if phase == "start":
             self._collecting = time.perf_counter()
         elif info["generation"] == 2:
@@ -188,7 +196,7 @@ def settings(size: Size, folder: Path) -> dict[str, Any]:
 
 
 def figures(measured: Measured) -> dict[str, Any]:
-    """Over the steps that count."""
+    """Figures over the measured steps."""
     steady = slice(1, None)
     lags = np.array(OBSERVED.lags[measured.num_lags[0] : measured.num_lags[-1]])
     attempts = sum(measured.attempts[steady])
@@ -233,7 +241,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--in-flight", type=int, default=24576, help="attempts at once")
     parser.add_argument("--step-seconds", type=float, default=1.5)
-    parser.add_argument("--checkpoint", action="store_true", help="write one after the last step")
+    parser.add_argument("--checkpoint", action="store_true", help="write a checkpoint after the last step")
     arguments = parser.parse_args()
     if not TINY.exists():
         parser.error(f"{TINY} is missing; make it with: python examples/make_tiny_model.py {TINY}")

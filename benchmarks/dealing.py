@@ -1,11 +1,11 @@
-"""Measure what dealing rows to ranks saves, and what it costs the process that deals.
+"""Measure how much time balanced dealing of rows to ranks saves, and how long the dealing takes.
 
     python benchmarks/dealing.py [--json] [--repeats 20]
 
-Rows of one segment with lognormal lengths, mean 500, clipped to 16..4096, drawn anew for each batch. "Time over ideal"
-is how much longer a step takes than if all ranks were busy all the time, ranks meeting in every micro-batch; a row
-costs 12 h l + l^2. "Consecutive rows" deals rows as they come and fills micro-batches in that order. Gates: time over
-ideal at most 1.03.
+Each row is one segment. Its length is lognormal with mean 500, clipped to 16..4096, and each batch has new lengths.
+"Time over ideal" is the time of a step relative to a step in which all ranks are always busy. Ranks wait for each other
+in every micro-batch, and a row of length l costs 12 h l + l^2. For comparison, the benchmark also deals rows in their
+original order and fills micro-batches in that order. Gate: the time over ideal is at most 1.03.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def lengths_of(rows: int, seed: int) -> NDArray[np.int64]:
 
 
 def batch_of(lengths: NDArray[np.int64]) -> TrainingBatch:
-    """Rows of these lengths; the tokens themselves do not matter."""
+    """Return a batch of rows with these lengths. Its tokens do not matter."""
     rows, width = len(lengths), int(lengths.max())
     inside = torch.arange(width) < torch.from_numpy(lengths).unsqueeze(1)
     positions = torch.where(inside, torch.arange(width), 0)
@@ -53,7 +53,7 @@ def batch_of(lengths: NDArray[np.int64]) -> TrainingBatch:
 
 
 def consecutive(lengths: NDArray[np.int64], ranks: int, max_tokens: int) -> float:
-    """Time over ideal of rows dealt as they come."""
+    """Return the time over ideal if rows are dealt in their original order."""
     costs = 12 * HIDDEN * lengths + lengths.astype(float) ** 2
     borders = np.linspace(0, len(lengths), ranks + 1).astype(int).tolist()
     of_ranks: list[list[float]] = []
@@ -87,7 +87,7 @@ def main() -> None:
             plain.append(consecutive(lengths, ranks, max_tokens))
             dealt.append(deal(batch_of(lengths), ranks, max_tokens=max_tokens, hidden=HIDDEN).time_over_ideal)
         batch = batch_of(lengths_of(rows, 0))
-        # Cutting the columns takes time too; without them the plan alone is timed.
+        # Cutting the columns takes time too. Without columns, only the plan is timed.
         bare = TrainingBatch({n: c[:, :1] for n, c in batch.tokens.items()}, **_rest_of(batch))
         timings = round_robin(
             {

@@ -2,13 +2,15 @@
 
     python benchmarks/depth_study.py [--json] [--steps 400] [--draws 3]
 
-The real scheduler with engines and a trainer made of times (`spurline simulate`'s model): B = 32 groups a step, steps
-of a second, lognormal group times. capacity: what engines can do, relative to the trainer. late: share of the groups
-that take ten times as long. slow: groups take four times as long from the 80th batch's draws to the 160th's. Each
-figure is the mean over several draws of the times; both depths get the same ones.
+The real scheduler runs with simulated engines and a simulated trainer, as in `spurline simulate`. A step has B = 32
+groups and takes a second, and the times of groups are lognormal. `capacity` is the speed of engines relative to the
+trainer. `late` is the share of groups that take ten times as long. With `slow`, groups of the 80th to the 160th batch
+take four times as long. Each figure is the mean over several draws of the times. Both depths get the same times. S is
+`max_staleness`, and K is the number of groups at once.
 
-Gates: where training is the slower side (capacity 1.25 and 2, sigma 1, S = 4, K = B / 4) tokens are at most 1.7 updates
-old at 99% of the throughput of `full` or more; where generation is, 99% of it.
+Gates: if training is slower than generation (capacity 1.25 and 2, sigma 1, S = 4, K = B / 4), tokens with `auto` are at
+most 1.7 updates old, and the throughput is at least 99% of the throughput with `full`. If generation is slower, the
+throughput is also at least 99%.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ _SLOWER = 4.0
 
 @dataclass(frozen=True)
 class Case:
-    """One workload, and what the scheduler may do."""
+    """A workload, and the limits of the scheduler."""
 
     capacity: float
     sigma: float = 1.0
@@ -49,7 +51,7 @@ class Case:
 
     def group_s(self, seed: int) -> Callable[[int], float]:
         mean_s = self.max_running / B / self.capacity / (1 + 9 * self.late)
-        # The same for both depths: made once.
+        # Both depths get the same times, so they are drawn only once.
         times = cache(Times([mean_s], self.sigma, self.late, 10.0, seed))
         return lambda draw: times(draw) * (_SLOWER if self.slow and draw in _SLOW else 1.0)
 
@@ -74,7 +76,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Result:
-    """steps_per_s and age, the mean in updates, with `full` and with `auto`. depth: mean of `auto`, in groups."""
+    """Steps per second and mean age of tokens in updates, for both depths. `depth` is the mean of `auto`, in groups."""
 
     case: Case
     full_steps_per_s: float
@@ -85,7 +87,7 @@ class Result:
 
     @property
     def kept(self) -> float:
-        """Throughput of `auto` relative to that of `full`."""
+        """The throughput with `auto`, relative to the throughput with `full`."""
         return self.auto_steps_per_s / self.full_steps_per_s
 
 

@@ -1,21 +1,21 @@
-"""Measure what FSDP gains and costs on this machine: two ranks of one thread each against one rank of one thread.
+"""Measure the gain and the cost of FSDP on this machine: two ranks with one thread each against one rank.
 
     python benchmarks/fsdp.py [--json] [--updates 8] [--tokens 6000]
 
-The case is supervised fine-tuning as others run it by default: rows of one sample, padded, lognormal lengths (mean 250,
-at most 1,024 tokens), AdamW, gradients clipped at 1.0, on a Qwen3 of 18 million weights in fp32. Candidates take turns,
-an update of each on the same rows, so that a busy machine slows all of them; ratios are medians over these turns.
+The benchmark fine-tunes a Qwen3 of 18 million weights in fp32, in a common setting: padded rows of one sample with
+lognormal lengths (mean 250, at most 1,024 tokens), AdamW, and gradients clipped at 1.0. Candidates take turns with
+updates on the same rows, so that a busy machine slows all of them. Ratios are medians over these turns.
 
-- gain: time of an update on one rank, over that on two; and by processor time, where the busier of the two counts and
-  waiting does not. Two backends of one rank at the same time, which know nothing of each other and have half of the
-  rows each, say what the machine itself allows: cores share its memory.
-- communication and waiting, of the time of an update on two ranks: a collective takes as long as its last rank is in
-  it, which is communication; what others are in it longer, they wait. From a profile of each rank.
-- overhead of the controller: an update, less the time that its slowest rank computes; and how long the same rows take
-  to all ranks with nothing computed. Of small updates, as it does not grow with them.
-- start: from nothing to a loaded model, the first time in a process, and the second.
+- gain: the time of an update on one rank, divided by the time on two ranks. The gain by processor time counts the
+  busier of the two ranks, without waiting. For comparison, two independent backends with one rank and half of the rows
+  each run at the same time. They show the largest gain that the machine allows, since its cores share the memory.
+- communication and waiting: their shares of an update on two ranks, from a profile of each rank. A collective is
+  communication while its last rank is in it. The longer time of other ranks is waiting.
+- overhead of the controller: the time of an update without the computation of its slowest rank, and the time to send
+  the same rows to all ranks. Both are from small updates, since the overhead does not grow with the update.
+- start: the time to a loaded model, for the first and for the second start in a process.
 
-Gates: gain at least 1.7; overhead beside the rows' way at most 5 ms.
+Gates: the gain is at least 1.7. The overhead without sending rows is at most 5 ms.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ PLUGINS = ("fsdp_backend",)
 VOCABULARY = 8192
 WARMUP = 2
 SMALL_UPDATE = 500
-"""Tokens of an update by which the controller is measured."""
+"""Tokens of an update for measuring the controller."""
 
 
 def write_model(folder: Path) -> Path:
@@ -80,7 +80,7 @@ def write_model(folder: Path) -> Path:
 
 
 def batch_of(num_tokens: int, seed: int) -> tuple[TrainingBatch, Objective]:
-    """Samples of about so many tokens together, and the objective of a step on them."""
+    """Return samples with about this number of tokens in total, and the objective of a step on them."""
     drawn = np.random.default_rng(seed).lognormal(math.log(250) - 0.32, 0.8, 4 * num_tokens // 250)
     lengths = np.clip(drawn, 16, 1024).astype(int)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), num_tokens)) + 1]
@@ -91,13 +91,13 @@ def batch_of(num_tokens: int, seed: int) -> tuple[TrainingBatch, Objective]:
 
 
 def on(ranks: int) -> dict[str, Any]:
-    """The section `backend`."""
+    """Return the section `backend` of the config."""
     return {"name": "fsdp", "device": "cpu", "ranks": ranks, "num_threads": 1, "probe": False}
 
 
 @contextmanager
 def timed_ranks(model: Path, count: int) -> Iterator[RankGroup]:
-    """So many ranks that say how long they take."""
+    """Open this number of ranks that report their times."""
     run = backend_run(model, on(count), PLUGINS).config
     limits = TimeLimits(300, 600, 300)
     ranks = open_ranks(RankRequest(count, num_threads=1), "fsdp_timed_rank:TimedRank", (plain_run(run), 100), limits)
@@ -113,7 +113,7 @@ def wires_of(batch: TrainingBatch, count: int) -> list[dict[str, Any]]:
 
 
 def measure_updates(model: Path, updates: int, num_tokens: int) -> dict[str, float]:
-    """Time of an update on one rank, on two, and on two that know nothing of each other."""
+    """Return the time of an update on one rank, on two ranks, and on two independent ranks."""
     seconds: dict[str, list[float]] = {"one": [], "two": [], "apart": []}
     cpu: dict[str, list[float]] = {"one": [], "two": []}
     with (
@@ -153,12 +153,12 @@ def _update(ranks: RankGroup, wire: Mapping[str, Any], plain: Mapping[str, Any])
 
 
 def _ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over the turns."""
+    """Return the median ratio over the turns."""
     return statistics.median(one / two for one, two in zip(slow, fast, strict=True))
 
 
 def measure_parts(model: Path, updates: int, num_tokens: int) -> dict[str, float]:
-    """Shares of an update on two ranks, and how evenly rows are dealt."""
+    """Return the shares of communication and waiting in an update on two ranks, and the balance of the dealt rows."""
     totals = {"communication": 0.0, "waiting": 0.0}
     whole = 0.0
     balance: list[float] = []
@@ -194,7 +194,7 @@ class Recorded:
 
 
 def measure_overhead(model: Path, updates: int) -> dict[str, float]:
-    """Milliseconds of an update outside of the ranks, and of the way of its rows to them; the least of several."""
+    """Return the smallest milliseconds of an update outside of the ranks, and of sending its rows to the ranks."""
     outside: list[float] = []
     ways: list[float] = []
     batch, objective = batch_of(SMALL_UPDATE, 0)
@@ -213,7 +213,7 @@ def measure_overhead(model: Path, updates: int) -> dict[str, float]:
 
 
 def _shares(by_rank: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
-    """Seconds of all ranks together in collectives: while all are in one, and while some wait for others."""
+    """Return the total seconds of all ranks in collectives: while all ranks are in it, and while some ranks wait."""
     names = [[name for name, _ in collectives] for collectives in by_rank]
     assert all(each == names[0] for each in names), "ranks made different collectives"
     together = [min(taken) for taken in zip(*([s for _, s in each] for each in by_rank), strict=True)]
@@ -223,7 +223,7 @@ def _shares(by_rank: Sequence[Sequence[tuple[str, float]]]) -> dict[str, float]:
 
 
 def measure_start(model: Path) -> list[float]:
-    """Seconds until the model is loaded: with the process that ranks are forked from still to be started, and not."""
+    """Return the seconds to a loaded model, first with and then without starting the process that forks the ranks."""
     taken: list[float] = []
     for _ in range(2):
         started = time.perf_counter()
@@ -247,7 +247,7 @@ def main() -> None:
     overhead = figures["outside_of_ranks_ms"] - figures["way_of_rows_ms"]
     gates = [
         Gate("two ranks against one", figures["gain"], 1.7, True, figures["gain_by_processor_time"]),
-        Gate("overhead of the controller beside the rows' way, ms", overhead, 5.0, at_least=False),
+        Gate("overhead of the controller without sending rows, ms", overhead, 5.0, at_least=False),
     ]
     if arguments.json:
         everything = {**figures, "start_s": start, "gates": gates_as_json(gates)}

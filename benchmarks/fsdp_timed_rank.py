@@ -12,22 +12,22 @@ from spurline_fsdp_backend.rank import FsdpRank
 from spurline_models.dealing import RankShare
 
 _COLLECTIVE = "gloo:"
-"""What the names of gloo's collectives begin with in a profile."""
+"""The prefix of the names of gloo's collectives in a profile."""
 
 
 class TimedRank(FsdpRank):
     def take(self, wire: Mapping[str, Any]) -> None:
-        """Nothing but be told."""
+        """Take the rows and do nothing."""
         RankShare.from_wire(wire)
 
     def timed_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> float:
-        """An update of the policy; returns the processor time of all threads of this rank, in seconds."""
+        """Update the policy, and return the processor time of all threads of this rank in seconds."""
         started = time.process_time()
         self.update(wire, objective, "policy")
         return time.process_time() - started
 
     def profiled_update(self, wire: Mapping[str, Any], objective: Mapping[str, Any]) -> dict[str, Any]:
-        """The same; returns its seconds, and those of each collective in the order in which they began."""
+        """Update the policy, and return its seconds, and the seconds of each collective in the order of their start."""
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             started = time.perf_counter()
             self.update(wire, objective, "policy")

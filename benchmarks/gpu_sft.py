@@ -1,28 +1,29 @@
-"""Measure supervised steps on a GPU, by Spurline and by hand: tokens per second, share of its peak, peak memory.
+"""Measure supervised steps on a GPU in Spurline and in other code: tokens per second, share of the peak, peak memory.
 
     python benchmarks/gpu_sft.py [--model 0.6b|4b|8b|tiny] [--device cuda|cpu] [--json] [--steps 10] [--tokens 16384]
                                  [--microbatch 8192] [--only NAME ...] [--peak-tflops 989]
 
-Random weights in the shapes of Qwen3-0.6B, 4B and 8B: neither a hub nor a tokenizer is needed. All candidates train on
-the same sequences of random tokens (log-normal lengths around 512, at most 4,096), with loss on every token but the
-first of each, in bf16 with the same optimizer: 0.6B whole, with fp32 weights; 4B and 8B by adapters of rank 16 over a
-bf16 base. Each candidate runs in a process of its own, so that peaks of memory are its own. Candidates:
+Models have random weights in the shapes of Qwen3-0.6B, 4B and 8B, so neither a hub nor a tokenizer is needed. All
+candidates train on the same sequences of random tokens (log-normal lengths around 512, at most 4,096), with loss on all
+tokens except the first of each sequence. They compute in bf16 with the same optimizer. All weights of 0.6B are trained,
+in fp32. For 4B and 8B, adapters of rank 16 are trained over a bf16 base. Each candidate runs in its own process, so
+that its memory peak contains nothing else. Candidates:
 
-- spurline: the backend `local` without fused kernels; spurline + liger, + compile, + fp8: with them, as far as the
-  libraries and the GPU have them (`adapters` leave fp8 out).
-- loop: what one writes by hand with transformers: sequences sorted by length, padded within micro-batches of as many
-  tokens, scaled-dot-product attention, the whole logits, fused AdamW. Gradients are those of the mean over all tokens.
-- trl: `SFTTrainer` with packing and no padding, where trl is installed.
+- spurline: the backend `local` without fused kernels. The variants + liger, + compile and + fp8 use fused kernels, if
+  the libraries and the GPU support them. With adapters, fp8 is left out.
+- loop: a usual loop with transformers: sequences sorted by length, padding within micro-batches of the same number of
+  tokens, scaled-dot-product attention, whole logits, and fused AdamW. The loss is the mean over all tokens.
+- trl: `SFTTrainer` with packing and no padding, if trl is installed.
 
-Tokens are those of the sequences, without padding. FLOPs of a step, for forward and backward without recomputation:
-6 x parameters of matrices x tokens, the output layer's for tokens with loss, plus attention: 6 x layers x heads x head
-size x n^2 for a sequence of n tokens (scores and values, half of them masked). With adapters the gradients of the
-frozen matrices are not computed: 4 in the place of 6. Share of the peak (MFU): these by seconds, by the dense bf16
-peak of the GPU (--peak-tflops where its name is not known here).
+Tokens are counted without padding. The FLOPs of a step are for forward and backward without recomputation:
+6 x parameters of matrices x tokens (for the output layer, only tokens with loss), plus attention: 6 x layers x heads x
+head size x n^2 for a sequence of n tokens (scores and values, half of them masked). With adapters the factor is 4
+instead of 6, since gradients of frozen matrices are not computed. The share of the peak (MFU) is FLOPs per second,
+divided by the dense bf16 peak of the GPU. Give --peak-tflops if the script does not know the GPU's name.
 
-Gates, as ratios within this run, for the fastest Spurline candidate: tokens per second >= 1.0 x loop, peak memory <=
-1.0 x loop; tokens per second >= 1.0 x trl where it is installed. With `--model tiny` nothing is gated: it shows that
-the script works, on a CPU too.
+Gates are ratios within this run, for the fastest Spurline candidate: tokens per second >= 1.0 x loop, peak memory <=
+1.0 x loop, and tokens per second >= 1.0 x trl, if trl is installed. `--model tiny` has no gates. It shows that the
+script works, also on a CPU.
 """
 
 from __future__ import annotations
@@ -77,12 +78,12 @@ SHAPES = {
 WITH_ADAPTERS = ("4b", "8b")
 
 PEAKS = {"H100": 989e12, "H200": 989e12, "H800": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-"""Dense bf16 operations per second, by a part of the GPU's name."""
+"""Dense bf16 peak of GPUs, by a part of the GPU's name."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a candidate is given. tokens: of a step. microbatch: tokens that are computed at once."""
+    """The work of a candidate. `tokens` is the number of tokens of a step, `microbatch` of a micro-batch."""
 
     model: str
     device: str
@@ -96,7 +97,7 @@ class Job:
         return self.model in WITH_ADAPTERS
 
     def sequences(self) -> list[list[int]]:
-        """Those of every step, the same for all candidates."""
+        """Return the sequences of each step, which are the same for all candidates."""
         random = np.random.default_rng(0)
         lengths: list[int] = []
         middle = min(512, self.longest // 4)
@@ -110,7 +111,7 @@ class Job:
 
 
 def flops(job: Job) -> float:
-    """Of one step; see the module's docstring."""
+    """Return the FLOPs of one step. See the module's docstring."""
     shape = SHAPES[job.model]
     hidden, layers, size = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
     heads, key_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -124,11 +125,11 @@ def flops(job: Job) -> float:
 
 
 Step = Callable[[], float]
-"""One step; returns the loss."""
+"""Take one step, and return the loss."""
 
 
 def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
-    """The backend `local`, without the loop around it: see `loop_overhead.py` for that."""
+    """The backend `local` without Spurline's loop. `loop_overhead.py` measures the loop."""
     from spurline import load_config
     from spurline.data.collators.reference import PackedCollator
     from spurline.data.configs import PackedCollatorConfig
@@ -170,7 +171,7 @@ def spurline_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
 
 
 def built_model(job: Job, folder: Path) -> Any:
-    """The model as one builds it by hand: fp32 weights, or adapters over a bf16 base."""
+    """Return a model with fp32 weights, or with adapters over a bf16 base, built without Spurline."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(job.model_folder(folder))
@@ -220,7 +221,7 @@ def loop_step(job: Job, folder: Path, settings: dict[str, Any]) -> Step:
 
 
 def padded(sequences: Sequence[Sequence[int]], device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask [rows, longest], padded on the right."""
+    """Return tokens and mask, both [rows, longest], padded on the right."""
     longest = max(map(len, sequences))
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
     mask = torch.zeros_like(tokens)
@@ -231,7 +232,7 @@ def padded(sequences: Sequence[Sequence[int]], device: str) -> tuple[torch.Tenso
 
 
 def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
-    """`SFTTrainer` on the same sequences in every step, by its own clock between steps."""
+    """`SFTTrainer` on the same sequences in every step. Callbacks between steps measure the time."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -243,7 +244,7 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
         eos_token="</s>",
     )
     model = built_model(job, folder)
-    # A wrong length of a row would only cost time: rows are packed up to the micro-batch.
+    # Rows are packed up to the size of a micro-batch. Another length would only cost time.
     steps = job.steps + WARMUP
     accumulated = max(1, round(job.tokens / job.microbatch))
     sequences = job.sequences() * (steps + 1)
@@ -279,7 +280,7 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
     )
     result = trainer.train()
     seconds = np.diff(marks)[WARMUP - 1 :]
-    # Packed rows are full but for the last of them.
+    # All packed rows except the last are full.
     return {
         "seconds": float(np.median(seconds)),
         "tokens": job.microbatch * accumulated,
@@ -289,7 +290,7 @@ def measure_trl(job: Job, folder: Path) -> dict[str, Any]:
 
 
 def measure(job: Job, make: Callable[[Job, Path, dict[str, Any]], Step], settings: dict[str, Any]) -> dict[str, Any]:
-    """Median seconds of the steps after the warm-up, and the peak of memory in them."""
+    """Return the median seconds of the steps after the warm-up, and their memory peak."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         step = make(job, Path(folder), settings)
@@ -324,12 +325,12 @@ def forget_peak(device: str) -> None:
 
 
 def peak_bytes(device: str) -> int | None:
-    """Bytes that tensors took at most; None on CPU."""
+    """Return the peak of allocated bytes, or None on CPU."""
     return torch.cuda.max_memory_allocated() if device == "cuda" else None
 
 
 def candidates(job: Job) -> dict[str, dict[str, Any]]:
-    """Settings of the backend by candidate; those of `loop` and `trl` are none."""
+    """Return the settings of the backend for each candidate. `loop` and `trl` have none."""
     found: dict[str, dict[str, Any]] = {"loop": {}, "spurline": {}}
     fused: dict[str, Any] = {}
     if job.device == "cuda" and find_spec("liger_kernel") is not None:
@@ -345,7 +346,7 @@ def candidates(job: Job) -> dict[str, dict[str, Any]]:
 
 
 def run_child(job: Job, name: str) -> dict[str, Any]:
-    """A candidate in a process of its own; what went wrong, where it fails, such as for want of memory."""
+    """Measure a candidate in its own process. If it fails, for example out of memory, return the error."""
     command = [sys.executable, __file__, "--child", name, "--model", job.model, "--device", job.device]
     command += ["--steps", str(job.steps), "--tokens", str(job.tokens), "--microbatch", str(job.microbatch)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -363,7 +364,7 @@ def child(job: Job, name: str) -> dict[str, Any]:
 
 
 def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
-    """Of the fastest Spurline candidate against the others of this run."""
+    """Return the gates that compare the fastest Spurline candidate with the others of this run."""
     ours = [figure for name, figure in figures.items() if name.startswith("spurline") and "error" not in figure]
     if not ours:
         return []
@@ -380,7 +381,7 @@ def gates_of(figures: dict[str, dict[str, Any]]) -> list[Gate]:
 
 
 def main() -> int:
-    """Print the figures and whether the gates are met; 1 where one is not, or where Spurline itself fails."""
+    """Print the figures and whether the gates are met. Return 1 if a gate is not met or a Spurline candidate fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model", choices=SHAPES, default="0.6b")
@@ -410,7 +411,7 @@ def main() -> int:
         figure = run_child(job, candidate)
         if "error" not in figure:
             figure["tokens_per_s"] = figure["tokens"] / figure["seconds"]
-            # trl packs its own rows, of as many tokens and nearly the same lengths.
+            # trl packs its own rows, with the same number of tokens and nearly the same lengths.
             done = needed * figure["tokens"] / real
             figure["mfu"] = done / figure["seconds"] / peak if peak else None
         figures[candidate] = figure
@@ -428,7 +429,7 @@ def main() -> int:
 
 
 def line(name: str, figure: dict[str, Any]) -> str:
-    """A candidate's figures for people."""
+    """Return a line with the figures of a candidate."""
     if "error" in figure:
         return f"{name:26} failed: {figure['error']}"
     mfu = "" if figure["mfu"] is None else f", {figure['mfu']:.1%} of the peak"

@@ -1,13 +1,13 @@
-"""Measure the cost of the loop: a Spurline step against a hand-written PyTorch step on the same batches.
+"""Measure the cost of Spurline's loop: compare its steps with hand-written PyTorch steps on the same batches.
 
     python benchmarks/loop_overhead.py [--json] [--steps 60] [--collator packed|padded] [--threads 1]
 
-Both train the same tiny model from the same weights with the same segment attention. After each Spurline step the
-hand-written step runs on the same batch (round-robin, so that a busy machine slows both), and the figures are medians
-over the steps. Also compared, in turn: a packed with a padded step on equal samples.
+Both train the same tiny model from the same weights with the same segment attention. After each Spurline step, the
+hand-written step runs on the same batch, so that a busy machine slows both. The figures are medians over the steps. The
+benchmark also compares packed and padded steps on the same samples, in turns.
 
-Gates: time outside forward, backward and optimizer <= 3% of the step or 2 ms, whichever is larger; whole step <= 1.03 x
-the hand-written one; packed <= padded.
+Gates: the time outside forward, backward and optimizer is <= 3% of the step or <= 2 ms, whichever is larger. The whole
+step takes <= 1.03 x the time of the hand-written step. A packed step takes <= the time of a padded step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WARMUP = 8
 
 
 class HandWrittenStep:
-    """The step that someone would write for this model alone: no accumulation, no metrics, no checks."""
+    """A training step for only this model, without accumulation, metrics or checks."""
 
     def __init__(self, learning_rate: float) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(
@@ -56,9 +56,9 @@ class HandWrittenStep:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), foreach=True)
 
     def __call__(self, batch: TrainingBatch) -> float:
-        """Train on the batch; returns the loss."""
+        """Train on the batch, and return the loss."""
         real = batch.tokens["segment_ids"] != 0
-        # The shipped samples are equally long, so the order of a plan (short to long) is the order of the batch.
+        # The shipped samples have equal lengths, so a plan that sorts by length keeps the order of the batch.
         plan = plan_segments(batch.segments["length"].values.astype(np.int64), 0, lambda tensor: tensor)
         tokens, positions = (batch.tokens[name][real].long() for name in ("input_ids", "position_ids"))
         (targets,) = torch.nonzero(batch.tokens["loss_weights"][real], as_tuple=True)
@@ -105,7 +105,7 @@ class Comparison:
 
 
 def config(collator: str, steps: int, threads: int, run_dir: str) -> dict[str, Any]:
-    """The quickstart's run, shortened, without evaluation and checkpoints in between."""
+    """Return the config of a shorter quickstart run, without evaluations and checkpoints before its end."""
     layouts = {"packed": {"name": "packed", "max_tokens": 2048}, "padded": {"name": "padded"}}
     return {
         "run_dir": f"{run_dir}/{collator}",
@@ -123,7 +123,7 @@ def config(collator: str, steps: int, threads: int, run_dir: str) -> dict[str, A
 
 
 def measure(collator: str, steps: int, threads: int) -> dict[str, float]:
-    """Medians in milliseconds over the steps after the warm-up."""
+    """Return medians in milliseconds over the steps after the warm-up."""
     with tempfile.TemporaryDirectory() as run_dir:
         loaded = load_config(config(collator, steps + WARMUP, threads, run_dir))
         comparison = Comparison(HandWrittenStep(1e-3))
@@ -148,9 +148,9 @@ def measure(collator: str, steps: int, threads: int) -> dict[str, float]:
 
 
 def packed_to_padded(steps: int, threads: int) -> float:
-    """Median ratio of a packed to a padded step (collation and update) on the same samples, taken in turn.
+    """Return the median ratio of packed to padded steps (collation and update) on the same samples, in turns.
 
-    48 samples of 16 to 120 random tokens a step: unlike the shipped ones they differ in length, so padding is real.
+    A step has 48 samples of 16 to 120 random tokens. The shipped samples have equal lengths, so they need no padding.
     """
     loaded = load_config(config("packed", steps, threads, "unused"))
     config_, registry = loaded.config, loaded.host.registry
@@ -171,7 +171,7 @@ def packed_to_padded(steps: int, threads: int) -> float:
     for step in range(steps):
         store = make_store(random.integers(16, 121, 48).tolist(), seed=step)
         samples = store.view(np.arange(48, dtype=np.int64))
-        # Whichever comes second finds warm caches, so they take turns at that as well.
+        # The second of the two steps has warm caches, so the order also alternates.
         order = (packed, padded) if step % 2 else (padded, packed)
         seconds = {collator: timed(collator, samples) for collator in order}
         ratios.append(seconds[packed] / seconds[padded])

@@ -1,25 +1,25 @@
-"""Compare the memory that `spurline plan` estimates with what a process takes, and with bytes per parameter.
+"""Compare the estimates of `spurline plan` with the measured memory of a process, and measure bytes per parameter.
 
     python benchmarks/memory.py [--json] [--only NAME ...] [--threads 2]
 
-Every case is a run of its own process on CPU: a config that a user would write, a Qwen3 of random weights in files, and
-rows of text in which each byte is a token. The third step has everything that training ever holds; the process ends
-with it. Measured is the peak of RssAnon, which mapped files are not in, read from outside every few milliseconds,
-less that of the same run of a model of 40,000 parameters and 16 tokens: the imports, and whatever else is not of the
-model's size. Both have one allocation arena, and each tensor above 4 KiB is a mapping of its own (`MALLOC_*` in the
-environment), so that what is freed leaves the process at once and the figure is that of the live tensors. With 64 KiB
-activations of few tokens would lie in the heap, which keeps their memory when they are gone.
+Each case is a run on CPU in its own process, with a usual config, a Qwen3 of random weights in files, and rows of text
+in which each byte is a token. All memory of training is allocated by the third step, and the process ends with it. The
+parent process reads RssAnon (memory without mapped files) every few milliseconds and takes the peak. The peak of the
+same run with a model of 40,000 parameters and 16 tokens is subtracted. It contains the imports and all other memory
+that does not depend on the size of the model. Both runs have one allocation arena, and each tensor above 4 KiB has its
+own mapping (`MALLOC_*` in the environment). So freed tensors leave the process at once, and only live tensors count.
+With a limit of 64 KiB, activations of few tokens would be in the heap, which keeps the memory of freed tensors.
 
-Estimates: models of 90 to 180 million parameters; the estimate is what `plan` prints as the total for the micro-batch.
+Estimates: models have 90 to 180 million parameters. The estimate is the total that `plan` prints for the micro-batch.
 
-Bytes per parameter: how much more a model of 12 layers takes than one of 4, divided by how many more parameters it has,
-with steps of 16 tokens. What adapters take is taken off. Under adapters the peak is in the backward pass, with
-activations of 0.14 bytes a parameter, and 0.1 is no tensor but PEFT's modules and what else there is of objects.
-Their gates count weights alone, and are not met by that. Otherwise the peak is in the optimizer's step, when
-activations are gone.
+Bytes per parameter: the difference of the memory of models with 12 and 4 layers, divided by the difference of their
+parameters, with steps of 16 tokens. The memory of adapters is subtracted. With adapters the peak is in the backward
+pass, with activations of 0.14 bytes per parameter. Another 0.1 bytes are PEFT's modules and other Python objects. The
+limits for adapters only allow for weights, so these gates are not met. In other cases the peak is in the optimizer's
+step, after the activations are freed.
 
-Gates: estimates within 35 % of what is measured, as activations follow a rule of thumb; bytes per parameter within 3 %
-of what is known of each mode. Needs 3 GB of memory, and 1 GB in the folder for temporary files (TMPDIR).
+Gates: estimates are within 35 % of the measurement, since activations follow a rule of thumb. Bytes per parameter are
+within 3 % of the known value of each mode. Needs 3 GB of memory, and 1 GB in the folder for temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHAPE = {
     "vocab_size": 8192,
     "max_position_embeddings": 4096,
 }
-"""Of the models; what a case changes is in its `shape`."""
+"""The shape of the models. `shape` of a case has its changes."""
 EMPTY = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -73,14 +73,19 @@ EMPTY = {
     "head_dim": 16,
     "vocab_size": 384,
 }
-"""The model of which nothing is left but the process."""
+"""The shape of a model that needs almost no memory, for measuring the process alone."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. config: beyond the defaults of this benchmark. shape: of the model. stored: dtype of its files.
+    """A run.
 
-    tokens: of each step, in one row. row_tokens: of each sample.
+    Attributes:
+        config: Settings that differ from the defaults of this benchmark.
+        shape: Changes of `SHAPE`.
+        stored: The dtype of the model's files.
+        tokens: Tokens of each step, which is one row.
+        row_tokens: Tokens of each sample.
     """
 
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -91,7 +96,7 @@ class Case:
 
 
 def backend(**settings: Any) -> dict[str, Any]:
-    """Settings of a config."""
+    """Return a config with these settings of the backend."""
     return {"backend": settings}
 
 
@@ -99,7 +104,7 @@ LORA = {"rank": 16}
 MASTERS = {"precision": "bf16", "weights": "bf16_masters"}
 EIGHT_BITS = {"optimizer": {"name": "adamw_8bit"}}
 MANY = {"num_hidden_layers": 8, "vocab_size": 32768}
-"""A shape whose logits weigh."""
+"""Changes of the shape that make logits large."""
 
 ESTIMATES: dict[str, Case] = {
     "all weights": Case(),
@@ -130,15 +135,23 @@ SLOPES: dict[str, tuple[Case, float]] = {
     "bf16 with masters, 8-bit moments": (Case(backend(**MASTERS) | EIGHT_BITS), 10.1),
     "LoRA over rounded weights": (Case(backend(lora={"rank": 1, "base_dtype": "bf16"})), 2.0),
     "bf16 with masters, optimizer on the host": (Case(backend(**MASTERS, offload_optimizer=True)), 16.0),
-    # The peak is that of loading: a layer is quantized from what its files hold.
+    # The peak is during loading, since a layer is quantized from the values in the files.
     "LoRA over nf4, loading": (Case(backend(lora={"rank": 1, "base_dtype": "nf4"}), stored="bfloat16"), 2.0),
 }
-"""Modes, with the bytes of each parameter of the model. To these come 16 for each of an adapter."""
+"""Modes with their bytes for each parameter of the model. Each parameter of an adapter needs 16 more."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a run. peak: of RssAnon, in bytes. estimated: by part. parameters: of the model; adapter: of its adapters."""
+    """The memory of a run.
+
+    Attributes:
+        peak: The peak of RssAnon in bytes.
+        estimated: The estimated bytes of each part.
+        total: The estimated peak in bytes.
+        parameters: The number of parameters of the model.
+        adapter: The number of parameters of its adapters.
+    """
 
     peak: int
     estimated: Mapping[str, int]
@@ -148,7 +161,7 @@ class Measured:
 
 
 def write_model(folder: Path, shape: Mapping[str, Any], stored: str) -> Path:
-    """A model folder, weight by weight."""
+    """Write a model folder weight by weight, and return it."""
     import torch
 
     from spurline.config.run_config import ModelConfig
@@ -168,7 +181,7 @@ def write_model(folder: Path, shape: Mapping[str, Any], stored: str) -> Path:
 
 
 def train(path: Path) -> None:
-    """Child: train for a few steps, say what the plan says, and end."""
+    """Train for a few steps, print the plan's estimate, and end the process. This runs in the child process."""
     from spurline import Run, load_config
     from spurline.plugins.hookspecs import hookimpl
 
@@ -184,7 +197,7 @@ def train(path: Path) -> None:
             if step == STEPS:
                 assert metrics["tokens"] == tokens, metrics
                 print("\n" + json.dumps(said), flush=True)
-                # What a run does at its end is not training.
+                # The work at the end of a run must not count.
                 os._exit(0)
 
     loaded.host.attach(Clock(), "clock")
@@ -197,7 +210,7 @@ def run(folder: Path, case: Case, threads: int) -> Measured:
         place = Path(temporary)
         model = write_model(place / "model", {**SHAPE, **case.shape}, case.stored)
         rows = case.tokens // case.row_tokens
-        # The tokenizer ends a text with a token of its own.
+        # The tokenizer adds an end token to each text.
         text = "abcdefgh" * case.row_tokens
         lines = [json.dumps({"text": text[: case.row_tokens - 1]})] * (rows * STEPS)
         (place / "rows.jsonl").write_text("\n".join(lines) + "\n")
@@ -228,7 +241,7 @@ def run(folder: Path, case: Case, threads: int) -> Measured:
 
 
 def count(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Parameters of the model, and of the adapters on it."""
+    """Return the number of parameters of the model, and of its adapters."""
     from spurline.config.loading import load_config
     from spurline.protocols.optimizer import num_values
     from spurline_models.backend_config import adapters_of
@@ -241,12 +254,12 @@ def count(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def empty(case: Case) -> Case:
-    """The same run of next to nothing."""
+    """Return the same case with the `EMPTY` model and few tokens."""
     return Case(case.config, EMPTY, case.stored, SLOPE_TOKENS, SLOPE_TOKENS)
 
 
 def measure_estimate(folder: Path, case: Case, threads: int) -> dict[str, Any]:
-    """Estimate and measurement, in bytes, and the first as a share of the second."""
+    """Return the estimate and the measurement in bytes, and their ratio."""
     whole, nothing = run(folder, case, threads), run(folder, empty(case), threads)
     taken = whole.peak - nothing.peak
     figures = {**asdict(whole), "baseline": nothing.peak, "measured": taken}
@@ -254,7 +267,7 @@ def measure_estimate(folder: Path, case: Case, threads: int) -> dict[str, Any]:
 
 
 def measure_slope(folder: Path, case: Case, threads: int) -> float:
-    """Bytes that each further parameter of the model takes; adapters are counted at 16 and taken off."""
+    """Return the bytes of each additional parameter of the model, without 16 bytes for each parameter of adapters."""
     few, many = (
         run(folder, Case(case.config, {"num_hidden_layers": layers}, case.stored, SLOPE_TOKENS, SLOPE_TOKENS), threads)
         for layers in LAYERS
@@ -267,7 +280,7 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--only", nargs="+", help="cases whose names contain one of these")
+    parser.add_argument("--only", nargs="+", help="run only cases whose names contain one of these words")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,8 +1,9 @@
-"""Measure the comparison of trainer and engine: each correction, metrics of mismatch and advantages.
+"""Measure how long it takes to compare logprobs of trainer and engine: each correction, and metrics.
 
     python benchmarks/mismatch.py [--json] [--rows 8192] [--response 2048] [--packed 4]
 
-Rows of a prompt and a response per sequence; of 40 % of the tokens both say exactly the same. One thread.
+Each sequence has a prompt and a response. For 40 % of the tokens, trainer and engine have exactly the same logprobs.
+The benchmark uses one thread.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_rejection": {"name": "sequence_rejection"},
 }
 LIMIT_S = 0.5
-"""For the batch of the defaults: 16.8 million tokens with loss."""
+"""The limit for the default batch, which has 16.8 million tokens with loss."""
 
 
 def make_batch(num_rows: int, response: int, packed: int) -> TrainingBatch:
-    """packed: sequences of a row, which share its tokens."""
+    """Make a batch. `packed` is the number of sequences in a row, which share its `response` tokens."""
     random = np.random.default_rng(0)
     length = response // packed + response // packed // 8
     segment_ids = np.tile(np.repeat(np.arange(1, packed + 1, dtype=np.int32), length), (num_rows, 1))

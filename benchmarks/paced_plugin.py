@@ -1,7 +1,7 @@
 """Offer an engine that sleeps instead of generating, and a trainer without a model, for `async_throughput.py`.
 
-The engine takes as long for a group as a distribution of the simulation says for its draw, so that the real source and
-the model of it have the same groups before them.
+The time of each group comes from the simulator's distribution and depends on the draw of the group. So the real source
+and the simulator get the same groups.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ class PacedEngineConfig(RolloutEngineConfig):
 
     name: str = "paced"
     mean_s: float = Field(gt=0)
-    """Mean time of a group, stragglers included."""
+    """Mean time of a group in seconds, including stragglers."""
     sigma: float = Field(default=1.0, ge=0)
-    """Of the logarithm of the time."""
+    """Standard deviation of the logarithm of the time."""
     straggler_share: float = Field(default=0.0, ge=0, le=1)
     straggler_factor: float = Field(default=10.0, gt=0)
     mean_tokens: int = Field(default=16, gt=0)
-    """Tokens of a response that takes as long as the mean; others have more or fewer in proportion to their time."""
+    """Tokens of a response that takes the mean time. The tokens of other responses are proportional to their time."""
 
     def seconds(self) -> Times:
-        """By draw."""
+        """Return the seconds of each draw."""
         share, factor = self.straggler_share, self.straggler_factor
         return Times([self.mean_s / (1 + share * (factor - 1))], self.sigma, share, factor)
 
 
 class PacedEngine(TakesWeights):
-    """Tokens that come evenly over the time of a request, each with the version of weights that was there then.
+    """An engine whose tokens come evenly over the time of a request, with the version of weights at their time.
 
-    Takes weights without looking at them, or shares those of a backend that has none.
+    The engine ignores the weights that it gets.
     """
 
     transports: Sequence[str] = ("in_process",)
@@ -64,7 +64,7 @@ class PacedEngine(TakesWeights):
         self._seconds = config.seconds()
         self._tokens_per_s = config.mean_tokens / config.mean_s
         self._end_token = tokenizer.eos_token_id
-        # When each version came, on the monotonic clock.
+        # The arrival of each version, on the monotonic clock.
         self._came_at = [-math.inf]
         self._versions = [0]
 
@@ -103,7 +103,7 @@ class PacedEngine(TakesWeights):
 
 
 class PacedTrainer:
-    """What a source asks of a backend while it makes batches and publishes."""
+    """The methods of a backend that a source calls while it makes batches and publishes weights."""
 
     def logprobs(self, batch: TrainingBatch, role: str = "policy", *, temperature: float = 1.0) -> torch.Tensor:
         return batch.drop_padding_rows(torch.where(batch.tokens["loss_weights"] != 0, -0.5, 0.0))

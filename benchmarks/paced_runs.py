@@ -1,6 +1,6 @@
-"""Measure a source with paced parts, and predict what the model says it should reach.
+"""Measure a source with an engine and a trainer that sleep, and predict the result with the simulator.
 
-Used by `async_throughput.py`. In: a Case. Out: a Result. The parts that sleep are in `paced_plugin.py`.
+`async_throughput.py` uses this module. In: a Case. Out: a Result. `paced_plugin.py` has the parts that sleep.
 """
 
 from __future__ import annotations
@@ -38,8 +38,12 @@ SIGMA = 1.0
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. max_staleness: None is core's synchronous source. generation: what engines can do, relative to
-    what the trainer can."""
+    """A case to measure.
+
+    Attributes:
+        max_staleness: The bound. None means the synchronous source.
+        generation: The speed of engines, relative to the trainer.
+    """
 
     max_staleness: int | None
     max_running: int
@@ -51,7 +55,7 @@ class Case:
 
     @property
     def cold_steps(self) -> int:
-        """Left out at the beginning, as nothing is buffered then."""
+        """The first steps, which do not count, because no groups are buffered yet."""
         return 2 * ((self.max_staleness or 0) + 1)
 
     @property
@@ -62,7 +66,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Fields as of Result."""
+    """Predicted figures. For the fields, see `Result`."""
 
     efficiency: float
     mean_age: float
@@ -70,12 +74,17 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Result:
-    """per_s: groups that were trained on in a second. efficiency: that relative to what the slower of engines and
-    trainer could do. mean_age: of the trained tokens, in updates. waits: share of the time that the trainer waited for
-    groups. overhead_s: of a step, what is neither that nor training.
+    """The figures of a case.
 
-    predicted: by the model, told how long they sleep. from_record: by the model, told what the run recorded that both
-    took, Python included; None for the synchronous source, which records nothing.
+    Attributes:
+        per_s: Trained groups per second.
+        efficiency: `per_s` relative to the capacity of the slower of engines and trainer.
+        mean_age: The mean age of the trained tokens in updates.
+        waits: The share of time in which the trainer waits for groups.
+        overhead_s: The seconds of a step that are neither waiting nor training.
+        predicted: The simulator's figures, from the times that engines and trainer sleep.
+        from_record: The simulator's figures, from the recorded times of engines and trainer, including Python. None for
+            the synchronous source, which records no times.
     """
 
     case: Case
@@ -89,12 +98,12 @@ class Result:
 
     @property
     def off(self) -> float:
-        """How far the measured throughput is from the one predicted from the record."""
+        """The relative difference of the measured throughput from the prediction that uses recorded times."""
         return abs(self.efficiency / self.from_record.efficiency - 1) if self.from_record else 0.0
 
 
 def measure(case: Case, folder: Path) -> Result:
-    """Run the real source, then the model of it."""
+    """Run the real source, then the simulator."""
     loaded = load_config(settings(case, folder), available={**installed_plugins(), "paced": paced_plugin.INSTALLED})
     trainer = cast("Backend", paced_plugin.PacedTrainer())
     ends: list[float] = []
@@ -138,7 +147,7 @@ def _tokens_by_age(info: Mapping[str, float]) -> Counter[int]:
 
 
 def settings(case: Case, folder: Path) -> dict[str, Any]:
-    """Config of the run. Its steps go on beyond those measured, so that no batch is the last one."""
+    """Return the config of the run. It has more steps than are measured, so that the last batch does not count."""
     is_async = case.max_staleness is not None
     choices = {
         "max_staleness": case.max_staleness,
@@ -169,22 +178,25 @@ def settings(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def capacity(case: Case) -> float:
-    """Groups in a second of the slower of engines and trainer: engines finish as many, of the very groups drawn, when
-    they always have as many as they may."""
+    """Return the groups per second that the slower of engines and trainer can finish.
+
+    Engines are assumed to always have `max_running` of the drawn groups.
+    """
     seconds = case.engine.seconds()
     draws = B * (case.cold_steps + case.steps)
     return min(B / case.step_s, case.max_running / (sum(seconds(draw) for draw in range(draws)) / draws))
 
 
 def predicted(case: Case) -> Predicted:
-    """By the model, told how long engines and trainer sleep; at staleness 0 that is the synchronous source, as no group
-    is left out."""
+    """Predict the figures from the times that engines and trainer sleep.
+
+    Staleness 0 predicts the synchronous source, since no group is left out.
+    """
     return _predicted(case, Workload(case.engine.seconds(), Times([case.step_s]), B))
 
 
 def predicted_from_record(case: Case, folder: Path) -> Predicted | None:
-    """By the model, with steps as the run recorded them and groups as much longer than the engine's sleep as they were
-    on average."""
+    """Predict the figures from the recorded times of steps, and the engine's sleep plus the mean recorded delay."""
     if case.max_staleness is None:
         return None
     seconds = case.engine.seconds()

@@ -1,26 +1,28 @@
-"""Measure what asynchronous collation hides, what it costs the main thread, and what its depth buys.
+"""Measure how much collation time prefetching hides, how much it slows the main thread, and the effect of its depth.
 
     python benchmarks/prefetch.py [--json] [--steps 60]
 
-The batches are real: D1 of `collation_inputs.py` (1,024 samples of 16 to 4,096 tokens, mean 500, from a store of 20
-times as many), packed into rows of 8,192 for 8 ranks by the plugin's `packed` collator into reused buffers.
+The batches are real: D1 of `collation_inputs.py` (1,024 samples of 16 to 4,096 tokens, mean 500, from a store 20 times
+as large), packed into rows of 8,192 for 8 ranks by the plugin's `packed` collator into reused buffers.
 
-Hidden: the loop takes a batch, waits for its device, releases the batch. A device elsewhere is a sleep, as the thread
-that waits for a GPU sleeps; a device here is a chain of matrix products on one thread, which free the GIL as a model on
-the CPU does. The step takes 1.5 times what collation takes beside such a step. The first batch of a round has nothing
-to hide behind and is left out.
+Hidden time: the loop takes a batch, waits for its device, and releases the batch. The "device elsewhere" is a sleep,
+because a thread that waits for a GPU sleeps. The "device here" is a chain of matrix products on one thread, which
+release the GIL as a model on the CPU does. The step takes 1.5 times as long as collation beside such a step. The first
+batch of a round is left out, since no earlier step can hide its collation.
 
-Main loop: 30 ms of pure Python per step (a model's step on so large a batch takes longer), alone and with one
-collation per step behind it, in blocks of ten steps, as a single step may happen to have no collation behind it. By
-wall clock, and by wall clock less the time in which the thread could have run but got no core: on a busy machine a
-second thread takes from the first what is not the interpreter lock's doing. (CPU time would be no evidence: a thread
-that waits for the lock uses none.) For contrast, the same Python while core's reference collator is at work, which
-holds the lock.
+Main loop: each step is 30 ms of pure Python (a real step on such a large batch takes longer), alone and with one
+collation in the background. Blocks of ten steps are timed, because single steps may have no collation in the
+background. The time is measured by wall clock, with and without the time in which the thread waits for a core. On a
+busy machine, a second thread takes core time from the first, which has nothing to do with the interpreter lock. (CPU
+time does not help, since a thread that waits for the lock uses none.) For comparison, the same Python also runs beside
+core's reference collator, which holds the lock.
 
-Jitter: collation at 0.8 of the step, both lognormal; simulated, and by threads that sleep.
+Jitter: collation takes 0.8 of a step on average, and both times are lognormal. This is simulated, and measured with
+threads that sleep.
 
-The quickest of several rounds or blocks counts, as other processes only ever slow one down; medians are printed beside.
-Gates: >= 95% hidden on either device; main loop <= 3% slower; depth 2 loses less than half of what depth 1 does.
+The fastest of several rounds or blocks counts, since other processes can only slow a round down. Medians are also
+printed. Gates: >= 95% of collation is hidden on both devices; the main loop is <= 3% slower; depth 2 loses less than
+half as much time as depth 1.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ MakeStep = Callable[[float], Step]
 
 
 def builder(store: TokenStore, collator: Collator) -> BuildBatch:
-    """The batch of a step: a slice of a fixed shuffle, over and over."""
+    """Return a function that builds the batch of a step from a slice of a fixed shuffle. Slices repeat."""
     order = np.random.default_rng(1).permutation(len(store))
 
     def build(step: int) -> TrainingBatch:
@@ -74,7 +76,7 @@ def builder(store: TokenStore, collator: Collator) -> BuildBatch:
 
 
 def run_steps(prefetch: Prefetch, step: Step, steps: int) -> list[dict[str, float]]:
-    """Prefetch metrics of each step after the first; with seconds by the wall clock and without waits for a core."""
+    """Return the prefetch metrics of each step after the first, with its seconds, with and without waits for a core."""
     metrics: list[dict[str, float]] = []
     prefetch.start(1)
     for number in range(1, steps + 2):
@@ -89,34 +91,34 @@ def run_steps(prefetch: Prefetch, step: Step, steps: int) -> list[dict[str, floa
 
 
 def core_wait_seconds() -> float:
-    """For how long this thread could have run so far but had no core; 0 where only the system could tell."""
+    """Return how long this thread has waited for a core so far, or 0 if the system does not report it."""
     return int(SCHEDULER.read_text().split()[1]) / 1e9 if SCHEDULER.exists() else 0.0
 
 
 def collating_ahead(build: BuildBatch) -> AsyncPrefetch:
-    """Never at its last step, so that each step has the collation of a later one behind it."""
+    """Return a prefetch that never reaches its last step, so that a later batch is collated beside each step."""
     return AsyncPrefetch(AsyncPrefetchConfig(), build=build, last_step=1_000_000)
 
 
 def collation_seconds(prefetch: Prefetch, step: Step) -> float:
-    """Median of one collation beside such steps, buffers warm."""
+    """Return the median seconds of a collation beside such steps, with warm buffers."""
     metrics = run_steps(prefetch, step, 2 * STORE_TIMES)
     return statistics.median(line["time/collate"] for line in metrics[STORE_TIMES:])
 
 
 def sleeping(seconds: float) -> Step:
-    """A device elsewhere."""
+    """Return the step of a device elsewhere."""
     return partial(time.sleep, seconds)
 
 
 def multiplying(seconds: float) -> Step:
-    """A device on this CPU."""
+    """Return the step of a device on this CPU."""
     matrix = torch.randn(256, 256)
     return repeated(lambda: matrix @ matrix, seconds)
 
 
 def python_work() -> int:
-    """A little of what a controller does: look things up, count, compare."""
+    """Do typical work of a controller: look up, count and compare."""
     counts: dict[int, int] = {}
     for number in range(2000):
         key = number * 7919 % 257
@@ -125,7 +127,7 @@ def python_work() -> int:
 
 
 def repeated(unit: Step, seconds: float) -> Step:
-    """A step of about this length, made of repetitions of `unit`."""
+    """Return a step that repeats `unit` for about this long."""
     quickest = min(timed(unit) for _ in range(200))
     count = max(1, round(seconds / quickest))
 
@@ -143,7 +145,7 @@ def timed(step: Step) -> float:
 
 
 def measure_hidden(build: BuildBatch, make_step: MakeStep, steps: int) -> dict[str, float]:
-    """Share of the collation that the loop did not wait for."""
+    """Return the share of collation time for which the loop does not wait, and other figures."""
     beside_s = collation_seconds(collating_ahead(build), make_step(WORK_S))
     step = make_step(STEP_TO_COLLATION * beside_s)
     shares: list[float] = []
@@ -163,12 +165,12 @@ def measure_hidden(build: BuildBatch, make_step: MakeStep, steps: int) -> dict[s
 
 
 def measure_main_loop(fast: BuildBatch, reference: BuildBatch) -> dict[str, float]:
-    """Milliseconds of one step of Python work: alone, with fast and with GIL-holding collation behind it."""
+    """Return the milliseconds of a step of Python work: alone, beside fast collation, and beside the reference."""
     work = repeated(python_work, WORK_S)
     ready = fast(1)
     blocks: dict[str, list[float]] = defaultdict(list)
     for turn in range(3 * ROUNDS):
-        # In turns, so that a busy machine slows all; the slow reference takes part in few.
+        # Candidates take turns, so that a busy machine slows all of them. The slow reference has only two turns.
         candidates: dict[str, Prefetch] = {
             "alone": SerialPrefetch(SerialPrefetchConfig(), build=lambda _: ready, last_step=1_000_000),
             "fast": collating_ahead(fast),
@@ -190,7 +192,7 @@ def main() -> None:
     """Print the figures and whether the gates are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=60, help="of one round")
+    parser.add_argument("--steps", type=int, default=60, help="steps of one round")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     data = DATA_SETS["D1"].make()

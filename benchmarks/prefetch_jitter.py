@@ -1,4 +1,4 @@
-"""Measure how much is lost at each depth of prefetching when collation and steps vary in length."""
+"""Measure how much time each depth of prefetching loses if the times of collation and steps vary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEAN_STEP_S = 0.01
 
 
 def measure_jitter(ready: TrainingBatch, steps: int) -> dict[str, dict[str, float]]:
-    """By depth, time lost: simulated at length; by real threads that sleep; and simulated with what those slept."""
+    """Return the lost time of each depth: in a long simulation, by sleeping threads, and simulated with their times."""
     figures: dict[str, dict[str, float]] = {}
     long = draw(SIMULATED_STEPS)
     for depth in DEPTHS:
@@ -31,13 +31,13 @@ def measure_jitter(ready: TrainingBatch, steps: int) -> dict[str, dict[str, floa
 
 
 def draw(steps: int) -> tuple[list[float], list[float]]:
-    """Times to produce and to consume each batch, lognormal: the mean production is 0.8 of the mean step, 1."""
+    """Draw lognormal times to produce and to consume each batch. Their means are 0.8 and 1."""
     random = np.random.default_rng(0)
     return (0.8 * random.lognormal(-0.125, 0.5, steps)).tolist(), random.lognormal(-0.02, 0.2, steps).tolist()
 
 
 def simulate(produce: Sequence[float], consume: Sequence[float], depth: int) -> float:
-    """When all is consumed, if at most `depth` batches are ready or in the making."""
+    """Return the time at which all batches are consumed, if at most `depth` batches are ready or in production."""
     produced = consumed = 0.0
     taken: list[float] = []
     for number, (production, consumption) in enumerate(zip(produce, consume, strict=True)):
@@ -49,7 +49,7 @@ def simulate(produce: Sequence[float], consume: Sequence[float], depth: int) -> 
 
 
 def sleep_through(ready: TrainingBatch, steps: int, depth: int) -> tuple[float, list[float], list[float]]:
-    """Seconds in all, and what each production and consumption really took, as sleeps overrun."""
+    """Return the total seconds, and the real seconds of each production and consumption, since sleeps take too long."""
     produce, consume = ([MEAN_STEP_S * value for value in values] for values in draw(steps))
     produced: list[float] = []
     consumed: list[float] = []
@@ -70,7 +70,7 @@ def sleep_through(ready: TrainingBatch, steps: int, depth: int) -> tuple[float, 
 
 
 def lost(total: float, produce: Sequence[float], consume: Sequence[float]) -> float:
-    """How much longer than if neither had ever waited for the other, as a share."""
+    """Return the lost share of time, compared with production and consumption that never wait for each other."""
     return total / max(sum(produce), sum(consume)) - 1
 
 

@@ -1,22 +1,20 @@
-"""Measure what an RL step costs beside the models: the step of `examples/rl_sort.yaml`, taken apart.
+"""Measure the time of an RL step outside of the models, by parts of a step of `examples/rl_sort.yaml`.
 
     python benchmarks/rl_overhead.py [--json] [--steps 24] [--model FOLDER]
 
-Runs the example (32 prompts x 8 attempts, engine `in_process`, plugin collation_fast, four mini-batches, one thread)
-without evaluation, and measures its parts by wall clock and by process time; the figures are medians over the steps.
-Of two steps one is taken apart. The other, without the clocks in every attempt, which take about 7 ms of a step
-themselves, is what the gates are of.
-Inside are the decode steps of the engine, the look-back forward, forward/backward and optimizer. All else is outside:
-rewards, the environment, the scheduling of attempts, preparation, collation, metrics, recording. The model is the
-quickstart's warm-up; where `runs/sort_warmup/model` is missing, it is trained first.
+The benchmark runs the example (32 prompts x 8 attempts, engine `in_process`, plugin collation_fast, four mini-batches,
+one thread) without evaluation, and measures its parts by wall clock and by process time. Figures are medians over the
+steps. Every second step has clocks in every attempt, which take about 7 ms of the step. The gates use the other steps.
+The decode steps of the engine, the look-back forward, forward/backward and optimizer are inside the models. All other
+parts are outside: rewards, environment, scheduling of attempts, preparation, collation, metrics and recording. The
+model is the quickstart's warm-up model. If `runs/sort_warmup/model` is missing, it is trained first.
 
-Beside it, preparing a batch of 1,024 attempts of up to 4,096 tokens without its forwards (`rl_preparation.py`), with a
-gate in milliseconds. Keeping the rollouts (`source.keep_rollouts`) works on a thread of its own: what it takes of the
-processor there, and what handing over takes, must be less than 1% of the step.
+The benchmark also measures the preparation of a batch of 1,024 attempts of up to 4,096 tokens without its forward
+passes (`rl_preparation.py`), with a gate in milliseconds. Rollouts are kept (`source.keep_rollouts`) by a separate
+thread. Its processor time and the hand-over to it must take less than 1% of the step.
 
-Other gates of the step, each 5% of it: what is outside generating as `time/generate` has it, forwards, forward/backward
-and optimizer; and, stricter, the same with only the decode steps as generating, so that rewards, environment and
-scheduling count as outside.
+Two other gates limit the time outside to 5% of the step. In the first, all of `time/generate` counts as generation. The
+second is stricter: only the decode steps count, so rewards, environment and scheduling are outside.
 """
 
 from __future__ import annotations
@@ -51,19 +49,19 @@ ROOT = Path(__file__).parents[1]
 TINY = ROOT / "models" / "tiny-qwen3"
 WARM = ROOT / "runs" / "sort_warmup" / "model"
 DISCARDED = 4
-"""First steps, with cold caches."""
+"""Number of first steps, which have cold caches."""
 WHOLE, TAKEN_APART = slice(DISCARDED, -1, 2), slice(DISCARDED + 1, -1, 2)
-"""Steps without and with the clocks in every attempt; the last step also evaluates and writes a checkpoint."""
+"""Steps without and with clocks in every attempt. The last step, which evaluates and saves, is left out."""
 LIMIT = 0.05
 LIMIT_OF_KEEPING = 0.01
 INSIDE = ("decode", "look-back forward", "forward/backward and optimizer")
 GENERATING = ("reward", "environment and policy handles", "drawing prompts", "scheduling of attempts")
-"""What `time/generate` holds beside the decode steps."""
+"""The parts of `time/generate` other than the decode steps."""
 PRODUCT = ("generate", "look_back", "forward_backward", "optimizer", "step")
 
 
 class Steps:
-    """Hooks that keep the times of every step. After the run: one entry a step in each list."""
+    """Hooks that record the times of every step. Each list gets one entry per step."""
 
     def __init__(self, parts: StepParts) -> None:
         self._parts = parts
@@ -84,12 +82,12 @@ class Steps:
         self.parts.append(exclusive(whole, self._parts.taken))
         self.product.append({name: metrics[f"time/{name}"] for name in PRODUCT})
         self.tokens.append(metrics["rollout/tokens"])
-        # The thread is nearly always done with a step before it ends.
+        # The thread has almost always finished its work for a step before the step ends.
         self.kept.append(self._parts.taken["keep"] + self._parts.taken["keep, thread"])
 
 
 def exclusive(step: Seconds, taken: Mapping[str, Seconds]) -> dict[str, Seconds]:
-    """Parts that add up to the step, from spans of which some contain others."""
+    """Return parts that add up to the step, given spans of which some contain others."""
     of = {**taken, "step": step}
     return {
         "decode": of["advance"],
@@ -98,7 +96,7 @@ def exclusive(step: Seconds, taken: Mapping[str, Seconds]) -> dict[str, Seconds]
         "reward": of["reward"],
         "environment and policy handles": of["environment"] - of["reward"],
         "drawing prompts": of["draw"],
-        # While the engine's thread decodes, the event loop already goes on: by wall clock this part may be too small.
+        # The event loop works while the engine's thread decodes, so by wall clock this part may be too small.
         "scheduling of attempts": of["collect"] - of["advance"] - of["environment"] - of["draw"],
         "collation": of["collate"],
         "advantages, columns, health metrics": of["prepare"] - of["collate"] - of["logprobs"],
@@ -129,7 +127,7 @@ def measure(model: Path, steps: int, folder: Path) -> Steps:
     measured = Steps(parts)
     loaded.host.attach(measured, "rl_overhead")
     with patched() as patch:
-        # What shares the process with another thread is measured by its own thread's time, all else by the process's.
+        # Parts that run beside another thread are measured by the time of their thread, others by process time.
         patch(Decoder, "advance", parts.call("advance", of_thread=True))
         patch(SingleTurn, "run", parts.busy("environment"))
         patch(ExactMatch, "score", parts.busy("reward"))
@@ -148,7 +146,7 @@ def measure(model: Path, steps: int, folder: Path) -> Steps:
 
 
 def warm_up(folder: Path) -> Path:
-    """The quickstart's warm-up: a model that is right about now and then."""
+    """Train the quickstart's warm-up model, which gives some right answers."""
     settings = [
         f"run_dir={folder}/warm_up",
         f"model.path={TINY}",
@@ -165,12 +163,12 @@ def warm_up(folder: Path) -> Path:
 
 
 def outside_gate(name: str, measured: Steps, inside: tuple[str, ...]) -> Gate:
-    """What is not `inside` takes at most its share of the step."""
+    """Return the gate for the share of the step that is not `inside`."""
     return Gate(name, share(measured, inside, "wall"), LIMIT, False, share(measured, inside, "cpu"))
 
 
 def share_of_keeping(measured: Steps, kind: str) -> float:
-    """Median over the steps of what keeping the rollouts takes on both threads, as a part of the step."""
+    """Return the median share of the step that keeping rollouts takes on both threads."""
     steps = list(zip(measured.parts, measured.kept, strict=True))[WHOLE]
     return statistics.median(
         getattr(kept, kind) / sum(getattr(spent, kind) for spent in parts.values()) for parts, kept in steps
@@ -178,7 +176,7 @@ def share_of_keeping(measured: Steps, kind: str) -> float:
 
 
 def share(measured: Steps, inside: tuple[str, ...], kind: str) -> float:
-    """Median over the steps of what is outside, as a part of the step."""
+    """Return the median share of the step that is outside."""
     shares: list[float] = []
     for step in measured.parts[WHOLE]:
         seconds = {name: getattr(spent, kind) for name, spent in step.items()}
@@ -187,7 +185,7 @@ def share(measured: Steps, inside: tuple[str, ...], kind: str) -> float:
 
 
 def figures(measured: Steps) -> dict[str, Any]:
-    """Medians in milliseconds over the steps that are taken apart; the product's own metrics are of the others."""
+    """Return medians in milliseconds over the steps with clocks, and Spurline's own metrics of the other steps."""
 
     def median(name: str, kind: str) -> float:
         return statistics.median(getattr(step[name], kind) for step in measured.parts[TAKEN_APART]) * 1000
@@ -204,7 +202,7 @@ def figures(measured: Steps) -> dict[str, Any]:
         "product_metrics_ms": {
             f"time/{name}": statistics.median(step[name] for step in measured.product[WHOLE]) * 1000 for name in PRODUCT
         },
-        # As the product's own metrics have it: everything within time/generate counts as generating.
+        # As in Spurline's own metrics, all of time/generate counts as generation.
         "outside_product_metrics": statistics.median(
             1 - sum(step[name] for name in PRODUCT if name != "step") / step["step"] for step in measured.product[WHOLE]
         ),
@@ -222,7 +220,7 @@ def print_figures(found: Mapping[str, Any]) -> None:
         print(f"{mark} {name:<40} {wall:9.2f} {wall / step:7.2%} | {cpu:9.2f} {cpu / step_cpu:7.2%}")
     print("* outside")
     metrics = ", ".join(f"{name} {value:.1f}" for name, value in found["product_metrics_ms"].items())
-    print(f"the product's own metrics, ms: {metrics}; outside by them {found['outside_product_metrics']:.2%}")
+    print(f"Spurline's own metrics, ms: {metrics}; outside by them {found['outside_product_metrics']:.2%}")
 
 
 def main() -> None:

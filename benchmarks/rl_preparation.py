@@ -1,8 +1,9 @@
-"""Measure the preparation of a large RL batch without its forwards: `Preparation.prepare` on the lengths of `D1`.
+"""Measure `Preparation.prepare` on a large RL batch with the lengths of `D1`, without forward passes.
 
-128 prompts x 8 attempts of 16 to 4,096 tokens (see `collation_inputs.py`), as `async_rollouts` hands them over: groups
-that were made ready when they were finished. Fast collator, GRPO, truncated importance sampling, and logprobs that are
-there already. On 8 ranks the 1,024 rows are a multiple of the ranks, on 6 they are not. `rl_overhead.py` prints it.
+The batch has 128 prompts x 8 attempts of 16 to 4,096 tokens (see `collation_inputs.py`). As in `async_rollouts`, each
+group was made ready when it was finished. The preparation uses the fast collator, GRPO, truncated importance sampling,
+and logprobs that take no time. The 1,024 rows are a multiple of 8 ranks, but not of 6 ranks. `rl_overhead.py` prints
+the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ PAD = 0
 
 
 def time_preparation(repeats: int) -> tuple[dict[str, Timing], list[Gate]]:
-    """Times by number of ranks, round-robin."""
+    """Time the preparation for each number of ranks, in turns."""
     groups = _groups(DATA_SETS["D1"].make().trajectories)
     backend: Any = _ScoredAlready(groups)
     preparations = {ranks: _preparation(ranks) for ranks in RANKS}
@@ -78,7 +79,7 @@ def _groups(trajectories: Sequence[Trajectory]) -> list[Group]:
 
 
 def _rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
-    """The attempt with this reward on its last token."""
+    """Return the attempt with this reward on its last token."""
     [turn] = trajectory.turns
     rewards = np.zeros(len(turn.response_ids), np.float32)
     rewards[-1] = reward

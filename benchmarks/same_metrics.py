@@ -1,9 +1,10 @@
-"""Check that two checkouts train the examples alike: all metrics of a few steps of each, bit for bit.
+"""Check that two checkouts have the same metrics, bit for bit, in a few steps of the examples.
 
     python benchmarks/same_metrics.py OLD NEW [--steps 4] [--only sft,rl]
 
-OLD, NEW: folders of checkouts. Each runs with its own packages, and with the interpreter of its own `.venv`, or with
-this one where it has none. What the clock and the machine decide, such as `time/...` and memory, is left out.
+OLD and NEW are folders of checkouts. Each checkout runs with its own packages and the interpreter of its `.venv`, or
+with the current interpreter if it has no `.venv`. Metrics that depend on the clock or the machine, such as `time/...`
+and memory, are left out.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "sft": ("sft_sort",),
     "dpo": ("dpo_sort",),
     "rl": ("rl_sort",),
-    # One group at a time: which attempts share a decode step, and so the rounding, is otherwise up to the clock.
+    # Groups run one at a time. Otherwise the clock would decide which attempts share a decode step, which changes the
+    # rounding.
     "async": ("rl_sort_async", "source.max_staleness=0", "source.max_concurrent_groups=1"),
     "fsdp": ("sft_sort", "plugins=[fsdp_backend]", "backend.name=fsdp", *ON_RANKS),
     "megatron": (

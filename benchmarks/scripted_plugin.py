@@ -1,6 +1,6 @@
-"""Offer engine, environment and trainer without a model, which cost next to nothing, for `controller.py`.
+"""Offer engine, environment and trainer without a model for `controller.py`.
 
-What a run spends on them is what the source, the scheduler and the preparation of batches cost, at any size.
+They cost almost nothing, so a run with them shows the cost of the source, the scheduler and the preparation of batches.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ PLUGIN = Plugin("scripted", api=API_VERSION)
 INSTALLED = InstalledPlugin("scripted", __name__, "benchmarks", "0")
 
 _TICK_S = 0.005
-"""Between two looks at what has ended; the lateness of a look is the lag of the loop."""
+"""Seconds between two ticks, which look for ended responses. The delay of a tick is the lag of the event loop."""
 
 
 class Observed:
-    """What the parts below saw, for the benchmark; times of threads are CPU seconds.
+    """Observations of the scripted parts for the benchmark. Times of threads are CPU seconds.
 
-    engine_s: of the event loop, what the scripted engine itself took. lags: how late each tick of the event loop came,
-    in seconds. ended: attempts that ended. updates: for each update, the CPU time of the training thread and the wall
-    clock when it reached the backend.
+    Attributes:
+        engine_s: The time of the scripted engine in the event loop's thread.
+        lags: The delay of each tick of the event loop, in seconds.
+        ended: The number of ended attempts.
+        updates: The CPU time of the training thread and the wall clock at the beginning of each update.
     """
 
     def __init__(self) -> None:
@@ -52,7 +54,7 @@ class Observed:
         self.rss_before_save = 0
 
     def loop_seconds(self) -> float:
-        """CPU time of the event loop without that of the scripted engine."""
+        """Return the CPU time of the event loop's thread without the time of the scripted engine."""
         return 0.0 if self.loop_clock is None else time.clock_gettime(self.loop_clock) - self.engine_s
 
 
@@ -60,7 +62,7 @@ OBSERVED = Observed()
 
 
 class ScriptedEngineConfig(RolloutEngineConfig):
-    """Responses of one length, each after a lognormal time."""
+    """Settings of an engine with responses of equal length, each after a lognormal time."""
 
     name: str = "scripted"
     tokens: int = Field(default=2048, gt=1)
@@ -69,7 +71,7 @@ class ScriptedEngineConfig(RolloutEngineConfig):
 
 
 class ScriptedEngine(TakesWeights):
-    """Ends what is due at every tick of one task: a timer for each response would cost more than what is measured."""
+    """An engine that ends responses at the ticks of one task, since a timer for each response would cost too much."""
 
     transports: Sequence[str] = ("in_process",)
 
@@ -100,7 +102,7 @@ class ScriptedEngine(TakesWeights):
         began_at = time.thread_time()
         versions = np.full(len(self._tokens), self._version, np.int32)
         versions[: len(versions) // 2] = began
-        # Own arrays, as every engine gives.
+        # Each result gets its own arrays, as with real engines.
         result = GenerationResult(self._tokens.copy(), self._logprobs.copy(), None, versions, "stop")
         OBSERVED.engine_s += time.thread_time() - began_at
         return result
@@ -136,13 +138,13 @@ class ScriptedEngine(TakesWeights):
 
 
 class ScriptedEnvironmentConfig(EnvironmentConfig):
-    """One turn, rewarded by its number."""
+    """Settings of an environment with one turn, whose reward depends on the number of the attempt."""
 
     name: str = "scripted"
 
 
 class ScriptedEnvironment:
-    """Decodes and judges nothing."""
+    """An environment that does not decode or judge responses."""
 
     def __init__(self, config: ScriptedEnvironmentConfig, registry: Any, tokenizer: Any, data: Any) -> None:
         self._prompt = list(range(5, 53))
@@ -160,7 +162,7 @@ class ScriptedBackendConfig(BackendConfig):
 
 
 class ScriptedBackend:
-    """What a run asks of a backend, without a model."""
+    """A backend without a model."""
 
     def __init__(self, config: ScriptedBackendConfig, run: Any, registry: Any, total_updates: int) -> None:
         self._step_s = config.step_s
@@ -172,7 +174,7 @@ class ScriptedBackend:
         return {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "tokens": 0.0, "loss_tokens": 0.0, **times}
 
     def logprobs(self, batch: TrainingBatch, role: str = "policy", *, temperature: float = 1.0) -> torch.Tensor:
-        # Near to what the engine says, and as cheap as one pass can be.
+        # These are close to the engine's logprobs, and cheap to compute.
         return batch.drop_padding_rows(batch.tokens["rollout_logprobs"] * 1.001)
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,7 +186,7 @@ class ScriptedBackend:
     def save(self, path: Path) -> Mapping[str, Any]:
         (path / "weights").write_text("none")
         OBSERVED.rss_before_save = resident_bytes()
-        # Linux: from here on the peak is counted anew.
+        # Linux resets the peak of memory here.
         Path("/proc/self/clear_refs").write_text("5")
         return {}
 
@@ -192,7 +194,7 @@ class ScriptedBackend:
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Memory of this process, by /proc/self/status; VmHWM is its peak."""
+    """Return the memory of this process in bytes, from /proc/self/status. `VmHWM` is its peak."""
     status = Path("/proc/self/status").read_text()
     [kilobytes] = [line.split()[1] for line in status.splitlines() if line.startswith(f"{field}:")]
     return int(kilobytes) * 1024

@@ -1,16 +1,17 @@
-"""Measure how fast the command line answers without a model, and how long a run of one step takes.
+"""Measure how fast commands without a model respond, and how long a run of one step takes.
 
     make models/tiny-qwen3
     python benchmarks/startup.py [--json] [--repeats 7] [--first-steps 3] [--beside CHECKOUT]
 
-Without a model: `--help`, a config error, `import spurline`, the banner. Each case is a whole process, run round-robin;
-the figure is the median wall time. The floor is an empty interpreter.
+Without a model: `--help`, a config error, `import spurline`, and the banner. Each case is a whole process. Cases take
+turns, and figures are medians of wall time. The floor is an empty interpreter.
 
-First step: `spurline train` of `examples/sft_sort.yaml` for one step, as a new run, whose tokens are in the cache: the
-median of wall time, and of the CPU time of the process and those it starts, which says more on a busy machine. Without
-the plugin `collation_fast`; with it; and with it where no compiled code is in the cache, as on a new machine. The floor
-is a loop written by hand: the same model, one step of AdamW, nothing evaluated or saved. With `--beside` the runs of
-another checkout of this repository are measured in between, and the ratios are printed.
+First step: `spurline train` runs `examples/sft_sort.yaml` for one step, as a new run whose tokens are in the cache.
+Figures are medians of wall time, and of the CPU time of the process and its children, which is more reliable on a busy
+machine. The cases are without the plugin `collation_fast`, with it, and with it but without compiled code in the cache,
+as on a new machine. The floor is a hand-written loop with the same model and one step of AdamW, which evaluates and
+saves nothing. With `--beside`, runs of another checkout of this repository take turns with them, and the ratios are
+printed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[1]
 BANNER = "import sys; sys.modules['spurline.run.run'] = None; from spurline.cli import main; main(sys.argv[1:])"
-"""What follows the banner is the import of the run, and of torch with it; here it ends the process."""
+"""After the banner, a command imports the run and torch. Here this import fails and ends the process."""
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-"""Of every process here. What is installed has its byte code beside it; compiling a checkout anew takes 0.3 s."""
+"""The environment of all processes. They may write byte code, since compiling a checkout each time takes 0.3 s."""
 
 CASES = {
     "python -c pass (floor)": ["-c", "pass"],
@@ -70,11 +71,11 @@ model(input_ids=ids, labels=ids).loss.backward()
 optimizer.step()
 """
 BESIDE = " (beside)"
-"""What the names of the other checkout's figures end with."""
+"""The suffix of the names of the other checkout's figures."""
 
 
 def measure(repeats: int) -> dict[str, float]:
-    """Median seconds of each case."""
+    """Return the median seconds of each case."""
     times: dict[str, list[float]] = {name: [] for name in CASES}
     for _ in range(repeats):
         for name, arguments in CASES.items():
@@ -87,7 +88,7 @@ def measure(repeats: int) -> dict[str, float]:
 
 
 def measure_first_steps(repeats: int, beside: Path | None) -> dict[str, dict[str, float]]:
-    """Median seconds of each case, by the clock and of CPU; one round before them fills the caches."""
+    """Return the median wall and CPU seconds of each case. One more round before them fills the caches."""
     roots = {"": ROOT} | ({BESIDE: beside} if beside else {})
     cases = [(FLOOR, "", [])] + [(name, root, options) for name, options in FIRST_STEPS.items() for root in roots]
     times: dict[str, list[tuple[float, float]]] = {name + root: [] for name, root, _ in cases}
@@ -121,18 +122,18 @@ def measure_first_steps(repeats: int, beside: Path | None) -> dict[str, dict[str
 
 
 def sources(root: Path) -> list[Path]:
-    """The packages of a checkout, to be found before those that are installed."""
+    """Return the source folders of a checkout, which come before installed packages."""
     return [root / "core" / "src", *sorted((root / "plugins").glob("*/src"))]
 
 
 def cpu_of_children() -> float:
-    """CPU seconds of the processes that this one has waited for."""
+    """Return the CPU seconds of all child processes that have ended."""
     used = os.times()
     return used.children_user + used.children_system
 
 
 def ratios(first: dict[str, dict[str, float]], name: str) -> str:
-    """What a case takes as a share of the other checkout's, in words; nothing where that was not measured."""
+    """Return the ratios of a case to the other checkout in words, or an empty text if it was not measured."""
     other = first.get(name + BESIDE)
     if other is None:
         return ""
@@ -146,7 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--first-steps", type=int, default=3, help="repeats of the runs of one step; 0 leaves them out")
+    parser.add_argument("--first-steps", type=int, default=3, help="repeats of runs of one step; 0 for none")
     parser.add_argument("--beside", type=Path, help="another checkout of the repository, to compare first steps with")
     arguments = parser.parse_args()
     figures = measure(arguments.repeats)

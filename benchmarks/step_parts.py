@@ -1,7 +1,7 @@
-"""Put clocks around functions of the product from outside.
+"""Measure the time in functions of Spurline, by replacing them with wrappers. `rl_overhead.py` uses this module.
 
-Used by `rl_overhead.py`. Spans may contain each other; whoever reads them subtracts. What runs beside another thread
-is measured by the time of its own thread, so that nothing is counted twice.
+Spans may contain other spans, so their users subtract. Functions that run beside another thread are measured by the
+time of their own thread, so that no time is counted twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Wrapper = Callable[[Function], Function]
 
 @dataclass(frozen=True)
 class Seconds:
-    """wall: by the clock on the wall. cpu: of the processor, of the process or of one thread."""
+    """Seconds of wall time, and of processor time of the process or of one thread."""
 
     wall: float = 0.0
     cpu: float = 0.0
@@ -37,10 +37,12 @@ class Seconds:
 
 
 class StepParts:
-    """Adds up how long the wrapped functions took.
+    """Adds up the time of wrapped functions.
 
-    taken: by the name of the part; every part that was wrapped is there. is_fine: whether `busy` measures; its clocks,
-    several for each attempt, take a few microseconds each, which the whole must not be measured with.
+    Attributes:
+        taken: The time of each part by name. It has all parts with wrapped functions.
+        is_fine: Whether `busy` measures. Its clocks take a few microseconds for each of several calls in an attempt, so
+            they are off when a whole step is measured.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class StepParts:
         self.taken = dict.fromkeys(self.taken, Seconds())
 
     def call(self, name: str, *, of_thread: bool = False) -> Wrapper:
-        """Calls of a plain function."""
+        """Return a wrapper that measures calls of a plain function."""
         self.taken[name] = Seconds()
 
         def wrap(function: Function) -> Function:
@@ -65,7 +67,7 @@ class StepParts:
         return wrap
 
     def until_done(self, name: str) -> Wrapper:
-        """Calls of an async function from beginning to end, waiting included."""
+        """Return a wrapper that measures calls of an async function from beginning to end, including waits."""
         self.taken[name] = Seconds()
 
         def wrap(function: Function) -> Function:
@@ -79,7 +81,7 @@ class StepParts:
         return wrap
 
     def busy(self, name: str) -> Wrapper:
-        """Calls of an async function, without the time in which it waits."""
+        """Return a wrapper that measures calls of an async function without its waits."""
         self.taken[name] = Seconds()
 
         def wrap(function: Function) -> Function:
@@ -103,7 +105,7 @@ class StepParts:
 
 
 class _Busy:
-    """An awaitable that runs another one, with the clock on only while that has the event loop."""
+    """An awaitable that runs another awaitable, and measures only while that one uses the event loop."""
 
     def __init__(self, awaitable: Awaitable[Any], clock: Callable[[], Any]) -> None:
         self._awaitable = awaitable
@@ -113,7 +115,7 @@ class _Busy:
         steps: Any = self._awaitable.__await__()
         resume: Callable[[], Any] = functools.partial(steps.send, None)
         while True:
-            # StopIteration must not reach a context manager, which would take it for its own.
+            # A context manager would take StopIteration for its own, so it must not get it.
             result: Any = None
             ended = False
             with self._clock():
@@ -125,13 +127,13 @@ class _Busy:
                 return result
             try:
                 resume = functools.partial(steps.send, (yield waited))
-            except BaseException as error:  # noqa: BLE001 - cancellation too is for the awaitable to see
+            except BaseException as error:  # noqa: BLE001 - the awaitable must also see cancellation
                 resume = functools.partial(steps.throw, error)
 
 
 @contextmanager
 def patched() -> Iterator[Callable[[Any, str, Wrapper], None]]:
-    """Replace attributes of classes or modules by wrapped ones until the context ends."""
+    """Yield a function that wraps attributes of classes or modules until the context ends."""
     with ExitStack() as stack:
 
         def patch(owner: Any, name: str, wrap: Wrapper) -> None:

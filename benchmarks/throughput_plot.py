@@ -17,8 +17,13 @@ from spurline_insight.report_panel import RunRecord
 
 @dataclass(frozen=True)
 class Curve:
-    """What one knob does. axis: its name. told: what the others are. points: with its value; for each there may be one
-    of each depth."""
+    """The effect of one setting.
+
+    Attributes:
+        axis: The name of the setting.
+        told: The values of the other settings, as text.
+        points: Pairs of a value and a result. A value may have a result for each depth.
+    """
 
     axis: str
     told: str
@@ -27,7 +32,7 @@ class Curve:
 
 
 def write_curves(out: Path, curves: Sequence[Curve], told: str) -> Path:
-    """told: what all curves were measured with."""
+    """Write the page, and return its path. `told` describes the settings of all curves."""
     panels = [_CurvePanel(curve, told) for curve in curves]
     num_steps = max(item.case.steps for curve in curves for _, item in curve.points)
     record = RunRecord(out.absolute().with_suffix(""), [{"step": num_steps}], {}, {"status": "finished"})
@@ -58,7 +63,7 @@ def _plot(curve: Curve, value: Callable[[Result | Predicted], float], y_axis: di
 
 
 def _traces(curve: Curve, depth: str, number: int, value: Callable[[Result | Predicted], float]) -> list[Trace]:
-    """The synchronous source, which has no depth, belongs to both."""
+    """Return the lines of one depth. The synchronous source has no depth, so its result is in the lines of both."""
     found = [(x, item) for x, item in curve.points if item.case.depth == depth or item.case.max_staleness is None]
     color = series_color(number)
     shared: Trace = {"type": "scatter", "x": [x for x, _ in found], "hovertemplate": "%{y:.3f}"}

@@ -1,8 +1,8 @@
-"""Time candidates that take turns, so that a busy machine does not change their ratio.
+"""Time candidates that take turns, so that a busy machine does not change their ratio. Most benchmarks use this module.
 
-Shared by the benchmarks. A gate compares a ratio of smallest wall times and, where given, the same ratio of smallest
-process times with its limit, and fails only when both miss: another process on the machine inflates wall time, a
-helper thread of a library inflates process time, hardly ever both.
+A gate compares a ratio of smallest wall times with its limit. It may also compare the same ratio of smallest process
+times, and then fails only if both ratios miss the limit. Other processes increase the wall time, and helper threads of
+libraries increase the process time, but both rarely happen together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call. min_s, median_s: wall clock. min_cpu_s: all threads of this process."""
+    """Seconds of a call: the smallest and the median wall time, and the smallest CPU time of all threads."""
 
     min_s: float
     median_s: float
@@ -26,7 +26,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Gate:
-    """A figure with its limit. cpu_value: the same figure by process time; the gate is met when either is."""
+    """A figure with its limit. `cpu_value` is the figure by process time. The gate is met if either meets the limit."""
 
     name: str
     value: float
@@ -48,9 +48,9 @@ class Gate:
 
 
 def round_robin(functions: Mapping[str, Callable[[], object]], repeats: int | Mapping[str, int]) -> dict[str, Timing]:
-    """Time each function `repeats` times, one call of each in turn, after one untimed call of each.
+    """Time each function `repeats` times, in turns, after one call of each function that is not timed.
 
-    repeats: for all, or by name; slow candidates may have fewer. The garbage collector is off while the clock runs.
+    `repeats` is a number for all functions, or a number for each name. The garbage collector is off meanwhile.
     """
     counts = dict.fromkeys(functions, repeats) if isinstance(repeats, int) else dict(repeats)
     wall: dict[str, list[float]] = {name: [] for name in functions}
@@ -67,40 +67,41 @@ def round_robin(functions: Mapping[str, Callable[[], object]], repeats: int | Ma
                     result = function()
                     wall[name].append(time.perf_counter() - start)
                     cpu[name].append(time.process_time() - cpu_start)
-                    del result  # freeing it is not part of the next candidate's time
+                    # The next candidate's time must not contain the freeing of this result.
+                    del result
     finally:
         gc.enable()
     return {name: Timing(min(wall[name]), statistics.median(wall[name]), min(cpu[name])) for name in functions}
 
 
 def speedup_gate(name: str, slow: Timing, fast: Timing, at_least: float) -> Gate:
-    """`fast` takes at most 1 / `at_least` of the time of `slow`."""
+    """Return the gate that `fast` is at least `at_least` times as fast as `slow`."""
     return Gate(name, slow.min_s / fast.min_s, at_least, True, slow.min_cpu_s / fast.min_cpu_s)
 
 
 def cost_gate(name: str, timing: Timing, base: Timing, at_most: float) -> Gate:
-    """`timing` is at most `at_most` times that of `base`."""
+    """Return the gate that `timing` is at most `at_most` times `base`."""
     return Gate(name, timing.min_s / base.min_s, at_most, False, timing.min_cpu_s / base.min_cpu_s)
 
 
 def print_timings(title: str, timings: Mapping[str, Timing]) -> None:
-    """One line per candidate, in milliseconds."""
+    """Print a line for each candidate, in milliseconds."""
     print(f"{title}: ms, min wall | median wall | min process time")
     for name, timing in timings.items():
         print(f"  {name:<40} {timing.min_s * 1e3:10.3f} {timing.median_s * 1e3:10.3f} {timing.min_cpu_s * 1e3:10.3f}")
 
 
 def print_gates(gates: Iterable[Gate]) -> None:
-    """One line per gate."""
+    """Print a line for each gate."""
     for gate in gates:
         print(gate)
 
 
 def timings_as_json(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
-    """For the `--json` output of a benchmark."""
+    """Return timings for the `--json` output of a benchmark."""
     return {name: asdict(timing) for name, timing in timings.items()}
 
 
 def gates_as_json(gates: Iterable[Gate]) -> list[dict[str, Any]]:
-    """For the `--json` output of a benchmark."""
+    """Return gates for the `--json` output of a benchmark."""
     return [{**asdict(gate), "met": gate.met} for gate in gates]

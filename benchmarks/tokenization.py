@@ -1,22 +1,24 @@
-"""Measure the tokenization of conversations: `parallel` against the two-call way and the tokenizer alone.
+"""Measure the tokenization of conversations: `parallel` against the usual two calls, and the tokenizer alone.
 
     python benchmarks/tokenization.py [--json] [--samples 1000] [--repeats 7]
 
-A byte-level BPE of 16,000 tokens is trained on made-up words, and conversations of about 1.8 KB and 475 tokens are
-made of them (seeded); then four times as many short ones, of two messages and some 75 tokens.
-Compared, in turns within one process:
+The benchmark trains a byte-level BPE of 16,000 tokens on random words, and makes conversations of about 1.8 KB and 475
+tokens from these words. Then it makes four times as many short conversations of two messages and about 75 tokens.
+These candidates take turns in one process:
 
-- two calls: `apply_chat_template(tokenize=True)` of the prompt and of the whole conversation, whose difference in
-  length gives the mask. The usual way.
-- encode_batch: the tokenizer alone on texts that are rendered already, in chunks. The floor.
-- parallel: rows to a token store with masks, in this process (`workers: 0`), no cache.
-- sequential: the same by `text/sequential`, for information.
+- two calls: the usual way. `apply_chat_template(tokenize=True)` tokenizes the prompt, and then the whole conversation.
+  The difference of their lengths gives the mask.
+- encode_batch: the floor. The tokenizer alone encodes rendered texts in chunks.
+- parallel: makes a token store with masks from rows, in this process (`workers: 0`) and without a cache.
+- sequential: `text/sequential` does the same, for information.
 
-On two threads and on one, each in a process that is held to so many cores. For information: two worker processes on
-eight times the samples, start included. All ways give the same tokens and masks, which is checked first.
+They run on two threads and on one thread, in processes with this number of threads. For information, the benchmark also
+runs two worker processes on eight times as many samples, including their start. Before timing, it checks that all
+candidates give the same tokens and masks.
 
-Gates: parallel >= 2.5 x two calls on two threads, >= 1.5 x on one, and at most 1.3 x encode_batch on two threads.
-Of short conversations: at most 1.35 x encode_batch, on two threads and on one.
+Gates: parallel is >= 2.5 x as fast as two calls on two threads, >= 1.5 x on one thread, and takes at most 1.3 x the
+time of encode_batch on two threads. With short conversations, it takes at most 1.35 x the time of encode_batch, on two
+threads and on one thread.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ Chat = list[dict[str, str]]
 
 
 class Inputs:
-    """The tokenizer and the conversations; equal in every process."""
+    """The tokenizer and the conversations, which are equal in all processes."""
 
     def __init__(self, num_samples: int, short: bool = False) -> None:
         self._random = random.Random(0)
@@ -91,7 +93,7 @@ class Inputs:
 
 
 def two_calls(inputs: Inputs) -> list[tuple[list[int], int]]:
-    """Tokens of each conversation, and how many of them are prompt."""
+    """Return the tokens of each conversation, and the number of its prompt tokens."""
     apply = inputs.tokenizer.apply_chat_template
     made: list[tuple[Any, int]] = []
     for chat in inputs.chats:
@@ -101,13 +103,13 @@ def two_calls(inputs: Inputs) -> list[tuple[list[int], int]]:
 
 
 def encode_batch(inputs: Inputs) -> None:
-    """Nothing but the tokenizer, on as many texts at a time as `parallel` gives it."""
+    """Run only the tokenizer, with chunks of the same size as in `parallel`."""
     for start in range(0, len(inputs.texts), ROWS_PER_CHUNK):
         inputs.tokenizer.backend_tokenizer.encode_batch(inputs.texts[start : start + ROWS_PER_CHUNK])
 
 
 def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
-    """Rows to a token store in memory."""
+    """Make a token store in memory from the rows."""
     config = DatasetConfig(name="rows", format="chat")
     tokenization = ParallelTokenization(
         ParallelTokenizationConfig(workers=workers, disable_cache=True),
@@ -119,7 +121,7 @@ def parallel(inputs: Inputs, workers: int = 0) -> TokenStore:
 
 
 def sequential(inputs: Inputs) -> TokenStore:
-    """As `parallel`, by core's tokenization."""
+    """Make the same token store with `text/sequential`."""
     config = DatasetConfig(name="rows", format="chat")
     data = DataConfig(train=(config,), max_length=100_000)
     tokenization = SequentialTokenization(SequentialTokenizationConfig(), tokenizer=inputs.tokenizer, data=data)
@@ -129,18 +131,18 @@ def sequential(inputs: Inputs) -> TokenStore:
 
 
 def check_equal(inputs: Inputs) -> None:
-    """Assert that the two-call way and `parallel` mean the same."""
+    """Assert that `two_calls` and `parallel` give the same tokens and masks."""
     store = parallel(inputs)
     view = store.view(store.row)
     for row, (tokens, prompt) in enumerate(two_calls(inputs)):
         assert view.tokens(row).tolist() == tokens
-        # The template writes a line break after the end of the turn, which nobody generates.
+        # The template adds a line break after the end of the turn, which the model does not generate.
         trained = len(tokens) - prompt - 1
         assert view.loss_mask(row).tolist() == [0] * prompt + [1] * trained + [0]
 
 
 def measure(num_samples: int, repeats: int, short: bool) -> dict[str, Timing]:
-    """Seconds of each way on all samples."""
+    """Time each candidate on all samples."""
     inputs = Inputs(num_samples, short)
     check_equal(inputs)
     functions = {
@@ -153,7 +155,7 @@ def measure(num_samples: int, repeats: int, short: bool) -> dict[str, Timing]:
 
 
 def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = False) -> dict[str, Timing]:
-    """`measure` in a process that has so many cores; the tokenizer's threads are chosen once per process."""
+    """Run `measure` in a new process, since a process chooses the tokenizer's number of threads only once."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(num_threads), "TOKENIZERS_PARALLELISM": "true"}
     arguments = ["--threads", num_threads, "--samples", num_samples, "--repeats", repeats, *["--short"] * short]
     result = subprocess.run(
@@ -163,7 +165,7 @@ def measure_on(num_threads: int, num_samples: int, repeats: int, short: bool = F
 
 
 def measure_workers(num_samples: int) -> dict[str, float]:
-    """Rows a second with and without worker processes, once, on more samples and all cores."""
+    """Return the rows per second with and without worker processes, from one run on more samples and all cores."""
     inputs = Inputs(num_samples)
     rates: dict[str, float] = {}
     for workers in (0, 2):

@@ -1,6 +1,6 @@
-"""Make the data of the memory benchmark: chats as JSON lines, configs over them, cache entries of random tokens.
+"""Make the data of the memory benchmark: chats as JSON lines, configs for them, and cache entries of random tokens.
 
-Seed 0 for both. Entries are written by the real cache writer under the real key.
+Chats and tokens use seed 0. The real cache writer writes the entries under their real keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS_PER_WRITE = 4096
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Chats of 23 to 63 tokens for the tiny tokenizer, drawn from a few thousand."""
+    """Write chats with 23 to 63 tokens of the tiny tokenizer, drawn from a few thousand chats."""
     source = random.Random(0)
     lines: list[str] = []
     for _ in range(5000):
@@ -32,7 +32,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def write_config(folder: Path, rows: int, steps: int, **tokenization: object) -> Path:
-    """The config of a run over this many rows, as a user would write it; JSON is YAML."""
+    """Write a usual config for a run over this many rows, and return its path. JSON is valid YAML."""
     config = {
         "plugins": ["collation_fast"],
         "run_dir": str(folder / f"run-{rows}"),
@@ -50,7 +50,7 @@ def write_config(folder: Path, rows: int, steps: int, **tokenization: object) ->
 
 
 def fill_cache(config: Path, rows: int) -> None:
-    """Put an entry for the data of this config into its cache: as many samples as rows."""
+    """Put an entry for the data of this config into its cache, with one sample for each row."""
     from spurline import load_config
     from spurline.data.token_store import SampleBlock, Tokenized
     from spurline_collation_fast.cache.folder import TokenCache

@@ -1,22 +1,24 @@
-"""Measure what a run over many samples costs besides its steps: memory, and the time to open its data.
+"""Measure the memory of a run over many samples, and the time to open its data.
 
     make models/tiny-qwen3
     python benchmarks/training_memory.py [--json] [--rows 1000000] [--steps 30] [--repeats 5] [--skip-tokenizing]
 
-Training: 10,000 and 1,000,000 chats as JSON lines, the tiny model, and the config that a user would write; `Run.train`
-for so many steps of 256 samples, each run in a process of its own, with the tokens in the cache. They are put there by
-the real cache writer under the real key, but are random (16 to 64 a sample): tokenizing a million rows would take
-minutes and leave the same kind of entry. RssAnon (mapped pages are not in it) is read from outside every few
-milliseconds: the peak of the steps after the third, and of the whole process.
+Training: `Run.train` takes some steps of 256 samples, with 10,000 and with 1,000,000 chats as JSON lines, the tiny
+model and a usual config. Each run has its own process, and its tokens are in the cache. The real cache writer puts them
+there under the real key, but the tokens are random (16 to 64 per sample), since tokenizing a million rows would take
+minutes. The parent process reads RssAnon (memory without mapped files) every few milliseconds, and takes the peak of
+the steps after the third, and of the whole process.
 
-Opening: config to first batch in a process that has all modules loaded: config checked, tokenizer loaded, cache key
-made, entry found and opened, order drawn, batch packed. For information, the same in the fresh process of each run,
-where importing torch and loading weights come on top.
+Opening: the time from config to first batch in a process with all modules loaded. It checks the config, loads the
+tokenizer, computes the cache key, opens the entry, draws the order, and packs a batch. For information, the time in the
+new process of each run is also printed. It includes importing torch and loading weights.
 
-Tokenizing: 20,000 and 200,000 rows into an empty cache, in one process and with two workers; RssAnon of the parent.
+Tokenizing: 20,000 and 200,000 rows are tokenized into an empty cache, in one process and with two workers. The figure
+is the peak RssAnon of the parent.
 
-Gates: peak at 1,000,000 samples within 200 MB of 10,000; 1,000,000 opened in under a second; tokenizing 200,000 rows
-within 200 MB of 20,000. Needs 0.6 GB in the folder for temporary files (TMPDIR).
+Gates: the peak with 1,000,000 samples is within 200 MB of the peak with 10,000; 1,000,000 samples are opened in less
+than a second; the peak of tokenizing 200,000 rows is within 200 MB of the peak with 20,000. Needs 0.6 GB in the folder
+for temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -40,34 +42,34 @@ SMALL = 10_000
 TOKENIZED = (20_000, 200_000)
 WORKERS = (0, 2)
 WARM_STEPS = 3
-"""Steps after which the buffers of model, optimizer and collator have grown to their sizes."""
+"""Number of steps after which the buffers of model, optimizer and collator no longer grow."""
 
 SAMPLE_EVERY_S = 0.005
 LIMIT_MB = 200
 SETTLED_AFTER_S = 2.5
-"""A file that has just been written is hashed again instead of being taken for the one remembered."""
+"""Seconds to wait after writing files. Files that were written just before are hashed again."""
 
 Marks = dict[str, float]
-"""Instants by name, of the system's monotonic clock, which all processes share."""
+"""Times by name, from the system's monotonic clock, which all processes share."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A finished process: when it was at what, and its RssAnon in MB over time."""
+    """A finished process, with the times of its marks, and its RssAnon in MB over time."""
 
     marks: Marks
     readings: list[tuple[float, float]]
     notes: list[str]
 
     def peak(self, begin: str | None = None, end: str | None = None) -> float:
-        """Largest RssAnon between two marks; the whole process by default."""
+        """Return the largest RssAnon between two marks, or of the whole process by default."""
         first = self.marks[begin] if begin else 0.0
         last = self.marks[end] if end else float("inf")
         return max(megabytes for instant, megabytes in self.readings if first <= instant <= last)
 
 
 def watch(mode: str, config: Path) -> Watched:
-    """Run this file in that mode and read its memory from outside until it ends."""
+    """Run this file in a child process in this mode, and read the memory of the process until it ends."""
     started = time.monotonic()
     with subprocess.Popen(
         [sys.executable, __file__, "--mode", mode, str(config)], stdout=subprocess.PIPE, text=True
@@ -86,7 +88,7 @@ def watch(mode: str, config: Path) -> Watched:
 
 
 def anonymous_mb(pid: int) -> float | None:
-    """RssAnon of a process in MB; None when it has no memory any more."""
+    """Return the RssAnon of a process in MB, or None if the process has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -96,7 +98,7 @@ def anonymous_mb(pid: int) -> float | None:
 
 
 def tokenize(config: Path) -> tuple[Marks, list[str]]:
-    """Child: open the data of a config; tokenizes when the cache does not have it."""
+    """Open the data of a config in the child process. This tokenizes the data if it is not in the cache."""
     from spurline import load_config
     from spurline.run.build import build_data
 
@@ -109,7 +111,7 @@ def tokenize(config: Path) -> tuple[Marks, list[str]]:
 
 
 def train(config: Path) -> tuple[Marks, list[str]]:
-    """Child: the whole run."""
+    """Run the whole training in the child process."""
     from spurline import Run, load_config
     from spurline.plugins.hookspecs import hookimpl
 
@@ -138,7 +140,7 @@ def train(config: Path) -> tuple[Marks, list[str]]:
 
 
 def measure_opening(configs: dict[int, Path], repeats: int) -> dict[str, Any]:
-    """Config to first batch, in this process, data by data in turn."""
+    """Time the way from config to first batch in this process. The configs take turns."""
     from spurline import load_config
     from spurline.run.build import build_data
 
@@ -152,7 +154,7 @@ def measure_opening(configs: dict[int, Path], repeats: int) -> dict[str, Any]:
 
 
 def measure_tokenizing(folder: Path) -> dict[str, dict[str, float]]:
-    """Peaks of processes that tokenize, and how long it took."""
+    """Return the memory peaks and times of processes that tokenize."""
     measured: dict[str, dict[str, float]] = {}
     for rows in TOKENIZED:
         write_rows(folder / f"{rows}.jsonl", rows)
@@ -166,12 +168,12 @@ def measure_tokenizing(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def tokenized(rows: int, workers: int) -> str:
-    """Name of a case of `measure_tokenizing`."""
+    """Return the name of a case of `measure_tokenizing`."""
     return f"{rows:,} rows, {workers} workers"
 
 
 def measure_training(config: Path) -> dict[str, float]:
-    """Peaks of a run over cached tokens, and its way to the first batch."""
+    """Return the memory peaks of a run over cached tokens, and the times to its first batch."""
     watched = watch("train", config)
     assert any("from the cache" in note for note in watched.notes), watched.notes
     marks = watched.marks
@@ -185,7 +187,7 @@ def measure_training(config: Path) -> dict[str, float]:
 
 
 def growth_gate(name: str, large: dict[str, float], small: dict[str, float], key: str) -> Gate:
-    """The larger case takes at most `LIMIT_MB` more."""
+    """Return the gate that the larger case needs at most `LIMIT_MB` more."""
     return Gate(f"RssAnon, {name}, MB", large[key] - small[key], LIMIT_MB, False)
 
 
@@ -207,7 +209,7 @@ def main() -> None:
     sizes = (SMALL, arguments.rows)
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        # Hashes of files are remembered there; the user's own are none of ours.
+        # This folder has the stored hashes of files. The benchmark must not use or change the user's.
         os.environ["SPURLINE_CACHE"] = str(folder / "memory")
         tokenizing = {} if arguments.skip_tokenizing else measure_tokenizing(folder)
         for rows in sizes:

@@ -1,10 +1,10 @@
-"""Measure how soon `spurline view` shows 10,000 rollouts of 500 tokens, and how soon it filters them.
+"""Measure how fast `spurline view` shows and filters 10,000 rollouts of 500 tokens.
 
     python benchmarks/view.py [--json] [--attempts 10000] [--repeats 5]
 
-Writes a folder of kept rollouts, and asks the page's application in this process, as a browser does: for the first
-list, then by reward, by prompt, and by a text that no response has, which reads all.
-Gates: the first list is there in 1.5 s, and every filter answers in 300 ms, by wall clock or by process time.
+The benchmark writes a folder of kept rollouts, and sends requests to the page's application in this process: for the
+first list, and for lists filtered by reward, by prompt, and by a text that is in no response, so that all are read.
+Gates: the first list takes <= 1.5 s, and each filter <= 300 ms, by wall clock or by process time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FILTERS = {
 
 
 class Words:
-    """What tokens stand for: words of 4 to 10 bytes."""
+    """The words of tokens, with 4 to 10 bytes each."""
 
     def of_all(self, token_ids: list[int]) -> list[bytes]:
         return [b" word%d" % token_id for token_id in token_ids]
@@ -50,7 +50,7 @@ class Words:
 
 
 def write_rollouts(folder: Path, attempts: int) -> None:
-    """A run directory with so many attempts, with frequent tokens and rare ones as in text."""
+    """Write this many attempts into a run directory. Some tokens are frequent and many are rare, as in text."""
     rng = np.random.default_rng(0)
     tokens = np.minimum(rng.zipf(1.3, 1 << 20), VOCABULARY).astype(np.int32)
     (folder / "config.json").write_text("{}")
@@ -69,7 +69,7 @@ def write_rollouts(folder: Path, attempts: int) -> None:
 
 
 def make_group(rng: np.random.Generator, tokens: np.ndarray, draw: int, step: int) -> Group:
-    """One prompt with its attempts."""
+    """Make a group of one prompt with its attempts."""
     uid, prompt = f"train:{draw}@{draw}", rng.choice(tokens, PROMPT)
     attempts: list[Trajectory] = []
     for sample in range(SAMPLES):
@@ -88,13 +88,13 @@ def make_group(rng: np.random.Generator, tokens: np.ndarray, draw: int, step: in
 
 
 def open_all(folder: Path) -> None:
-    """Ask for the first list, with nothing in memory."""
+    """Request the first list with empty caches."""
     answers._listed.cache_clear()
     TestClient(make_app(open_runs([folder]))).get("/api/rollouts", params={"run": 0})
 
 
 def main() -> int:
-    """Returns 1 when a gate is not met."""
+    """Print the figures, and return 1 if a gate is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--attempts", type=int, default=10_000)

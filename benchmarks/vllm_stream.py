@@ -1,10 +1,11 @@
-"""Measure what the tokens of vLLM cost the event loop of the process that gets them.
-
-A recorded stream of an engine's messages goes through vLLM's own client code, the engine, its member and a response's
-Progress; CPU seconds of the thread, divided by the tokens. With --actor all of that but the last two is in a Ray actor,
-whose engine gives every request a token 33 times a second, and the seconds are those of the controller.
+"""Measure the CPU time that each token of vLLM costs the event loop of the receiving process.
 
     python benchmarks/vllm_stream.py [--json] [--requests 256] [--tokens 512] [--chunk-tokens 16] [--actor]
+
+A recorded stream of engine messages goes through vLLM's own client code, the engine, its member, and the `Progress` of
+each response. The figure is the CPU time of the thread, divided by the number of tokens. With --actor, client code and
+engine run in a Ray actor, which gives every request a token 33 times a second. The figure is then the CPU time of the
+controller.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _STEP_S = 0.03
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=256, help="in flight, with a token each in every message")
-    parser.add_argument("--tokens", type=int, default=512, help="of each response")
+    parser.add_argument("--requests", type=int, default=256, help="requests in flight; a message has a token for each")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each response")
     parser.add_argument("--chunk-tokens", type=int, default=16)
     parser.add_argument("--actor", action="store_true")
     parser.add_argument("--json", action="store_true")
@@ -52,7 +53,7 @@ def main() -> None:
         measured = asyncio.run(measure_actor(asked.requests, asked.tokens, chunk_tokens=asked.chunk_tokens))
         _print(measured, asked.json)
         return
-    # What is imported with the first request is no cost of a token.
+    # The first requests import modules, whose cost must not count.
     asyncio.run(measure(8, 40, chunk_tokens=asked.chunk_tokens))
     gc.collect()
     gc.freeze()
@@ -65,7 +66,7 @@ def _print(measured: dict[str, float], as_json: bool) -> None:
 
 
 async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[str, float]:
-    """Microseconds of loop CPU for a token, and for a request before its first."""
+    """Return the event loop's CPU microseconds for each token, and for each request before its first token."""
     engine = RecordedEngine(**settings)
     member: Any = VllmMember("engine 0", engine, tiny_tokenizer())
     began = time.thread_time()
@@ -92,7 +93,7 @@ async def measure(num_requests: int, num_tokens: int, **settings: Any) -> dict[s
 
 
 class RecordedActor(EngineActor):
-    """In the place of `EngineActor`; a step of its engine gives every request a token."""
+    """Replaces `EngineActor`. A step of its engine gives every request a token."""
 
     def __init__(self, spec: EngineSpec, log: str | None):
         super().__init__(spec, log)
@@ -119,8 +120,8 @@ class RecordedActor(EngineActor):
 
 
 async def measure_actor(num_requests: int, num_tokens: int, **settings: Any) -> dict[str, float]:
-    """Microseconds of CPU in the controller for a token: of its event loop, and of all its threads with Ray's own."""
-    # Actors do not look for modules where this script does.
+    """Return the controller's CPU microseconds for each token: of its event loop, and of all threads with Ray's."""
+    # Actors do not search the folders in which this script finds its modules.
     ray.cloudpickle.register_pickle_by_value(recorded_vllm)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     engines_on_ray.EngineActor = RecordedActor
@@ -146,7 +147,7 @@ async def _nothing() -> None:
 
 
 def _written(member: Any, num_requests: int, num_tokens: int) -> tuple[list[asyncio.Future[Any]], list[Progress]]:
-    """The responses under way, and what has come of them."""
+    """Return the tasks that generate responses, and the `Progress` of each response."""
     sampling, prompt = Sampling(max_new_tokens=num_tokens), list(range(200))
     parts = [Progress() for _ in range(num_requests)]
     asked = [GenerationRequest(prompt, sampling, n, f"request {n}") for n in range(num_requests)]

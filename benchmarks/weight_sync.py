@@ -1,18 +1,18 @@
-"""Measure the cost of a publish: seconds for a GiB of weights by transport, and the memory that it takes on both sides.
+"""Measure the cost of publishing weights with each transport: seconds per GiB, and memory of sender and receiver.
 
     python benchmarks/weight_sync.py [--json] [--gib 1.0] [--bucket-mb 64] [--repeats 3] [--ranks 0] [--only NAME ...]
 
-The trainer has random fp32 weights in this process, or in so many ranks of FSDP; the engine is `child_process`, which
-writes them into a model of the same size. Seconds are those of sending, from the first bucket to the last one taken
-over, and beside them stands what a plain copy of the same bytes takes in this process in the same turn: transports and
-copy take turns, and medians count.
+The trainer has random fp32 weights in this process, or in `--ranks` ranks of FSDP. The engine is `child_process`, which
+writes the weights into a model of the same size. The seconds are from the first bucket until the engine has taken over
+the last bucket. The benchmark compares them with a plain copy of the same bytes in this process. Transports and copy
+take turns, and figures are medians.
 
 Memory is RssAnon and RssShmem of each process, read every few milliseconds during the first publish of a transport,
-libraries that it loads included, over what the process had just before; in buckets of the size that was asked for.
-Where weights come from ranks, `sender` is the rank that takes most.
+minus its value just before. It includes libraries that the transport loads, and its unit is the size of a bucket. If
+weights come from ranks, `sender` is the rank that needs most.
 
-Gate: at most two buckets on either side by `collective`, and an eighth more for what is no bucket (threads, libraries).
-Needs as much free memory as three models, and room for one model in the folder for temporary files (TMPDIR).
+Gate: with `collective`, each side needs at most two buckets, and an eighth of a bucket for threads and libraries. The
+benchmark needs free memory for three models, and space for one model in the folder for temporary files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -47,15 +47,22 @@ from spurline_text.tokenizer import load_tokenizer
 TRANSPORTS = ("shared_memory", "collective", "disk")
 SAMPLE_EVERY_S = 0.003
 SETTLE_S = 0.3
-"""How long memory is read before a publish, and after it."""
+"""Seconds for which memory is read before a publish and after it."""
 LIMIT_BUCKETS = 2.125
 ENGINE = "spurline_async_rl.engines.child_process"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one transport. seconds_per_gib: median. times_copy: the same over the copy's in the same turn, median.
-    sender_buckets, receiver_buckets: largest memory beside what was there before, in buckets."""
+    """The cost of one transport.
+
+    Attributes:
+        seconds_per_gib: The median seconds for a GiB.
+        times_copy: The median ratio of its seconds to the copy's seconds in the same turn.
+        sender_buckets: The largest additional memory of the sender, in buckets.
+        receiver_buckets: The largest additional memory of the receiver, in buckets.
+        bytes_sent: The bytes of a publish.
+    """
 
     seconds_per_gib: float
     times_copy: float
@@ -65,7 +72,7 @@ class Cost:
 
 
 def write_large_model(folder: Path, gib: float) -> Path:
-    """About so many GiB in fp32, no tensor of which is larger than 12 MiB, below half a GiB 3 MiB."""
+    """Write a model of about this size in fp32. The largest tensor has 12 MiB, or 3 MiB below 0.5 GiB."""
     hidden = 1024 if gib >= 0.5 else 512
     layer = (3 * hidden * 3 * hidden + 3 * hidden * hidden) * 4
     return write_tiny_model(
@@ -81,12 +88,12 @@ def write_large_model(folder: Path, gib: float) -> Path:
 
 
 class Held:
-    """As much of a backend as a publish needs: weights in this process's own memory."""
+    """The part of a backend that a publish needs, with weights in the memory of this process."""
 
     def __init__(self, model: Path) -> None:
         from safetensors.torch import load_file
 
-        # Not the mapped file, whose pages would be read from disk while the clock runs.
+        # Adding a number copies the weights. Pages of the mapped file would be read from disk while the clock runs.
         self.weights = {name: tensor + 1e-3 for name, tensor in load_file(model / "model.safetensors").items()}
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,7 +101,7 @@ class Held:
 
 
 class Memory:
-    """RssAnon and RssShmem of some processes while the context is open, read on a thread of its own."""
+    """Reads RssAnon and RssShmem of some processes on a thread while the context is open."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -112,7 +119,7 @@ class Memory:
         self._thread.join()
 
     def growth(self, pids: Sequence[int]) -> int:
-        """Bytes by which that of these processes grew at most that grew most."""
+        """Return the largest growth of any of these processes, in bytes."""
         return max(self._peaks[pid] - self._first[pid] for pid in pids)
 
     def _watch(self) -> None:
@@ -122,7 +129,7 @@ class Memory:
 
 
 def own_bytes(pid: int) -> int:
-    """Memory of a process that is no mapped file's."""
+    """Return the memory of a process without mapped files, in bytes."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     lines = (line.split() for line in status.splitlines() if line.startswith(("RssAnon", "RssShmem")))
     return sum(int(line[1]) * 1024 for line in lines)
@@ -130,7 +137,7 @@ def own_bytes(pid: int) -> int:
 
 @contextmanager
 def trainer(model: Path, ranks: int) -> Iterator[tuple[Any, list[int], RunConfig]]:
-    """The backend, the processes that send, and its run's config."""
+    """Yield the backend, the ids of the sending processes, and the config of the run."""
     plugins = ("async_rl", "fsdp_backend") if ranks else ("async_rl",)
     section = {"name": "fsdp", "ranks": ranks} if ranks else {"name": "local"}
     loaded = backend_run(model, section | {"device": "cpu", "num_threads": 1, "probe": False}, plugins)
@@ -144,7 +151,7 @@ def trainer(model: Path, ranks: int) -> Iterator[tuple[Any, list[int], RunConfig
 
 
 def engine_pid() -> int:
-    """The process of the one engine."""
+    """Return the process id of the only engine."""
     (engine,) = (child.pid for child in psutil.Process().children(recursive=True) if ENGINE in child.cmdline())
     return engine
 
@@ -156,14 +163,14 @@ def sync_by(name: str, run: RunConfig, bucket_mb: int) -> WeightSync:
 
 
 async def measure(model: Path, ranks: int, names: Sequence[str], bucket_mb: int, repeats: int) -> dict[str, Any]:
-    """Figures by transport, and of the plain copy."""
+    """Return the figures of each transport and of the plain copy."""
     with ExitStack() as stack:
         backend, senders, run = stack.enter_context(trainer(model, ranks))
         run = run.model_copy(update={"run_dir": model.parent / "run"})
         engine = ChildProcessEngine(ChildProcessEngineConfig(device="cpu"), run, load_tokenizer(run.model))
         try:
             await engine.start()
-            # The engine's model may still be a mapped file, pages of which become its own when they are written.
+            # The engine's model may be a mapped file, whose pages become the process's own when they are written.
             await publish_once(engine, backend, "disk", run, bucket_mb)
             memory = {name: await measure_memory(engine, backend, senders, name, run, bucket_mb) for name in names}
             seconds, sent = await measure_seconds(engine, backend, names, run, bucket_mb, copier(model), repeats)
@@ -198,7 +205,7 @@ async def publish_once(engine: TakesWeights, backend: Any, name: str, run: RunCo
 async def measure_memory(
     engine: TakesWeights, backend: Any, senders: Sequence[int], name: str, run: RunConfig, bucket_mb: int
 ) -> tuple[int, int]:
-    """Bytes that the first publish takes beside the weights, where they come from and where they go."""
+    """Return the additional bytes of sender and receiver in the first publish."""
     receiver = engine_pid()
     with Memory([*senders, receiver]) as memory:
         await asyncio.sleep(SETTLE_S)
@@ -216,7 +223,7 @@ async def measure_seconds(
     copy: Callable[[], object],
     repeats: int,
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of each turn by transport and of the copy, and bytes sent by transport."""
+    """Return the seconds of each turn, by transport and of the copy, and the bytes sent by each transport."""
     seconds: dict[str, list[float]] = {name: [] for name in ("copy", *names)}
     sent: dict[str, int] = {}
     syncs = {name: sync_by(name, run, bucket_mb) for name in names}
@@ -228,7 +235,7 @@ async def measure_seconds(
             for name, sync in syncs.items():
                 report = await sync.publish(turn + 2, backend, [engine])
                 taken[name], sent[name] = report.transfer_s, report.bytes_sent
-            # The first turn touches new memory and makes connections.
+            # The first turn allocates memory and opens connections, so it does not count.
             if turn:
                 for name, value in taken.items():
                     seconds[name].append(value)
@@ -239,7 +246,7 @@ async def measure_seconds(
 
 
 def copier(model: Path) -> Callable[[], object]:
-    """Copies the bytes of the model's weights from memory to memory."""
+    """Return a function that copies the model's weights from memory to memory."""
     source = Held(model).weights
     target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
 
@@ -267,10 +274,10 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model in fp32")
     parser.add_argument("--bucket-mb", type=int, default=64, help="MiB of a bucket")
     parser.add_argument("--repeats", type=int, default=3, help="turns that are timed")
-    parser.add_argument("--ranks", type=int, default=0, help="ranks of FSDP that have the weights; 0: this process")
+    parser.add_argument("--ranks", type=int, default=0, help="ranks of FSDP with the weights; 0 for this process")
     parser.add_argument("--only", nargs="+", default=TRANSPORTS, choices=TRANSPORTS, help="transports")
     arguments = parser.parse_args()
-    # As many as the engine has.
+    # The engine also has one thread.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         model = write_large_model(Path(temporary) / "model", arguments.gib)

@@ -1,15 +1,15 @@
-"""Print what fits on one GPU: memory of a step by model, method and size of the GPU, as `spurline plan` estimates it.
+"""Print which models fit on one GPU: the memory of a step by model and method, as `spurline plan` estimates it.
 
     python benchmarks/what_fits.py [--json] [--many]
 
-The models are the dense ones of Qwen3, built on the meta device from their public shapes; no weight is read and no GPU
-is needed. Each figure is the total of the estimate that `spurline plan` prints for the settings below. A method fits
-where the estimate leaves a tenth of the GPU free, for the CUDA context and gaps between allocations.
+The models are the dense models of Qwen3, built on the meta device from their public shapes. So the script needs no
+weights and no GPU. Each figure is the estimated total that `spurline plan` prints for the settings below. A method fits
+if the estimate leaves a tenth of the GPU free, for the CUDA context and gaps between allocations.
 
-Settings: backend `local` (weights, gradients and AdamW in fp32, computation in bf16), activation checkpointing,
+Settings: backend `local` (weights, gradients and AdamW in fp32, computation in bf16), activation checkpointing, and
 micro-batches of 8,192 tokens. RL: 32 prompts x 8 attempts, prompts of 512 and responses of 1,024 tokens, engine
-`in_process`, no reference model. LoRA: rank 16 on all linear layers. `--many` prints what each of several GPUs holds
-with the backend `fsdp` instead: the same settings, for supervised fine-tuning of all weights and of adapters.
+`in_process`, no reference model. LoRA: rank 16 on all linear layers. `--many` prints the memory of each of several GPUs
+with the backend `fsdp`, for supervised fine-tuning of all weights and of adapters with the same settings.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-14B": {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "Qwen3-32B": {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
 }
-"""As in `config.json` of each model on the Hugging Face hub."""
+"""Values in `config.json` of each model on the Hugging Face hub."""
 
 SHARED: dict[str, Any] = {
     "vocab_size": 151936,
@@ -44,7 +44,7 @@ SHARED: dict[str, Any] = {
     "max_position_embeddings": 40960,
 }
 TIED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")
-"""Models whose output layer is their embedding."""
+"""Models whose output layer shares the weights of the embedding."""
 
 GPUS_GIB = (24, 48, 80, 141)
 SHARE_USED = 0.9
@@ -72,7 +72,7 @@ RANKS = (2, 4, 8, 16, 64)
 
 
 def measure(methods: Mapping[str, Mapping[str, Any]] = METHODS) -> dict[str, dict[str, float]]:
-    """GiB by model and method."""
+    """Return the GiB of each model and method."""
     found: dict[str, dict[str, float]] = {}
     for name, shape in MODELS.items():
         with TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def measure(methods: Mapping[str, Mapping[str, Any]] = METHODS) -> dict[str, dic
 
 
 def on_many_gpus() -> dict[str, dict[str, Any]]:
-    """Settings by the heading of their column."""
+    """Return the settings of each column, by its heading."""
 
     def on(ranks: int, **more: Any) -> dict[str, Any]:
         backend = {**BACKEND, "name": "fsdp", "device": "cuda", "ranks": ranks, **more}
@@ -97,7 +97,7 @@ def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
     data = {"train": "rows.jsonl", "max_length": SAMPLE_TOKENS}
     loaded = load_config({"model": {"path": str(model)}, "data": data, "steps": 1, **settings})
     rollouts = planned(loaded.config.source)
-    # One micro-batch on each rank.
+    # Each rank has one micro-batch.
     tokens = MICROBATCH_TOKENS * loaded.config.backend.layout().data
     row_length = SAMPLE_TOKENS
     generation: Mapping[str, int] = {}
@@ -111,21 +111,21 @@ def _estimate(model: Path, settings: Mapping[str, Any]) -> float:
 
 
 def as_cell(gib: float) -> str:
-    """The estimate with the smallest of the GPUs that it fits on."""
+    """Return the estimate, and the smallest GPU on which it fits."""
     smallest = next((gpu for gpu in GPUS_GIB if gib <= SHARE_USED * gpu), None)
     return f"{gib:,.0f} GiB: " + (f"{smallest} GiB GPU" if smallest else "more than one GPU")
 
 
 def as_size(gib: float) -> str:
-    """The estimate alone."""
+    """Return only the estimate."""
     return f"{gib:,.0f} GiB"
 
 
 def main() -> None:
-    """Print the table, as Markdown."""
+    """Print the table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--many", action="store_true", help="what each of several GPUs holds, with the backend fsdp")
+    parser.add_argument("--many", action="store_true", help="memory of each of several GPUs with the backend fsdp")
     arguments = parser.parse_args()
     methods = on_many_gpus() if arguments.many else METHODS
     figures = measure(methods)

@@ -1,8 +1,9 @@
 """Make a tiny untrained chat model that loads like any Hugging Face model.
 
-`python examples/make_tiny_model.py OUT_DIR` trains a small tokenizer on a chat JSONL file and draws the weights of a
-small Qwen3 from a seed. OUT_DIR can be `model.path` of a config. No network is used; one file and one seed always give
-the same model.
+    python examples/make_tiny_model.py OUT_DIR
+
+The script trains a small tokenizer on a chat JSONL file, and draws the weights of a small Qwen3 from a seed. OUT_DIR
+can be `model.path` of a config. The same file and seed always give the same model. No network is needed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ PAD, TURN_START, TURN_END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY_SIZE = 320
 MAX_POSITIONS = 512
 
-# ChatML. The `generation` block marks the tokens an assistant turn consists of, its end token included, so that
-# `apply_chat_template(return_assistant_tokens_mask=True)` finds them; the newline after it belongs to no turn.
+# This is ChatML. The `generation` block contains the tokens of an assistant turn, including its end token, so that
+# `apply_chat_template(return_assistant_tokens_mask=True)` finds them. The newline after the end token is in no turn.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' -}}"
@@ -38,7 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_texts(data: Path) -> Iterator[str]:
-    """Every message of every row, behind its role as the chat template writes it."""
+    """Yield each message of each row after its role, as in the chat template."""
     with data.open(encoding="utf-8") as file:
         for line in file:
             for message in json.loads(line)["messages"]:
@@ -46,7 +47,7 @@ def chat_texts(data: Path) -> Iterator[str]:
 
 
 def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with one token per digit: merged digits would hide from the model what it has to sort."""
+    """Train a byte-level BPE with one token per digit. The model could not see single digits in merged tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -72,7 +73,7 @@ def train_tokenizer(data: Path) -> PreTrainedTokenizerFast:
 
 
 def draw_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of about a third of a million parameters with random weights."""
+    """Return a Qwen3 with random weights and about a third of a million parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -96,7 +97,7 @@ def draw_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
 
 
 def make_tiny_model(folder: Path, data: Path, seed: int = 0) -> int:
-    """Write tokenizer, config and weights to `folder`; returns the number of parameters."""
+    """Write tokenizer, config and weights to `folder`, and return the number of parameters."""
     tokenizer = train_tokenizer(data)
     model = draw_model(tokenizer, seed)
     logging.disable_progress_bar()
@@ -109,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make a tiny untrained chat model.")
     parser.add_argument("out_dir", type=Path, help="folder to write, such as models/tiny-qwen3")
     default_data = Path(__file__).parent / "data" / "sort_train.jsonl"
-    parser.add_argument("--data", type=Path, default=default_data, help="chat JSONL file the tokenizer learns from")
+    parser.add_argument("--data", type=Path, default=default_data, help="chat JSONL file for training the tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random weights")
     arguments = parser.parse_args()
     num_parameters = make_tiny_model(arguments.out_dir, arguments.data, arguments.seed)

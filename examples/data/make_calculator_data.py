@@ -1,7 +1,9 @@
-"""Write calculator_train.jsonl and calculator_eval.jsonl: chat rows in which a calculator is called before the answer.
+"""Write calculator_train.jsonl and calculator_eval.jsonl: chats in which the assistant calls a calculator.
 
-`python examples/data/make_calculator_data.py OUT_DIR`. SFT with `data.train_on: all_assistants` learns the calls from
-them; the environment `tools` asks only the question and compares with the last turn. Standard library only.
+    python examples/data/make_calculator_data.py OUT_DIR
+
+SFT with `data.train_on: all_assistants` trains on the calls and on the answers. The environment `tools` uses only the
+question, and compares the model's answer with the last turn. This script needs only the standard library.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 
 def rows(count: int, seed: int) -> Iterator[str]:
-    """`count` lines, without their newlines; the same seed gives the same."""
+    """Yield `count` lines without their newlines. Equal seeds give equal lines."""
     rng = random.Random(seed)
     for _ in range(count):
         left, right, extra = rng.randrange(10, 100), rng.randrange(10, 100), rng.randrange(10)

@@ -1,7 +1,9 @@
-"""Write sort_pairs_train.jsonl and sort_pairs_eval.jsonl: for each prompt the digits in order, and in a wrong order.
+"""Write sort_pairs_train.jsonl and sort_pairs_eval.jsonl: preference pairs of sorted and wrongly sorted digits.
 
-`python examples/data/make_preference_data.py [OUT_DIR]` rewrites the shipped files byte for byte: prompts are those of
-`make_sort_data.py`, and the mistakes depend only on the constants below. Standard library only.
+    python examples/data/make_preference_data.py [OUT_DIR]
+
+The script writes the shipped files byte for byte. It uses the prompts of `make_sort_data.py`, and the mistakes depend
+only on the constants below. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ MISTAKE_SEED = 20240608
 
 
 def with_one_swap(digits: list[str], rng: random.Random) -> list[str]:
-    """Sorted digits with two different neighbours exchanged: the smallest mistake there is."""
+    """Return the digits with two different neighbours exchanged, which is the smallest possible mistake."""
     places = [place for place in range(len(digits) - 1) if digits[place] != digits[place + 1]]
     place = rng.choice(places)
     return [*digits[:place], digits[place + 1], digits[place], *digits[place + 2 :]]
 
 
 def pair_row(digits: str, rng: random.Random) -> str:
-    """One line of the file, without its newline."""
+    """Return one line of the file without its newline."""
     in_order = sorted(digits)
     row = {
         "prompt": [{"role": "user", "content": "Sort: " + " ".join(digits)}],
@@ -37,7 +39,7 @@ def pair_row(digits: str, rng: random.Random) -> str:
 
 
 def write_datasets(folder: Path) -> tuple[Path, Path]:
-    """Write both files. Prompts of seven equal digits have no wrong order and are left out."""
+    """Write both files and return their paths. Prompts of seven equal digits have no wrong order and are left out."""
     rng = random.Random(MISTAKE_SEED)
     prompts = list(distinct_prompts(NUM_TRAIN + NUM_EVAL, random.Random(SEED)))
     train, held_out = folder / "sort_pairs_train.jsonl", folder / "sort_pairs_eval.jsonl"

@@ -1,7 +1,9 @@
 """Write sort_train.jsonl and sort_eval.jsonl: chat rows whose answer is the prompt's seven digits in order.
 
-`python examples/data/make_sort_data.py [OUT_DIR]` rewrites the shipped files byte for byte: the rows depend only on
-the constants below. Standard library only.
+    python examples/data/make_sort_data.py [OUT_DIR]
+
+The script writes the shipped files byte for byte, since the rows depend only on the constants below. It needs only the
+standard library.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ NUM_DIGITS = 7
 
 
 def distinct_prompts(count: int, rng: random.Random) -> Iterator[str]:
-    """`count` different strings of random digits; a digit may repeat within one."""
+    """Yield `count` different strings of random digits. A string may contain a digit several times."""
     seen: set[str] = set()
     while len(seen) < count:
         digits = "".join(str(rng.randrange(10)) for _ in range(NUM_DIGITS))
@@ -29,7 +31,7 @@ def distinct_prompts(count: int, rng: random.Random) -> Iterator[str]:
 
 
 def chat_row(digits: str) -> str:
-    """One line of the file, without its newline."""
+    """Return one line of the file without its newline."""
     messages = [
         {"role": "user", "content": "Sort: " + " ".join(digits)},
         {"role": "assistant", "content": " ".join(sorted(digits))},
@@ -44,7 +46,7 @@ def write_rows(path: Path, prompts: Sequence[str]) -> None:
 
 
 def write_datasets(folder: Path) -> tuple[Path, Path]:
-    """Write both files; no prompt of one appears in the other because all are drawn distinct."""
+    """Write both files and return their paths. All prompts are different, so the files share no prompt."""
     prompts = list(distinct_prompts(NUM_TRAIN + NUM_EVAL, random.Random(SEED)))
     train, held_out = folder / "sort_train.jsonl", folder / "sort_eval.jsonl"
     write_rows(train, prompts[:NUM_TRAIN])

@@ -208,7 +208,7 @@ def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
             urllib.request.urlopen(address.partition("?")[0], timeout=30)
         # Not `communicate`, which does not see what has been read together with the first line.
         assert process.stdout is not None
-        assert "Ctrl-C ends the page" in process.stdout.readline()
+        assert "Press Ctrl-C to stop" in process.stdout.readline()
         process.send_signal(signal.SIGINT)
         _, complained = process.communicate(timeout=30)
     assert process.returncode == 0

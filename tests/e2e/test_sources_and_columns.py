@@ -255,7 +255,7 @@ def test_a_column_that_no_row_has_is_named_with_its_neighbour(
         train(base, data=data, source={**rollouts, "carry": ["weigth"]})
     with pytest.raises(ConfigError, match=r"source\.carry names 'advantages'"):
         train(base, data=data, source={**rollouts, "carry": ["advantages"]})
-    with pytest.raises(ConfigError, match=r"loss\.column is 'weight', which `carry` of the source does not name"):
+    with pytest.raises(ConfigError, match=r"loss\.column is 'weight', which `source\.carry` does not name"):
         train(base, data=data, source=rollouts, loss="row_gradient")
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import resolve
-from spurline_insight.report.document import DIGITS, PYTHON_DIGITS
 from spurline_insight.report_panel import ReportPanelConfig, RunRecord
 
 PANELS = {
@@ -43,7 +42,7 @@ def figures(fragment: str) -> list[dict[str, Any]]:
 
 def unpacked(digits: str) -> str:
     """The text that the page has packed."""
-    python_digits = digits.translate(str.maketrans(DIGITS, PYTHON_DIGITS))
+    python_digits = digits.translate(str.maketrans(",.:", "<>&"))
     return gzip.decompress(base64.b85decode(python_digits)).decode()
 
 

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny model: the average is that of the formula, and a resume continues it."""
+"""Train a tiny model: the average follows the formula, and a resumed run continues it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from spurline.errors import ConfigError
 from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin
 
-# Found by module name, so that the tests run from a checkout too; a user's config needs no such argument.
+# The tests name the plugin's module, so that they also run without an installed plugin. A user's config needs no such
+# argument.
 AVAILABLE = {"ema": InstalledPlugin("ema", "spurline_plugin_ema.plugin", "under-test", "0")}
 
 
@@ -37,7 +38,7 @@ def config(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) 
 
 
 class Watch:
-    """The weights before the first and after every optimizer step. stop_after: step after which the run ends."""
+    """Records the weights before the first optimizer step and after each one. Ends the run after step `stop_after`."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.weights: list[dict[str, Tensor]] = []
@@ -66,7 +67,7 @@ def train(config: dict[str, Any], watch: Watch) -> None:
 
 
 def saved_average(run_dir: str) -> dict[str, Tensor]:
-    """The newest one, by the parameters' names."""
+    """Return the average in the newest checkpoint, by the names of the parameters."""
     checkpoint = sorted(Path(run_dir, "checkpoints").glob("step-*"))[-1]
     saved = load_file(checkpoint / "hooks/ema/weights.safetensors")
     return {name.removeprefix("weights/"): value for name, value in saved.items()}

@@ -1,4 +1,4 @@
-"""The contract that Spurline ships for every plugin, applied to this one."""
+"""Apply Spurline's contract for plugins to this plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only this plugin can know about itself."""
+"""Test the plugin's own behaviour, which no contract of Spurline covers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from spurline_plugin_template.percentiles import percentile
 from spurline_plugin_template.step_times import FILE_NAME, StepTimes
 from spurline_plugin_template.typical_time import TypicalTimeConfig
 
-# Found by module name, so that the tests run from a checkout too; a user's config needs no such argument.
+# The tests name the plugin's module, so that they also run without an installed plugin. A user's config needs no such
+# argument.
 AVAILABLE = {
     "plugin_template": InstalledPlugin("plugin_template", "spurline_plugin_template.plugin", "under-test", "0")
 }
@@ -60,7 +61,8 @@ def test_lion_makes_the_papers_steps() -> None:
     for gradient in ([[1.0, -3.0]], [[-0.02, 0.4]]):
         weight.grad = torch.tensor(gradient, dtype=torch.float64)
         lion.step()
-    # First step: sign of the gradient. Second: momenta 0.01 and -0.03 weigh 0.9, the gradients 0.1.
+    # The first step has the sign of the gradient. The second has the sign of 0.9 x momentum + 0.1 x gradient, with
+    # momenta 0.01 and -0.03.
     first = [1.0 - 0.1 * (1 + 0.5 * 1.0), -2.0 - 0.1 * (-1 + 0.5 * -2.0)]
     signs = [1, 1]  # 0.9 * 0.01 - 0.1 * 0.02 > 0, 0.9 * -0.03 + 0.1 * 0.4 > 0
     expected = [value - 0.1 * (sign + 0.5 * value) for value, sign in zip(first, signs, strict=True)]
@@ -87,7 +89,7 @@ def test_warm_up_as_long_as_the_run_is_refused() -> None:
 
 
 def step_times(run_dir: Path, told: dict[int, float] | None = None, **settings: Any) -> StepTimes:
-    """What a run has in `run_dir`. told: gets what the plugin's hook is called with."""
+    """Return the hooks of a run in `run_dir`. The plugin's own hook adds slow steps to `told`."""
     host = load_config({**CONFIG, "plugin_template": settings}, available=AVAILABLE).host
 
     class Listener:

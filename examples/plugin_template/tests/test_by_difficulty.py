@@ -1,4 +1,4 @@
-"""The order keeps Spurline's contract, and does what its settings say."""
+"""Test that the order fulfils Spurline's contract and follows its settings."""
 
 from __future__ import annotations
 

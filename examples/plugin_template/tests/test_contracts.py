@@ -1,4 +1,4 @@
-"""The contracts that Spurline ships, applied to this plugin: subclass, say what to test, done."""
+"""Apply Spurline's contracts to this plugin. Each class inherits the tests, and makes the object to test."""
 
 from __future__ import annotations
 

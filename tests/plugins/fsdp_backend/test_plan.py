@@ -98,7 +98,7 @@ def test_divided_experts_are_gathered_by_fewer_ranks(config: dict[str, Any], tmp
         (500, None),
         (60, "--set backend.activation_checkpointing=true, which needs"),
         (24, " --set backend.cpu_offload=true, which needs"),
-        (4, "suggestion: even --set"),
+        (4, "suggestion: even with --set"),
     ],
 )
 def test_a_plan_suggests_the_cheapest_change_that_fits(

@@ -1,4 +1,4 @@
-"""The average of one run: follows every optimizer step, is evaluated with the weights, and exported at the end.
+"""Average the weights over all optimizer steps of a run, evaluate the average, and export it at the end.
 
 In: hooks of the loop. Out: metrics `ema/...` beside `eval/...`, RUN_DIR/ema_model, state in every checkpoint.
 """
@@ -17,16 +17,16 @@ from spurline_plugin_ema.config import EmaConfig
 
 
 class Average:
-    """Hook implementations of one run, and the state that it keeps."""
+    """The hook implementations for one run, and their state."""
 
     def __init__(self, run: Run, settings: EmaConfig) -> None:
-        # The config has refused a backend that cannot, so this is no user's mistake.
+        # `EmaConfig.problems` has refused other backends.
         assert isinstance(run.backend, LendsParameters), f"{type(run.backend).__name__} lends no parameters"
         self._run = run
         self._settings = settings
         self._backend = run.backend
-        # A clone: what the backend lends are the very tensors that the next step changes.
-        # In fp32 at least: half precision would lose most of what a step adds to an average.
+        # The backend lends its own tensors, and the next step changes them. So this makes a copy.
+        # The copy is at least fp32, since half precision would lose most of the small change of each step.
         self._weights = {
             name: value.to(torch.promote_types(value.dtype, torch.float32), copy=True)
             for name, value in self._backend.trained_parameters().items()

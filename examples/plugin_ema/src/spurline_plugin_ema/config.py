@@ -1,4 +1,4 @@
-"""Settings of the plugin. Light: imports no torch."""
+"""Settings of the plugin. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EmaConfig(Section):
     """The config's top-level section `ema`: an exponential moving average of the policy's weights."""
 
     decay: float = Field(default=0.999, gt=0, lt=1)
-    """Share of the average that an optimizer step leaves as it was."""
+    """Weight of the old average in each update. The new weights of the model get the weight 1 - decay."""
     export: Annotated[bool, OnResume.FREE] = True
     """Write RUN_DIR/ema_model, a Hugging Face folder, when the run finishes."""
 

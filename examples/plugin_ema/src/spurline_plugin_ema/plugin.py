@@ -1,4 +1,4 @@
-"""What Spurline loads: the declaration, and the hook that starts an average for a run."""
+"""Declare the plugin, and start an average for each run. Spurline loads this module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLUGIN = Plugin("ema", api=1, config=EmaConfig)
 
 @hookimpl
 def on_run_start(run: Run) -> None:
-    # Imported here: this module is loaded to validate a config, and must import no torch.
+    # This module is loaded to validate a config, so it must not import torch at its top.
     from spurline_plugin_ema.average import Average
 
     average = Average(run, getattr(run.config, PLUGIN.name))

@@ -1,6 +1,6 @@
-"""Order samples by difficulty: the easy ones first, later all of them shuffled.
+"""Order samples by difficulty in the first epochs, easy samples first, and shuffle them in later epochs.
 
-Imports numpy, so it is kept apart from `config.py` and imported when a run builds it.
+This module imports numpy, so it is separate from `config.py` and is imported when a run builds the order.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from spurline_plugin_template.config import ByDifficultyConfig
 
 
 class ByDifficulty(EpochOrder):
-    """Arranges the samples of an epoch, which the base class chooses."""
+    """Arranges the samples of each epoch. The base class chooses these samples."""
 
     def __init__(self, config: ByDifficultyConfig, *, samples: SampleFacts, seed: int) -> None:
         super().__init__(config, samples=samples, seed=seed)
-        # A row without a number is an error here, before training, and in `spurline plan`.
+        # If a row has no number, this raises an error before training, and in `spurline plan`.
         self._difficulty = samples.columns.numbers(config.column)
         self._sorted_epochs = config.sorted_epochs
 

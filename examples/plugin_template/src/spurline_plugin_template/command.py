@@ -1,4 +1,4 @@
-"""Print what the plugin measured in a finished run: `spurline step-times RUN_DIR`."""
+"""Define the command `spurline step-times RUN_DIR`, which prints the step times of a finished run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def show_step_times(run_dir: Annotated[Path, typer.Argument(help="Folder of a fi
     path = run_dir / FILE_NAME
     if not path.is_file():
         raise RunDirectoryError(
-            f"{path} does not exist. Train with `plugins: [plugin_template]`, to the end of the run."
+            f"{path} does not exist. Train to the end of the run with `plugins: [plugin_template]`."
         )
     measured = json.loads(path.read_text(encoding="utf-8"))
     typer.echo(f"{measured['steps']} steps")

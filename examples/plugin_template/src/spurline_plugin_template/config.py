@@ -1,6 +1,6 @@
-"""Settings of the plugin and of its components; imports no torch.
+"""Settings of the plugin and of its components. This module does not import torch.
 
-Bounds are in the fields; a docstring below a field is its documentation in errors, in `spurline schema` and in editors.
+Each field states its bounds. The docstring below a field appears in errors, in `spurline schema` and in editors.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from spurline_plugin_template.typical_time import MedianConfig, TypicalTimeConfi
 class TemplateConfig(Section):
     """The config's top-level section `plugin_template`: how step times are judged and summarised."""
 
-    # OnResume.FREE: observing does not change the trained weights, so a resumed run may have other values.
+    # These settings do not change the trained weights, so a resumed run may have other values (OnResume.FREE).
     percentiles: Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], OnResume.FREE] = (50, 90, 99)
     """Percentiles of the step time to write to RUN_DIR/step_times.json."""
     warn_factor: Annotated[float, OnResume.FREE] = Field(default=3.0, gt=1)
     """Warn about a step that takes this many times the typical time of the steps before it."""
     typical: Annotated[TypicalTimeConfig, Component("typical_time"), OnResume.FREE] = MedianConfig()
-    """Which time is typical."""
+    """How to compute the typical time."""
     warm_up_steps: Annotated[int, OnResume.FREE] = Field(default=1, ge=1)
-    """First steps of a process, left out of the statistics: they allocate memory and compile."""
+    """Number of first steps of a process to leave out, since they allocate memory and compile."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if run.steps is not None and self.warm_up_steps >= run.steps:
             yield Problem(
                 "warm_up_steps",
-                f"is {self.warm_up_steps}, but the run has only {run.steps} steps: nothing would be measured. "
+                f"is {self.warm_up_steps}, but the run has only {run.steps} steps, so no step would be measured. "
                 f"Set it below {run.steps}.",
             )
 
 
 class ByDifficultyConfig(OrderConfig):
-    """Samples in rising difficulty during the first epochs, shuffled afterwards."""
+    """Sort samples by difficulty in the first epochs, and shuffle them in later epochs."""
 
     name: str = "by_difficulty"
     column: str = "difficulty"
-    """Column of the rows that holds a number, larger for harder; dots lead into objects."""
+    """Column with a number that is larger for harder rows. Dots in the name lead into nested objects."""
     sorted_epochs: int = Field(default=1, ge=1)
-    """Epochs that are sorted."""
+    """Number of first epochs that are sorted."""
 
 
 class FocalConfig(LossConfig):
-    """Cross-entropy that fades out for tokens the model already predicts well (Lin et al. 2017, arXiv:1708.02002)."""
+    """Cross-entropy with less weight on tokens that the model predicts well (Lin et al. 2017, arXiv:1708.02002)."""
 
     name: str = "focal"
     gamma: float = Field(default=2.0, ge=0, allow_inf_nan=False)
-    """How fast confident tokens fade; 0 is plain cross-entropy."""
+    """How strongly the weight falls with a token's probability. 0 is plain cross-entropy."""
 
 
 class LionConfig(OptimizerConfig):
-    """Lion (Chen et al. 2023, arXiv:2302.06675); it wants a third to a tenth of AdamW's learning rate."""
+    """Lion (Chen et al. 2023, arXiv:2302.06675). It needs a third to a tenth of AdamW's learning rate."""
 
-    # Each value changes by its own gradient and momentum, so a rank can have some rows, or some values, alone.
+    # Each value depends only on its own gradient and momentum, so a rank can update any part of a parameter.
     needs_whole_parameters: ClassVar[str | None] = None
     is_elementwise: ClassVar[bool] = True
     steps_apart: ClassVar[bool] = True
 
     name: str = "lion"
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.99)
-    """Share of the momentum in a step's direction, and of the momentum that is kept."""
+    """Weight of the old momentum in the direction of a step, and in the new momentum."""
 
     def state_bytes(self, shapes: Mapping[str, Sequence[int]], weight_bytes: int) -> int:
-        return weight_bytes * num_values(shapes)  # one momentum for each weight, where Adam has two
+        # Lion keeps one value for each weight. Adam keeps two.
+        return weight_bytes * num_values(shapes)
 
 
 class StepTimesPanelConfig(ReportPanelConfig):
@@ -81,4 +82,4 @@ class StepTimesPanelConfig(ReportPanelConfig):
 
     name: str = "step_times"
     bins: int = Field(default=40, gt=0)
-    """Bars of the histogram, at most."""
+    """Maximum number of bars."""

@@ -1,4 +1,4 @@
-"""Declare the hook that this plugin opens for others."""
+"""Declare the hook that other plugins can implement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spurline.plugins import hookspec
 def on_slow_step(step: int, seconds: float) -> None:
     """Called after a step that took much longer than usual.
 
-    Any exception ends the run; the last checkpoint stands.
+    Any exception ends the run. The last checkpoint remains.
 
     Args:
         step: Number of the step, from 1.

@@ -1,4 +1,4 @@
-"""Lion: steps of one size in each weight, by the sign of a momentum (Chen et al. 2023, arXiv:2302.06675).
+"""Define Lion, whose steps have the same size in each weight (Chen et al. 2023, arXiv:2302.06675).
 
 In: gradients, which the backend has clipped. Out: changed weights. The backend saves its state.
 """
@@ -23,10 +23,10 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step; the backend passes no closure."""
+        """Take one step. The backend passes no closure."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                # A layer that took no part in this step has no gradient.
+                # A layer that was not used in this step has no gradient.
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group["lr"], group["weight_decay"], group["betas"])
 

@@ -18,7 +18,7 @@ class StepTimesPanel:
         self.config = config
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel as HTML, or None, which leaves it out, when no step time was recorded yet."""
+        """Return the panel as HTML. If no step time is recorded yet, return None to leave the panel out."""
         _, seconds = record.series("time/step")
         if not seconds:
             return None

@@ -1,4 +1,4 @@
-"""Compute percentiles without numpy, as this module is imported when a config is validated."""
+"""Compute percentiles without numpy, since this module is imported when a config is validated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value below which `share` percent (0..100) of the values lie, interpolated linearly."""
+    """Return the value below which `share` percent (0..100) of the values lie, with linear interpolation."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * share / 100
     below = int(position)

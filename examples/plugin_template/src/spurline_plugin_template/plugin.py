@@ -1,6 +1,6 @@
-"""Declare the plugin, register its components, and implement its hooks: Spurline loads this module.
+"""Declare the plugin, register its components, and implement its hooks. Spurline loads this module.
 
-This module and `config.py` are imported to validate a config, so neither imports torch; the contract tests check it.
+This module and `config.py` are imported to validate a config, so neither imports torch. The contract tests check this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline_plugin_template.typical_time import MedianConfig, TypicalTime, Typ
 if TYPE_CHECKING:
     from spurline.run.run import Run
 
-# `api` is the plugin interface this was written for: a literal, so that a Spurline with another one can refuse it.
+# `api` is the version of the plugin interface. Write a number here, so that later versions of Spurline can refuse it.
 PLUGIN = Plugin("plugin_template", api=1, config=TemplateConfig)
 
 
@@ -39,7 +39,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 
 @hookimpl
 def on_run_start(run: Run) -> None:
-    # What a run collects lives in an object of that run, not in this module: a process may train twice.
+    # A process may train several times, so each run keeps its data in its own object, not in this module.
     settings: TemplateConfig = getattr(run.config, PLUGIN.name)
     typical: TypicalTime = run.loaded.host.registry.create("typical_time", settings.typical)
     step_times = StepTimes(settings, run.directory.path, typical, run.hooks)

@@ -1,4 +1,4 @@
-"""Measure steps while a run goes on, warn about slow ones, and write percentiles when it ends.
+"""Measure the time of each step, warn about slow steps, and write percentiles at the end of the run.
 
 In: the loop's hooks. Out: the metric `time/update`, log warnings, RUN_DIR/step_times.json.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimes:
-    """Hook implementations of one run. Steps before a resume do not count: they may have run on another machine."""
+    """The hook implementations for one run. Steps before a resume are not counted: they may be from another machine."""
 
     def __init__(self, settings: TemplateConfig, run_dir: Path, typical: TypicalTime, hooks: Any) -> None:
         self._settings = settings
@@ -36,7 +36,7 @@ class StepTimes:
 
     @hookimpl(wrapper=True)
     def train_step(self) -> Generator[None, Mapping[str, float], Mapping[str, float]]:
-        """Measure core's update from around it. A hookimpl takes only the arguments that it needs: here, none."""
+        """Measure the update of core, which runs at `yield`. A hookimpl takes only the arguments that it needs."""
         begin = time.perf_counter()
         metrics = yield
         return {**metrics, "time/update": time.perf_counter() - begin}
@@ -46,7 +46,7 @@ class StepTimes:
         if self._skipped < self._settings.warm_up_steps:
             self._skipped += 1
             return
-        # Only some steps have an evaluation; with it, each of them would look slow.
+        # Only some steps have an evaluation. With its time, these steps would seem slow.
         seconds = metrics["time/step"] - metrics.get("time/evaluate", 0.0)
         if self._seconds:
             usual = self._typical.seconds(self._seconds)

@@ -1,6 +1,7 @@
-"""Define the kind `typical_time`, which this plugin opens: the usual time of a step, with which slow ones are compared.
+"""Define the component kind `typical_time`, which computes the usual time of a step.
 
-Another plugin offers a component of this kind as of core's kinds: it derives a config from `TypicalTimeConfig`.
+Other plugins can add components of this kind, as they do for kinds of core. Their configs derive from
+`TypicalTimeConfig`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from spurline_plugin_template.percentiles import percentile
 
 
 class TypicalTimeConfig(ComponentConfig):
-    """Base of the settings of a typical time."""
+    """The base of settings for this kind."""
 
     kind: ClassVar[str] = "typical_time"
 
 
 class TypicalTime(Protocol):
-    """Says how long a step usually takes. Factory: `Class(config)`."""
+    """Computes how long a step usually takes. Factory: `Class(config)`."""
 
     def seconds(self, before: Sequence[float]) -> float:
-        """Return the usual time, given the seconds of the steps `before` in order, of which there is at least one."""
+        """Return the usual time in seconds. `before` has the seconds of at least one earlier step, in order."""
         ...
 
 
@@ -33,7 +34,7 @@ class MedianConfig(TypicalTimeConfig):
 
 
 class Median:
-    """The median, which a few slow steps do not move."""
+    """The median, which a few slow steps hardly change."""
 
     def __init__(self, config: MedianConfig) -> None:
         del config

@@ -1,1 +1,1 @@
-"""A source of its own, a decorated source, and components that read a column of the data."""
+"""A new source, a source that decorates another source, and components that read a column of the data."""

@@ -1,4 +1,4 @@
-"""Settings of the components. Imports no torch."""
+"""Settings of the components. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from spurline_rl.protocols.advantage import AdvantageConfig
 
 
 class WindowsConfig(SourceConfig):
-    """Train on windows of long texts: all rows are one stream of tokens, cut into pieces of equal length."""
+    """Join all texts to one stream of tokens, and train on windows of equal length."""
 
     name: str = "windows"
     column: str = "text"
-    """Column of the rows that holds the text."""
+    """Column with the text."""
     window_tokens: int = Field(default=512, gt=1)
-    """Tokens in one window. What is left over at the end of the stream is not trained on."""
+    """Tokens in one window. The rest at the end of the stream is not trained on."""
 
 
 class ShortFirstConfig(DecoratedSourceConfig):
-    """Begin with the first tokens of every answer, and train on whole answers later."""
+    """Train only on the first tokens of each answer at first, and on whole answers later."""
 
     name: str = "short_first"
     first_tokens: int = Field(gt=0)
-    """Tokens of an answer that carry loss at first."""
+    """Maximum number of tokens with loss in each answer, in the first steps."""
     until_step: int = Field(gt=0)
-    """Last step that leaves the rest of an answer out."""
+    """Last step that trains only on the first tokens."""
 
 
 class RowWeightConfig(AdvantageConfig):
-    """GRPO whose advantages are multiplied by a number of the prompt's row, named in `source.carry`."""
+    """GRPO with advantages multiplied by a number in the prompt's row. `source.carry` must name the column."""
 
     name: str = "row_weight"
     column: str = "weight"
@@ -54,7 +54,7 @@ class RowWeightConfig(AdvantageConfig):
 
 
 class RowGradientConfig(PolicyLossConfig):
-    """A policy gradient whose tokens weigh as much as a number of the prompt's row says."""
+    """A policy gradient whose tokens are weighted by a number in the prompt's row."""
 
     name: str = "row_gradient"
     column: str = "weight"
@@ -66,6 +66,6 @@ class RowGradientConfig(PolicyLossConfig):
 
 
 def not_carried(column: str, run: RunConfig) -> Iterable[Problem]:
-    """A column that the source does not take along."""
+    """Yield a problem if the source does not carry the column."""
     if column not in run.source.facts.carried:
-        yield Problem("column", f"is '{column}', which `carry` of the source does not name. Add it there.")
+        yield Problem("column", f"is '{column}', which `source.carry` does not name. Add it there.")

@@ -1,4 +1,4 @@
-"""The declaration, and the components on offer. Imports no torch."""
+"""Declare the plugin, and register its components. This module does not import torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An advantage and a loss that read a number of the prompt's row, which `source.carry` takes along.
+"""Define an advantage and a loss that read a number in the prompt's row. `source.carry` names the column.
 
 row_weight      A_i = w (R_i - mean(R)) / std(R)     w: the number of the prompt's row
 row_gradient    l = -w A log p
@@ -19,7 +19,7 @@ from spurline_sources_and_columns.config import RowGradientConfig, RowWeightConf
 
 
 class RowWeight:
-    """Sets the advantages of a group to those of GRPO times the group's column."""
+    """Multiplies the advantages of GRPO by the group's column."""
 
     needs: frozenset[str] = frozenset()
 
@@ -40,7 +40,7 @@ class RowWeight:
         return group.columns[self._column]
 
     def describe(self) -> str:
-        return f"GRPO times the column '{self._column}' of the prompt's row."
+        return f"GRPO, multiplied by the column '{self._column}' of the prompt's row."
 
 
 def _standardized(returns: Returns) -> Returns:
@@ -48,7 +48,7 @@ def _standardized(returns: Returns) -> Returns:
 
 
 class RowGradient(PolicyLoss):
-    """-w A log p."""
+    """The loss -w A log p."""
 
     def __init__(self, config: RowGradientConfig) -> None:
         self._column = config.column

@@ -1,6 +1,6 @@
-"""Source `short_first`: another source whose answers carry loss on their first tokens only, for the first steps.
+"""Define the source `short_first`, which limits the tokens with loss of another source in the first steps.
 
-It decorates `sft` as well as `rollouts`, since both supply a `TrainingBatch`.
+It can decorate `sft` and `rollouts`, since both supply a `TrainingBatch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from spurline_sources_and_columns.config import ShortFirstConfig
 
 
 class ShortFirst(DecoratedSource):
-    """Overrides `build`; the inner source answers all else."""
+    """Overrides `build`. The inner source implements all other methods."""
 
     def __init__(self, config: ShortFirstConfig, context: SourceContext) -> None:
         super().__init__(config, context)
@@ -27,13 +27,13 @@ class ShortFirst(DecoratedSource):
 
 
 def keep_first(batch: TrainingBatch, count: int) -> TrainingBatch:
-    """The batch with loss on no more than the first `count` tokens with loss of each segment."""
+    """Return the batch with loss only on the first `count` of the tokens with loss in each segment."""
     weights, positions = batch.tokens["loss_weights"], batch.tokens["position_ids"]
     has_loss = weights > 0
     so_far = has_loss.long().cumsum(dim=1)
-    # A segment begins where its position is 0, and its first token never carries loss.
+    # A segment begins at position 0, and its first token never has loss.
     begin = (torch.arange(batch.length) - positions).clamp(min=0)
     rank = so_far - so_far.gather(1, begin)
     kept = torch.where(has_loss & (rank > count), torch.zeros_like(weights), weights)
-    # A batch is read-only, and `replace` keeps `on_release`, which gives reused buffers back to the collator.
+    # A batch is read-only, so make a new one. `replace` keeps `on_release`, which returns buffers to the collator.
     return replace(batch, tokens={**batch.tokens, "loss_weights": kept})

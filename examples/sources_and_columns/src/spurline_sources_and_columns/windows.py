@@ -1,7 +1,7 @@
-"""Source `windows`: long texts as one stream of tokens, cut into windows of equal length.
+"""Define the source `windows`, which joins texts to one stream of tokens and cuts it into windows of equal length.
 
-The batch of a step is a pure function of the config and the step, so nothing is carried from step to step: a resume
-only has to find the same data.
+The batch of a step is a pure function of the config and the step. So the source has no state that changes, and a
+resumed run only needs the same data.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spurline_text.tokenizer import pad_token_id
 
 
 class Windows(BatchSource):
-    """Reads all rows when it is built, and hands out their windows in order, again and again."""
+    """Reads all rows in its constructor. Batches have the windows in order, and begin again after the last window."""
 
     pure = True
 
@@ -33,12 +33,12 @@ class Windows(BatchSource):
         builder = TokenStoreBuilder(["windows"])
         for number in range(len(tokens) // config.window_tokens):
             window = tokens[number * config.window_tokens : (number + 1) * config.window_tokens]
-            # Nothing predicts the first token of a sample, so it carries no loss.
+            # The model does not predict the first token of a sample, so this token has no loss.
             builder.add(window, [0] + [1] * (len(window) - 1), source=0, row=number)
         self._store = builder.build()
         if not len(self._store):
             raise DataError(
-                f"The texts have {len(tokens)} tokens, too few for one window of {config.window_tokens}. Lower "
+                f"The texts have {len(tokens)} tokens, but one window needs {config.window_tokens}. Lower "
                 "source.window_tokens, or add rows to data.train."
             )
         self._collator: Collator = registry.create(
@@ -64,13 +64,13 @@ class Windows(BatchSource):
         refuse_other_data(
             state,
             self._store.fingerprint,
-            "The windows are not those the checkpoint was trained on. Restore the data and the tokenizer, or start "
-            "anew with another run_dir.",
+            "The windows differ from the windows of the checkpoint. Restore the data and the tokenizer, or start a "
+            "new run with another run_dir.",
         )
 
 
 def _stream(config: WindowsConfig, context: SourceContext) -> list[int]:
-    """The tokens of all texts, each with an end-of-sequence token after it."""
+    """Return the tokens of all texts, with an end-of-sequence token after each text."""
     tokens: list[int] = []
     for opened in open_datasets(context.config.data.train, context.host.registry, context.row_limit):
         dataset = opened.dataset
@@ -79,7 +79,7 @@ def _stream(config: WindowsConfig, context: SourceContext) -> list[int]:
             if not isinstance(text, str):
                 raise DataError(
                     f"{dataset.location(number)}: has no text in the column '{config.column}'. Name the column with "
-                    f"source.column; the row has: {', '.join(dataset[number])}."
+                    f"source.column. The row has: {', '.join(dataset[number])}."
                 )
             tokens += context.tokenizer.encode(text, add_special_tokens=False)
             if context.tokenizer.eos_token_id is not None:

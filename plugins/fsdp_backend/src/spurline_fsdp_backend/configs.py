@@ -24,18 +24,18 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         **RankBackendConfig.missing_settings,
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' has it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "The backend 'megatron' has this setting: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
     worker: ClassVar[str] = "spurline_fsdp_backend.rank:FsdpRank"
     doctor_rank: ClassVar[str] = "spurline_fsdp_backend.mesh:FsdpDoctorRank"
-    beyond: ClassVar[str] = "Train adapters (backend.lora), a smaller model, or on more machines."
+    beyond: ClassVar[str] = "Train adapters (backend.lora), train a smaller model, or use more machines."
 
     name: str = "fsdp"
     replicas: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of copies of the sharded model, usually one for each machine. More copies need more memory on each rank,
-    and less communication between machines."""
+    but less communication between machines."""
     context: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that share each sequence. Use it for sequences that are too long for one rank."""
     expert: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -62,7 +62,7 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         if self.replicas > 1 and self.expert > 1:
             yield Problem("expert", "together with replicas is not supported. Set one of them to 1.")
         if self.lora is not None and self.expert > 1:
-            yield Problem("lora", "together with expert is not supported: adapters of experts cannot be divided.")
+            yield Problem("lora", "together with expert is not supported, since adapters of experts cannot be divided.")
         if self.lora is not None and self.lora.is_quantized:
             yield Problem(
                 "lora.base_dtype",
@@ -72,7 +72,8 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         if self.compile and self.expert > 1:
             yield Problem(
                 "compile",
-                "together with expert is not supported: ranks exchange tokens within a layer. Turn one of them off.",
+                "together with expert is not supported, since ranks exchange tokens within a layer. Turn off one of "
+                "them.",
             )
 
     def share_of(self, rank: int) -> int:
@@ -82,7 +83,7 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         return rank % self.context == 0
 
     def layout(self) -> ParallelLayout:
-        # Collators need not align rows for `context`: ranks do this themselves.
+        # Collators need not align rows for `context`, since ranks do this themselves.
         return ParallelLayout(data=self.num_ranks // self.context, deals_rows=True)
 
     @property

@@ -53,7 +53,7 @@ def describe_layout(config: FsdpBackendConfig, run: RunConfig) -> Iterator[str]:
 
 
 def check_model(config: FsdpBackendConfig, run: RunConfig) -> None:
-    """Raise ConfigError if the ranks cannot divide the model, ModelError if the model cannot be read."""
+    """Raise ConfigError if the ranks cannot divide the model, or ModelError if the model's config cannot be read."""
     model = load_model_config(run.model).get_text_config()
     divided = {"context": (_heads(model), "attention heads"), "expert": (num_experts(model), "experts")}
     problems: list[Problem] = []
@@ -91,12 +91,12 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    # A plan accumulates these changes. The last changes undo `cpu_offload`: with more ranks the model fits without it.
+    # A plan accumulates these changes. With more ranks the model fits without `cpu_offload`, so this is undone here.
     yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))
 
 
 def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:
-    """Estimate the memory of the fullest rank in a step of `tokens` tokens. Raises ModelError, ConfigError.
+    """Estimate the memory of the fullest rank in a step of `tokens` tokens. Raises ModelError or ConfigError.
 
     With `cpu_offload` the host holds weights, gradients and optimizer state. If the number of ranks on a machine is not
     known, the estimate of host memory is 0.

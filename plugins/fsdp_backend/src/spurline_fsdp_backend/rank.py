@@ -53,9 +53,6 @@ from spurline_ranks.weight_gathering import WeightGathering, as_arrays
 from spurline_ranks.weight_gathering import cast as cast_to
 from spurline_ranks.worker import RankWorker, Wire
 
-_PUBLISHED = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""The dtype of the weights that engines get, by the dtype of the forward pass."""
-
 
 class FsdpRank(RankWorker):
     """The `RankWorker` of this backend."""
@@ -65,7 +62,7 @@ class FsdpRank(RankWorker):
     def __init__(self, place: Place, plain_run: Mapping[str, Any], total_updates: int) -> None:
         super().__init__(place, *read_run(plain_run), total_updates)
         if self._config.compile:
-            # Ranks compile the same code at the same time. In a shared folder they would load half-written files.
+            # Ranks compile the same code at the same time. With a shared folder they would load half-written files.
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_compile_cache(self._run.run_dir, place.local_rank))
         self._meshes = make_meshes(self._config, place)
         self._counts = self._config.counts(place.rank)
@@ -84,7 +81,9 @@ class FsdpRank(RankWorker):
         self._gatherings = {"model": WeightGathering(NamedWeights(model.causal, adapted=adapted), gathers)}
         if adapted:
             self._gatherings["adapter"] = WeightGathering(AdapterWeights(model.causal), gathers)
-        self.publishing = Publishing(self._place, self._gatherings, _PUBLISHED[self._config.computes_in])
+        # Engines get weights in the dtype of the forward pass.
+        published = torch.bfloat16 if self._config.computes_in == "bf16" else torch.float32
+        self.publishing = Publishing(self._place, self._gatherings, published)
         self._reference: ShardedStreamModel | None = None
         if self._run.trained_critic is not None:
             critic = build_trained(self._run.model, self._config, self._meshes, self._run.seed, critic=True)
@@ -121,7 +120,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # Free gathered weights before adapters are switched on. Switching them on marks parameters as trained.
+            # Free gathered weights before adapters are switched on, which marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 
@@ -227,7 +226,6 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _compile_cache(run_dir: Path, local_rank: int) -> Path:
-    """Return the folder for this rank's compiled programs."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     # The folder must be private, since this process runs the programs in it.
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")

@@ -56,8 +56,8 @@ _ENTRY = "spurline_score"
 class ShardedStreamModel(StreamModel):
     """A `StreamModel` whose parameters are sharded.
 
-    `StreamModel` calls decoder and output layer one after the other. But FSDP2 gathers embedding, last norm and output
-    layer only for a forward pass of the whole model. So this class makes both calls within one forward pass.
+    `StreamModel` calls the decoder, then the output layer. But FSDP2 gathers embedding, last norm and output layer only
+    for a forward pass of the whole model. So this class makes both calls within one forward pass of the whole model.
     """
 
     sharing: SequenceSharing | None = None
@@ -146,7 +146,7 @@ def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshe
 
 
 def _take_over(adapted: PreTrainedModel, plain: PreTrainedModel) -> None:
-    """Move parameters and buffers of a model without adapters into the adapted model. Both models are sharded alike."""
+    """Move parameters and buffers of a model without adapters into the adapted model. Both have the same sharding."""
     places = {
         without_adapters(f"{path}.{leaf}" if path else leaf): (module, leaf)
         for path, module in adapted.named_modules()
@@ -192,7 +192,7 @@ def _build(
     if freezes:
         freeze_parameters(causal, model.freeze)
     if critic:
-        # The head is always in fp32: differences of its values must be exact.
+        # The head is always in fp32, since differences of its values must be exact.
         put_value_head(causal, torch.float32)
     shard(causal, config, meshes)
     # With `cpu_offload` the shards may be too large for the device.
@@ -211,7 +211,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Shard every parameter over the ranks. Each decoder layer is an FSDP2 group, and all other parameters are another.
+    """Shard every parameter over the ranks. Each decoder layer is one FSDP2 group. All other parameters are one group.
 
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
@@ -234,7 +234,7 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
     head = causal.get_output_embeddings()
     if isinstance(head, ValueHead):
-        # The value head computes in fp32: differences of its values must be exact.
+        # The value head computes in fp32, since differences of its values must be exact.
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
         fully_shard(head, reshard_after_forward=_reshards(head, causal, config), **{**options, "mp_policy": exact})
     # Embedding, last norm and output layer are one group, since a tied weight must not belong to two groups.
@@ -254,8 +254,8 @@ def _divide_experts(causal: PreTrainedModel, meshes: Meshes) -> list[nn.Module]:
     holders = [causal.get_submodule(name) for name, style in plan.items() if style == _DISPATCHES]
     if not holders:
         raise ModelError(
-            f"backend.expert is {group.size()}, and transformers cannot divide experts of {path}, a "
-            f"{type(causal).__name__}. Set it to 1: then experts are sharded like other weights."
+            f"backend.expert is {group.size()}, and transformers cannot divide the experts of {path}, a "
+            f"{type(causal).__name__}. Set expert to 1 to shard experts like other weights."
         )
     # `all_to_all` sends tokens to their experts, and results back. In evaluation `auto` would sum over the group, which
     # is wrong here because each rank has its own tokens.
@@ -272,7 +272,7 @@ def weights_digest(module: nn.Module, *, frozen: bool = False) -> str:
 
 
 def sharded_modules(causal: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters are gathered as a group, the outermost first."""
+    """Return the modules whose parameters are gathered as a group. The outermost module comes first."""
     return [module for module in causal.modules() if isinstance(module, FSDPModule)]
 
 

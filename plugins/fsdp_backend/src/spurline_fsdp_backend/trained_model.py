@@ -134,7 +134,7 @@ class SavedModel(StoredModel):
         with torch.no_grad():
             for name, target in _model_tensors(trained).items():
                 self.index.fill(target, name)
-        # The old state is freed before the new one is read.
+        # Free the old state before reading the new state.
         trained.optimization.optimizer.state.clear()
         stored = {
             key: self.index.read_like(key, trained.parameters[key.rpartition("/")[0]]) for key in self.optimizer_shapes

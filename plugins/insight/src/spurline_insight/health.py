@@ -24,17 +24,17 @@ DIVERGED_BY = 1.0
 """A loss has diverged if its level is at least twice the best level, and this many nats above it. One nat is a factor
 of 2.7 in the probability of a token. Batches differ by less."""
 DIVERGED_FROM_START = 3.0
-"""A loss has also diverged if it is at least three times the first loss, and this many nats above it. The limit is
-higher, since the first batch may differ much from the others."""
+"""A loss has also diverged if it is at least three times the first loss, and this many nats above it. This limit is
+higher than DIVERGED_BY, since the first batch may differ much from the others."""
 SPIKE_DEVIATIONS = 10.0
 """A spike is this many median absolute deviations, and DIVERGED_BY nats, above the median of the steps before."""
 GRADIENT_SPIKE = 20.0
 """A spike is this many times the median gradient norm of the steps before. Batches rarely differ by a factor of 10."""
 LARGEST_GRADIENT = 1000.0
-"""Limit of the median gradient norm over 2 x LEVEL_STEPS steps. Fine-tuning shows 0.1 to 10, an untrained model up to
-100. A larger norm means that the loss is a sum instead of a mean, or that weights are broken."""
+"""Limit of the median gradient norm over 2 x LEVEL_STEPS steps. Fine-tuning has norms of 0.1 to 10, an untrained model
+up to 100. A larger norm means that the loss is a sum instead of a mean, or that weights are broken."""
 IDLE_STEPS = 3
-"""A gradient or learning rate of 0 is a problem if it lasts this many steps. A schedule may have 1 or 2 such steps."""
+"""A gradient or learning rate of 0 is a problem if it lasts this many steps. Schedules may have 1 or 2 steps with 0."""
 BUSY_LOOP = 0.9
 """If the event loop of asynchronous rollouts is busy for more than this share of time, engines wait for it."""
 LASTING_SHARE = 0.1
@@ -43,7 +43,7 @@ LASTING_SHARE = 0.1
 _HISTORY = 20
 
 LARGEST_MISMATCH = 0.05
-"""Limit of the mean |trainer - rollout| logprob in nats. Engines with another precision or kernel show 0.01 to 0.03
+"""Limit of the mean |trainer - rollout| logprob in nats. Engines with another precision or kernel have 0.01 to 0.03
 (TIS, Yao et al. 2025)."""
 LARGEST_CLIPPED = 0.3
 """Limit of the share of clipped tokens. PPO mostly shows 0.01 to 0.1, GSPO about 0.15 (Zheng et al. 2025)."""
@@ -60,11 +60,7 @@ _NO_ADVANTAGE = 1e-6
 
 
 class HealthWatch:
-    """Judges the steps of one run in order.
-
-    Args:
-        config: The resolved settings.
-    """
+    """Judges the steps of one run in order. `config` has the resolved settings of the run."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._threshold = clip_threshold(config)
@@ -102,7 +98,7 @@ class HealthWatch:
                 "diverged",
                 f"The loss is at {level:.4g} and was at {reference[0]:.4g} around step {reference[1]:,}: training has "
                 "diverged, or the data has become much harder. Lower optimizer.learning_rate, set "
-                "schedule.warmup_steps, and go on from an earlier checkpoint.",
+                "schedule.warmup_steps, and continue from an earlier checkpoint.",
             )
         elif self._is_spike(before, loss):
             yield (
@@ -140,8 +136,8 @@ class HealthWatch:
         if level > LARGEST_GRADIENT:
             yield (
                 "huge_gradient",
-                f"The gradient norm is around {level:.3g}, where fine-tuning shows 0.1 to 10. Check the reduction of "
-                "the loss, the precision and the weights. Clipping makes the step shorter, but not right.",
+                f"The gradient norm is around {level:.3g}. Fine-tuning usually has norms of 0.1 to 10. Check the "
+                "reduction of the loss, the precision and the weights. Clipping makes the step shorter, not correct.",
             )
         usual = statistics.median(before)
         advice = "Clipping has limited the step." if self._threshold else "Set optimizer.max_grad_norm."
@@ -188,12 +184,7 @@ class Finding:
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """Return the problems of a run, the most frequent first.
-
-    Args:
-        lines: Lines of metrics.jsonl.
-        config: The resolved settings.
-    """
+    """Return the problems of a run with these lines of metrics.jsonl and resolved settings, the most frequent first."""
     # Step 0 is an evaluation before training.
     trained = {int(line["step"]): line for line in lines if line["step"]}
     watch = HealthWatch(config)
@@ -231,17 +222,10 @@ class Watcher:
         self._config = run.loaded.resolved()
         self._health = HealthWatch(self._config)
         if run.state.checkpoint is not None:
-            # The next steps are compared with the steps before the resume.
+            # Later steps are compared with the steps before the resume.
             for metrics in read_metrics(run.directory.metrics, skip_foreign=True):
                 if metrics["step"] <= run.state.step:
                     self._health.judge(int(metrics["step"]), metrics)
-
-    @classmethod
-    def attach(cls, run: RunView) -> None:
-        """Attach a watcher to this run."""
-        watcher = cls(run)
-        run.loaded.host.attach(watcher, "insight/health")
-        run.add_judge(watcher.warnings)
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -260,7 +244,7 @@ def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
 
 
 def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    # Logprobs of tokens from older weights differ as expected, so only tokens of the current weights are judged.
+    # Logprobs of tokens from older weights are expected to differ, so only tokens of the current weights are judged.
     is_fresh = metrics.get("staleness/mean", 0.0) <= 0
     difference = metrics.get("mismatch/logprob_diff" if is_fresh else "mismatch/fresh", 0.0)
     if difference > LARGEST_MISMATCH:

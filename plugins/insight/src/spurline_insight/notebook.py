@@ -19,22 +19,19 @@ from spurline_insight.report.markup import text
 
 __all__ = ["LivePlot", "metrics_frame"]
 
-Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]
-"""Maps the name of each series to its steps and its values."""
-
 _WIDTH, _HEIGHT = 460, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 30, 34
 _COLORS = ("#2a78d6", "#d9772b", "#2c9d62", "#b8479a", "#8a6fd1", "#b3891d", "#1c9bb0", "#d0504d")
 """Eight colors that are easy to tell apart on light and on dark pages."""
 _NUM_TICKS = 5
 _LARGEST = 1e300
-"""Larger values are left out, so that differences do not overflow."""
+"""The largest value in a plot. Differences of larger values could overflow."""
 
 
 class LivePlot:
     """Live plots of a run, below the notebook cell: `Run(loaded, on_step=LivePlot(["loss", "reward/*"])).train()`.
 
-    Outside of a notebook, nothing is drawn. If one object follows several runs in turn, each run gets its own plots.
+    Outside of a notebook, it draws nothing. If one object follows several runs in turn, each run gets its own plots.
 
     Args:
         metrics: Names of metrics, or patterns such as `reward/*`. Each name or pattern gets a plot of all metrics
@@ -73,9 +70,6 @@ class LivePlot:
         self._has_ended = True
 
     def _repr_html_(self) -> str:
-        return "".join(self._plots())
-
-    def _plots(self) -> list[str]:
         plots: list[str] = []
         for pattern in self._patterns:
             names = [name for name in sorted(self._series) if fnmatch.fnmatchcase(name, pattern)]
@@ -84,7 +78,7 @@ class LivePlot:
             elif self._series:
                 known = ", ".join(sorted(self._series))
                 plots.append(f"<p>No step has a metric {text(pattern)} yet. The metrics are: {text(known)}.</p>")
-        return plots
+        return "".join(plots)
 
     def _draw(self) -> None:
         self._drawn_at, self._is_drawn = time.monotonic(), True
@@ -106,8 +100,8 @@ def _is_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def line_plot(title: str, series: Series) -> str:
-    """Return one plot of all series. Values that are not finite or too large are left out."""
+def line_plot(title: str, series: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> str:
+    """Return one plot of all series (steps and values by name). NaN, infinite and very large values are left out."""
     known = {name: _finite(steps, values) for name, (steps, values) in series.items()}
     shown = {name: points for name, points in known.items() if points[0]}
     low, high = _range([value for _, values in shown.values() for value in values])

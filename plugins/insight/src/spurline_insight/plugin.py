@@ -28,7 +28,9 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: Run) -> None:
     from spurline_insight.health import Watcher
 
-    Watcher.attach(run)
+    watcher = Watcher(run)
+    run.loaded.host.attach(watcher, "insight/health")
+    run.add_judge(watcher.warnings)
 
 
 @hookimpl

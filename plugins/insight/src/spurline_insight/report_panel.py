@@ -49,9 +49,9 @@ DEFAULT_ORDER = 500
 class ReportPanel(Protocol):
     """A section of the report. Factory: `Class(config)`.
 
-    `title` is the heading of the panel. A panel may also have a number `order`, which otherwise is
-    `DEFAULT_ORDER`. If the config chooses no panels, the report has all panels, sorted by `order`. Panels of this
-    package have an `order` from 0 (the summary) to 430, and very long panels have 900 or more.
+    `title` is the heading of the panel. If the config chooses no panels, the report has all panels, sorted by their
+    optional attribute `order`, a number whose default is `DEFAULT_ORDER`. Panels of this package have an `order` from
+    0 (the summary) to 430, and very long panels have 900 or more.
     """
 
     title: str

@@ -1,6 +1,6 @@
 """Read from the config of a Hugging Face model the sizes and switches that Megatron-core needs.
 
-A config is refused if it sets a field that is not in these tables, because the field would have no effect here.
+A config is refused if it sets a field that is not in these tables, because this backend would ignore the field.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _COPIED_OF_EXPERTS = {
 
 _CHECKED = {"head_dim", "pad_token_id", "rope_parameters", "layer_types"}
 _CHECKED_OF_EXPERTS = {"num_local_experts", "sliding_window"}
-"""Fields that are checked or converted instead of copied."""
+"""Fields that are checked or converted, not copied."""
 
 _UNUSED = frozenset(
     {
@@ -108,7 +108,7 @@ _UNUSED = frozenset(
         "use_sliding_window",
     }
 )
-"""Fields without an effect on training: outputs that are not used, labels, and notes of tools."""
+"""Fields without an effect on training, such as unused outputs, labels, and notes of tools."""
 
 _ROPE_TYPES = ("default", "linear", "llama3")
 _ROPE_SETTINGS = frozenset(
@@ -132,7 +132,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
     """Read the architecture that this config describes.
 
     Raises:
-        ModelError: If backend megatron cannot train this type of model, or cannot compute what a field asks for.
+        ModelError: If backend megatron does not support this type of model, or the value of a field.
     """
     family = _FAMILIES.get(type(config))
     if family is None:
@@ -161,7 +161,7 @@ def read_architecture(config: PretrainedConfig) -> Architecture:
 def _unknown(
     config: PretrainedConfig, defaults: Mapping[str, Any], *, has_experts: bool
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) for each field that backend megatron cannot compute. A reason begins with a verb."""
+    """Yield (field, value, reason) for each field that backend megatron does not support. Reasons begin with a verb."""
     read = {*_COPIED, *_CHECKED}
     if has_experts:
         read |= {*_COPIED_OF_EXPERTS, *_CHECKED_OF_EXPERTS}
@@ -172,19 +172,19 @@ def _unknown(
         if is_default or field.startswith("_") or field.endswith("_token_id"):
             continue
         needed = (
-            f"computes only {defaults[field]!r}."
+            f"supports only {defaults[field]!r}."
             if field in defaults
-            else "does not know this field. If it has no effect on the model, such as a note of some tool, set "
-            f"model.config_overrides: {{{field}: null}}."
+            else "does not know this field. If it has no effect on the model, for example because it is a note of a "
+            f"tool, set model.config_overrides: {{{field}: null}}."
         )
         yield field, value, needed
     kinds = fields.get("layer_types") or []
     for kind in kinds[: fields["num_hidden_layers"]]:
         if kind != "full_attention":
-            yield "layer_types", kind, "computes only full_attention."
+            yield "layer_types", kind, "supports only full_attention."
     if has_experts and config.sliding_window is not None:
         # Every layer of these models has the window, for any value of `use_sliding_window`.
-        yield "sliding_window", config.sliding_window, "computes only None."
+        yield "sliding_window", config.sliding_window, "supports no sliding window."
     if has_experts and config.num_experts and config.num_experts_per_tok == 1 and config.norm_topk_prob:
         yield (
             "norm_topk_prob",
@@ -195,7 +195,7 @@ def _unknown(
 
 
 def _unknown_rope(settings: Any) -> Iterator[tuple[str, Any, str]]:
-    known = f"computes only rotary frequencies of type {listing(_ROPE_TYPES)}, over whole heads."
+    known = f"supports only rotary embeddings of type {listing(_ROPE_TYPES)}, over whole heads."
     if not isinstance(settings, Mapping) or rope_type(settings) not in _ROPE_TYPES:
         yield "rope_parameters", settings, known
         return

@@ -21,7 +21,8 @@ from spurline.errors import CheckpointError, CheckpointWriteError
 from spurline.protocols.backend import Role
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
+from spurline_megatron_backend.parts import Part, whole_shapes
+from spurline_megatron_backend.weight_gathering import Held
 from spurline_models.optimizers.state import OptimizerState, changed_groups, check_state, describe, is_plain, unsaveable
 from spurline_models.saved_weights import saved_weights
 from spurline_models.weight_files import WeightStream
@@ -75,8 +76,8 @@ class SavedModel(StoredModel):
             for key, tensor in saved.tensors.items():
                 if tensor.numel() != 1 and tensor.shape != trained.shapes[key.rpartition("/")[0]]:
                     raise CheckpointError(
-                        f"optimizer state {key} is {describe(tensor)}, but its weight has another shape. Resume with "
-                        "the optimizer of the checkpoint."
+                        f"optimizer state {key} is {describe(tensor)}, but its weight has a different shape. Resume "
+                        "with the optimizer of the checkpoint."
                     )
 
         self.check_fits(weights, _NOTHING_FROZEN, check_optimizer)
@@ -95,7 +96,7 @@ class SavedModel(StoredModel):
 def pieces(own: Sequence[Owned]) -> Iterator[Piece]:
     """Yield the parts of Hugging Face tensors in these ranges, as views of the optimizer's own memory.
 
-    If a state of a tensor is a single number, it is yielded for the range that has the tensor's first value.
+    Optimizer state that is a single number for a tensor belongs to the range with the tensor's first value.
     """
     for owned in own:
         vectors = {"": owned.values} | {f"/{key}": it for key, it in owned.state.items() if _is_vector(it, owned)}
@@ -149,7 +150,7 @@ def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -
         parts = [part for part, _, _ in _common(owned)] or owned.held.parts
         if not parts:  # only padding
             continue
-        # All tensors in a range have the same keys, so only the keys of the first tensor are looked up.
+        # All tensors in a range have the same keys, so the keys of the first tensor are enough.
         name = parts[0].name
         for key in keys.get(name, ()):
             place = f"{name}/{key}"
@@ -202,7 +203,7 @@ def _check_kept(name: str, key: object, value: object, owned: Owned) -> None:
 
 
 def _joined_states(own: Mapping[Role, Sequence[Owned]], models: Models) -> Mapping[Role, OptimizerState] | None:
-    """Join each optimizer's facts on the first rank, which also raises other ranks' errors. This is a collective."""
+    """Join each optimizer's facts on the first rank, which raises the error of any rank. This is a collective."""
     mine: Mapping[Role, OptimizerState] | CheckpointWriteError
     try:
         mine = {
@@ -226,7 +227,7 @@ def join(states: Sequence[OptimizerState]) -> OptimizerState:
     """Join the facts of all ranks. Raises CheckpointWriteError if their parameter groups differ."""
     if any(state.groups != states[0].groups for state in states):
         raise CheckpointWriteError(
-            f"optimizer '{states[0].optimizer}' has values in its parameter groups that differ between ranks. A "
+            f"The parameter groups of optimizer '{states[0].optimizer}' have different values on different ranks. A "
             "checkpoint cannot hold them. Choose another optimizer, or backend fsdp."
         )
     values = {key: value for state in states for key, value in state.values.items()}
@@ -240,13 +241,7 @@ def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]
     return saved_weights(SavedModel.read_saved(folder, digests, torch.float32), run.model, None, run.seed)
 
 
-def weights_digest(
-    architecture: Architecture,
-    held: Sequence[tuple[HeldParameter, Tensor]],
-    device: torch.device,
-    *,
-    critic: bool = False,
-) -> str:
+def weights_digest(architecture: Architecture, held: Held, device: torch.device, *, critic: bool = False) -> str:
     """Return the digest of the whole model, which is the same for any number of ranks. This is a collective.
 
     Args:

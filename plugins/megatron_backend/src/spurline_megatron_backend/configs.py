@@ -40,7 +40,7 @@ class MegatronBackendConfig(RankBackendConfig):
     package: ClassVar[str] = "spurline_megatron_backend"
     worker: ClassVar[str] = "spurline_megatron_backend.open_rank:open_rank"
     doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"
-    beyond: ClassVar[str] = "Divide the model otherwise (see layouts), train a smaller model, or on more machines."
+    beyond: ClassVar[str] = "Choose another layout (see layouts), train a smaller model, or use more machines."
     missing_settings: ClassVar[Mapping[str, str]] = {
         **RankBackendConfig.missing_settings,
         "lora": f"Megatron-core has no adapters. {_FSDP}",
@@ -50,8 +50,8 @@ class MegatronBackendConfig(RankBackendConfig):
 
     name: str = "megatron"
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 weights, which are divided among the
-    ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
+    """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 copies of the weights, which are
+    divided among the ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the matrices of every layer. They exchange much data, so keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -108,7 +108,7 @@ class MegatronBackendConfig(RankBackendConfig):
         return ParallelLayout(data=self.grid.data, deals_rows=True)
 
     def check_model(self, run: RunConfig) -> None:
-        # Machines of a Ray cluster have their own packages, so this check is left out if ranks run there.
+        # Ranks on a Ray cluster use the packages of its machines, not of this machine.
         if self.launch != "ray" and self.missing_here() is None and not has_megatron_core():
             raise ConfigError.at("backend.name", f"is {self.name}, which needs megatron-core. {INSTALL_CORE}")
         super().check_model(run)
@@ -118,13 +118,13 @@ class MegatronBackendConfig(RankBackendConfig):
 
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         yield self._part("doctor:look_for_core")()
-        # Machines of a cluster have their own packages, which may be complete.
+        # Machines of a cluster have their own packages.
         if has_megatron_core() or self.launch == "ray":
             yield from super().doctor(run)
 
     @property
     def rank_variables(self) -> Mapping[str, str]:
-        # With this variable, an exchange starts before kernels that are launched later, as Megatron-core requires.
+        # Megatron-core requires this variable, so that an exchange starts before kernels that are launched later.
         return {**super().rank_variables, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
     def division_problems(self, ranks: int) -> Iterable[Problem]:
@@ -148,7 +148,7 @@ class MegatronBackendConfig(RankBackendConfig):
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:
         if optimizer.is_elementwise:
             return None
-        return "is not `is_elementwise`: it needs whole parameters, but a rank has only a flat part of each"
+        return "is not `is_elementwise`. It needs whole parameters, but a rank has only a flat part of each"
 
     def _size_problem(self, ranks: int, keys: tuple[str, ...]) -> Problem | None:
         """Return a problem if the product of these sizes does not divide the number of ranks."""

@@ -3,7 +3,7 @@
 Data flow: queries, keys and values of a rank's tokens and heads -> rotated -> exchanged with the ranks that
 share the stream, if there are any -> `attend_segments` -> exchanged back. This replaces Megatron's
 `DotProductAttention`, which cannot compute packed sequences. Megatron passes an object `packed_seq_params` to every
-layer. Here this object has the segments and the rotation of a stream.
+layer. Here that object is a `StreamParams`, with the segments and the rotation of a stream.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rotary:
 
     Megatron's own embedding counts positions from the beginning of a sequence, and rounds differently in bf16. Here
     each token of a stream has its own position, so that a rank can compute a part of the stream. Angles are in fp32.
-    The model's rope type must compute angles from positions alone.
+    The model's rope type must compute angles only from positions.
     """
 
     def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:

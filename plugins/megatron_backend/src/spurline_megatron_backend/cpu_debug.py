@@ -1,7 +1,7 @@
-"""Let Megatron-core 0.16 run in a process without a GPU. Only ranks on the CPU import this.
+"""Let Megatron-core 0.16 run in a process without a GPU. Only ranks on the CPU import this module.
 
 Megatron-core asks CUDA for a device, generators and streams without checking whether there is a GPU. This module
-replaces these functions by CPU counterparts, in this process only.
+replaces the CUDA functions with CPU counterparts, in this process only.
 """
 
 from __future__ import annotations
@@ -21,12 +21,6 @@ class _Stream:
     """Replaces CUDA streams and events. On the CPU everything runs in order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: object) -> None:
         pass
 
     def _nothing(self, *args: Any, **kwargs: Any) -> None:

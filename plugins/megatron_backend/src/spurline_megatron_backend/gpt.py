@@ -26,7 +26,7 @@ from spurline_models.streams.stream_model import ValueHead
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of this rank, and its place in them. `context` is None if each rank has its own sequences."""
+    """The groups of this rank, and its place in the groups. `context` is None if each rank has its own sequences."""
 
     grid: Grid
     place: Place
@@ -77,7 +77,7 @@ class HiddenGPT(GPTModel):
         if critic:
             del self.output_layer
             with torch.device("cpu" if config.use_cpu_initialization else torch.cuda.current_device()):
-                # The head computes in fp32: differences of its values must be exact.
+                # The head computes in fp32, since differences of its values must be exact.
                 self.value_head = ValueHead(config.hidden_size)
         else:
             # The output layer gets hidden states that are gathered already.
@@ -103,7 +103,8 @@ class HiddenGPT(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return hidden states [tokens, 1, H] instead of logits. The last stage gathers the tensor group's tokens."""
         if self.post_process and self.config.sequence_parallel:
-            # Every rank computes the same loss, so gradients are not summed: a rank uses its tokens' gradients.
+            # Every rank computes the same loss. So the backward pass does not sum over ranks, and each rank takes the
+            # gradients of its own tokens.
             return gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return hidden_states
 

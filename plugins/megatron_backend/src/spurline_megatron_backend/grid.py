@@ -1,7 +1,7 @@
 """Find the place of each rank in tensor, context, expert, data and pipeline groups, and the layers that it holds.
 
 Ranks are numbered as in Megatron-core: along the tensor group first, then along context, data and pipeline. So the
-groups that exchange most data are on one machine. Imports no torch.
+groups that exchange most data are on one machine. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Grid:
 def part_sizes(num_layers: int, num_parts: int) -> list[int]:
     """Return the number of layers of each part of the model, in order."""
     size, extra = divmod(num_layers, num_parts)
-    # Remaining layers go to parts in the middle, and to late parts first, since late parts keep fewer activations.
+    # Parts in the middle get the remaining layers. Late parts get them first, since they keep fewer activations.
     order = [*range(num_parts - 2, 0, -1), num_parts - 1, 0]
     larger = set(order[:extra])
     return [size + (number in larger) for number in range(num_parts)]

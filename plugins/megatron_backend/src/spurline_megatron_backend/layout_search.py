@@ -1,7 +1,7 @@
 """Find layouts in which a model fits on the same ranks, and order them by the bytes that a rank sends in a step.
 
-The search tries all layouts that divide the model and the ranks, and keep tensor groups inside machines. The bytes sent
-and the share of time spent waiting follow from the layout. The search does not guess speeds of devices or networks.
+The search tries all layouts that divide the model and the ranks and keep tensor groups inside machines. For each
+layout it computes the bytes sent and the share of time spent waiting, without guessing speeds of devices or networks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SIZES = ("tensor", "pipeline", "virtual_stages", "context", "expert", "expert_t
 _SHOWN = 5
 """The number of layouts that a plan shows."""
 _RANKS_OF_MACHINE = 8
-"""The number of devices that a machine is assumed to have if it is not known. A DGX has 8."""
+"""The assumed number of devices of a machine if it is not known. A DGX has 8."""
 _MICROBATCH = 4096
 """Tokens of a micro-batch. Longer rows make larger micro-batches."""
 _SMALL_SHARE = 1024
@@ -71,8 +71,8 @@ def suggested_layouts(
         yield f"{_changes(config, found.config)}: {_words(found)}"
     if not fitting:
         yield (
-            f"none fits. {_changes(config, smallest.config)} needs least: {_gib(smallest.memory.peak)} of "
-            f"{_gib(usable_bytes)}; {_largest_part(smallest)}. Use more ranks, or devices with more memory"
+            f"no layout fits. {_changes(config, smallest.config)} needs least memory, {_gib(smallest.memory.peak)} "
+            f"({_gib(usable_bytes)} can be used); {_largest_part(smallest)}. Use more ranks, or larger devices"
         )
 
 

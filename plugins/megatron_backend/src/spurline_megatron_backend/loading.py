@@ -20,14 +20,12 @@ from torch import Tensor
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline_megatron_backend.architecture import Architecture
-from spurline_megatron_backend.parts import HeldParameter, Part, whole_shapes
+from spurline_megatron_backend.parts import Part, whole_shapes
+from spurline_megatron_backend.weight_gathering import Held
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model
 from spurline_models.weight_files import safetensors_files
 from spurline_ranks.pieces import Box, Shape
-
-Held = Sequence[tuple[HeldParameter, Tensor]]
-"""The parameters of a rank, each with a contiguous tensor for its values."""
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
@@ -52,7 +50,7 @@ def load_weights(
     Padding of the vocabulary and the value head of a critic become 0.
 
     Args:
-        held: The parameters, of any floating dtype and on any device.
+        held: The parameters, each with a contiguous tensor for its values, of any floating dtype and on any device.
         model: The model whose files are read.
         architecture: The architecture of the model.
         seed: The seed for `init: random`.
@@ -66,15 +64,16 @@ def load_weights(
     if not files:
         _hand_out(held, model, architecture, seed, device, critic=critic)
         return
-    with WeightFiles(files, architecture, critic=critic) as opened:
+    with ExitStack() as opened:
+        weights = WeightFiles(files, architecture, opened, critic=critic)
         # Only the first rank warns.
-        unexpected = opened.unexpected if dist.get_rank() == 0 else ()
-        check_loaded(model, opened.missing, opened.mismatched, unexpected)
-        opened.fill(held)
-        if opened.heads_differ(held):
+        unexpected = weights.unexpected if dist.get_rank() == 0 else ()
+        check_loaded(model, weights.missing, weights.mismatched, unexpected)
+        weights.fill(held)
+        if weights.heads_differ(held):
             raise ModelError(
-                f"model.path: the config of {model.path} ties the output layer to the embedding, but in its files the "
-                "two differ. To train both, set model.config_overrides: {tie_word_embeddings: false}."
+                f"model.path: the config of {model.path} ties the output layer to the embedding, but they differ in "
+                "its files. To train both, set model.config_overrides: {tie_word_embeddings: false}."
             )
 
 
@@ -113,18 +112,17 @@ def _forms(name: str, shape: Shape) -> Iterator[_Form]:
 
 
 class WeightFiles:
-    """The safetensors files of a model, as a context manager that closes them.
+    """The safetensors files of a model. They stay open until `opened` is closed.
 
-    Opening reads only headers. `missing` has the names of tensors that are in no file. `unexpected` has keys that the
-    model does not know. `mismatched` has tuples of key, shape in the files and shape in the model. Values can be
-    read if `missing` and `mismatched` are empty.
+    The constructor reads only headers. `missing` has the names of tensors that are in no file. `unexpected` has keys
+    that the model does not know. `mismatched` has tuples of key, shape in the files and shape in the model. Values can
+    be read if `missing` and `mismatched` are empty.
     """
 
-    def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
-        self._opened = ExitStack()
+    def __init__(self, files: Sequence[Path], architecture: Architecture, opened: ExitStack, *, critic: bool):
         self._stored: dict[str, Any] = {}
         for path in files:
-            file = self._opened.enter_context(safe_open(str(path), "pt"))
+            file = opened.enter_context(safe_open(str(path), "pt"))
             self._stored.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
         self._forms: dict[str, _Form] = {}
         self.missing: list[str] = []
@@ -153,14 +151,8 @@ class WeightFiles:
             if (found := tuple(self._stored[key].get_shape())) != asked[key]
         ]
 
-    def __enter__(self) -> WeightFiles:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._opened.close()
-
     def fill(self, held: Held) -> None:
-        """Give the parameters their values. Only one part at a time is in the memory of the host."""
+        """Give the parameters their values. The host holds only one part at a time."""
         for parameter, tensor in held:
             values = _cleared(tensor)
             for part in parameter.parts:

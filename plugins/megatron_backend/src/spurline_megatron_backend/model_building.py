@@ -80,7 +80,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
             "moe_router_pre_softmax": not a.renormalizes,
             # The choice of experts depends on the last digits of scores.
             "moe_router_dtype": "fp32",
-            # Megatron's balance loss is added per micro-batch: gradients would depend on the number of micro-batches.
+            # With Megatron's balance loss, gradients would depend on the number of micro-batches.
             "moe_router_load_balancing_type": "none",
         }
     if grid.pipeline > 1:

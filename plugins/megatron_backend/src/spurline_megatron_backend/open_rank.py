@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _import_rank() -> type[MegatronRank]:
     import megatron.core.jit
 
-    # This must come before other imports. Otherwise small functions are compiled for each new number of tokens.
+    # This must run before the other imports. Otherwise small functions are compiled for each new number of tokens.
     megatron.core.jit.disable_jit_fuser()
     from spurline_megatron_backend.rank import MegatronRank
 

@@ -5,7 +5,7 @@ have the names and shapes of a transformers model in memory, where the experts o
 
 A flattened parameter consists of parts, and each part is a box that is flattened row by row. This covers all rules of
 Megatron: parameters may be whole, or divided by rows or columns. One parameter may hold queries, keys and values by
-group, or gate and up projection. The vocabulary is padded. Imports neither torch.distributed nor megatron.
+group, or gate and up projection. The vocabulary is padded. This module imports neither torch.distributed nor megatron.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HeldParameter:
     def counts_on(self, tensor_rank: int) -> bool:
         """Return whether this rank of a tensor group writes the values and adds them to sums.
 
-        One rank does, if several have the same values. Copies of the embedding count nowhere.
+        If several ranks have the same values, only the first of them counts. Copies of the embedding never count.
         """
         return not self.is_copy and (self.is_divided or tensor_rank == 0)
 

@@ -35,14 +35,15 @@ if TYPE_CHECKING:
 MAIN_BYTES = 4
 """Bytes of the optimizer's copy of a weight, and of a summed gradient."""
 _UNEVEN_EXPERTS = 1.2
-"""If ranks divide experts, the busiest rank is assumed to get this many times an even share of the tokens. Routers
-never spread tokens evenly."""
+"""The assumed tokens of the busiest rank, relative to an even share, if ranks divide experts."""
 
 
 def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[str]:
     """Yield sentences about ranks, machines and groups."""
     grid, local = config.grid, ranks_of_machine(config)
-    yield from describe_ranks(config, _product(grid))
+    sizes = {"data": grid.data, "pipeline": grid.pipeline, "context": grid.context, "tensor": grid.tensor}
+    product = [f"{size} {name}" for name, size in sizes.items() if name == "data" or size > 1]
+    yield from describe_ranks(config, " x ".join(product))
     if grid.tensor > 1:
         tokens = ", and the tokens outside of matrices" if config.divides_tokens else ""
         yield f"{grid.tensor} neighbouring ranks divide each matrix{tokens}"
@@ -67,13 +68,8 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
                 yield f"groups of {name} span several machines, which is slow: a machine has {local} ranks"
 
 
-def _product(grid: Grid) -> str:
-    sizes = {"data": grid.data, "pipeline": grid.pipeline, "context": grid.context, "tensor": grid.tensor}
-    return " x ".join(f"{size} {name}" for name, size in sizes.items() if name == "data" or size > 1)
-
-
 def check_model(config: MegatronBackendConfig, run: RunConfig) -> None:
-    """Raise ConfigError if the ranks cannot divide the model, ModelError if the model is not supported."""
+    """Raise ConfigError if the ranks cannot divide the model, or ModelError if the model is not supported."""
     architecture = read_architecture(load_model_config(run.model))
     problems = [
         *size_problems(config, architecture),
@@ -116,7 +112,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
 
 
 def _undivided(key: str, grid: Grid, counts: Mapping[str, int], others: int) -> Iterator[Problem]:
-    """Yield a problem if this size does not divide these counts. `others` is the other size that divides a stage."""
+    """Yield a problem if this size does not divide these counts. `others` is another size that divides a stage."""
     size, common = getattr(grid, key), math.gcd(*counts.values())
     if common % size:
         listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count % size)
@@ -136,8 +132,8 @@ def _group_problems(key: str, optimizer: OptimizerConfig, a: Architecture, *, cr
         if len({settings_of(optimizer, name, like) for name in names}) > 1:
             yield Problem(
                 f"{key}.groups",
-                f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Let one "
-                "pattern fit all of them, or choose backend fsdp.",
+                f"give {' and '.join(names)} different settings, and Megatron keeps them as one parameter. Use one "
+                "pattern that matches all of them, or choose backend fsdp.",
             )
             return
 

@@ -1,8 +1,8 @@
 """Check at start-up that packing and sharing do not change the log-probabilities of a sequence.
 
-Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. On a few random tokens, the
-probe compares these logprobs with the logprobs of each sequence alone. It runs forward passes through all stages, and
-changes nothing in the model.
+Ranks pack several sequences in one stream, share a stream, and compute logits in chunks. The probe does this for a few
+random tokens, and compares the logprobs with the logprobs of each sequence alone. It runs forward passes through all
+stages, and does not change the model.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_exactness(
     if distance > allowed:
         raise ModelError(
             f"model.path: {path} ({architecture.model_type} of Megatron-core) gives other log-probabilities when ranks "
-            f"pack sequences, share them, and score in chunks: {distance:.2g} standard deviations (allowed "
-            f"{allowed:g}). Choose backend fsdp, which computes the model's own layers."
+            f"pack sequences, share them, and score in chunks. They differ by {distance:.2g} standard deviations "
+            f"(allowed {allowed:g}). Choose backend fsdp, which computes the model's own layers."
         )
 
 

@@ -136,7 +136,7 @@ class MegatronRank(RankWorker):
             return None
         result = torch.zeros(batch.num_rows * batch.length)
         if values:
-            # All values are copied at once: with a copy for each stream, the other stages would wait each time.
+            # All values are copied at once, since the other stages would wait for each copy.
             result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
         return result.view(batch.num_rows, batch.length).numpy()
 

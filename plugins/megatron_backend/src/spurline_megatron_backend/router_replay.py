@@ -27,7 +27,7 @@ class RouterChoice:
         layer: The number of the layer in the whole model, counted from 0.
         group: The ranks that divide the tokens. Each rank routes consecutive tokens. None if this rank routes all
             tokens.
-        replays: Whether given experts are used.
+        replays: Whether the router uses the experts that a stream contains.
     """
 
     def __init__(self, layer: int, group: ProcessGroup | None, *, replays: bool) -> None:

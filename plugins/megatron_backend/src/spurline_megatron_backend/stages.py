@@ -119,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # This sets the option for sums that begin in the last backward pass. Later sums get it as an argument.
+                # Sums that begin in the last backward pass read this attribute. Later sums get it as an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):

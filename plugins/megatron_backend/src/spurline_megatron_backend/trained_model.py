@@ -88,9 +88,8 @@ class TrainedModel:
         self._tensor_rank = tensor_rank
         check_groups(recipe.config, shapes, recipe.key)
         for held, parameter in model.parameters():
-            # Gradients of experts must be summed over the ranks with the same experts. Megatron sets `allreduce`
-            # to False only if `expert` is above 1. But ranks of a tensor group may have the same experts and different
-            # tokens.
+            # Gradients of experts must be summed over the ranks with the same experts. Without this, Megatron does so
+            # only if `expert` is above 1. But ranks of a tensor group may have the same experts and different tokens.
             cast(Any, parameter).allreduce = not held.is_expert
         # With overlap, each bucket of gradients is summed as soon as the last backward pass has filled it.
         settings = DistributedDataParallelConfig(
@@ -185,7 +184,7 @@ class TrainedModel:
 
         If the model is not fp32, these tensors are the gradients, whose memory is free between steps.
         """
-        # When engines give the device back, the gradients' copies on the host are freed, with the values in them.
+        # When engines give the device back, the copies of gradients on the host are freed, with these values.
         if self._shown_while_given == self._memory.is_given or self.model.config.params_dtype == torch.float32:
             return
         read = self._memory.read
@@ -197,7 +196,7 @@ class TrainedModel:
                     group = buffer.data_parallel_group
                     for bucket in buffer.buckets:
                         shown = read(bucket.grad_data)
-                        # Ranks can exchange only on the device. One bucket fits there even while engines use it.
+                        # Ranks can exchange only on the device. While engines use the device, one bucket still fits.
                         gathered = shown.to(bucket.grad_data.device)
                         own = gathered.chunk(group.size())[group.rank()]
                         dist.all_gather_into_tensor(gathered, own, group=group)
@@ -207,7 +206,7 @@ class TrainedModel:
 
 
 def _sum_gradients(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Sum gradients over all ranks. They are not divided by a number of tokens, since losses already are."""
+    """Sum gradients over all ranks. Do not divide by the number of tokens, since losses are already normalized."""
     finalize_model_grads(model, None, **options)
 
 

@@ -19,8 +19,6 @@ from torch.distributed import ProcessGroup
 
 from spurline_models.streams.token_logprobs import scored_in_chunks
 
-_HALF_PRECISION = (torch.bfloat16, torch.float16)
-
 
 class VocabularyLogprobs:
     """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
@@ -48,8 +46,8 @@ class VocabularyLogprobs:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
 
-        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and
-        compute the same loss. It counts once.
+        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and compute
+        the same loss, which counts once.
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
         # Ranks recompute chunks in the same order, so that their exchanges match.
@@ -59,7 +57,7 @@ class VocabularyLogprobs:
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
     ) -> tuple[Tensor, Tensor | None]:
         logits = self._logits(hidden)
-        if logits.dtype in _HALF_PRECISION:
+        if logits.dtype.itemsize < 4:
             # A softmax over 1e5 logits needs single precision.
             logits = logits.float()
         if temperature != 1.0:

@@ -26,7 +26,7 @@ IN_FLIGHT_BYTES = 64 << 20
 """The bytes that a rank receives at a time."""
 
 Held = Sequence[tuple[HeldParameter, Tensor]]
-"""The parameters of a rank, each with a tensor of its shape: its values or its gradient."""
+"""The parameters of a rank, each with a tensor of its shape, such as its values or its gradient."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class WeightsOfRanks:
         return [*self._owners.shapes]
 
     def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Implement `Gathers`. A rank needs memory for its tensors, and `max_bytes` for each rank that it sends to."""
+        """Implement `Gathers`. A rank also needs `max_bytes` of memory for each rank to which it sends."""
         if self._prepare is not None:
             self._prepare()
         kind = dtype or self._dtype
@@ -178,7 +178,7 @@ class WeightsOfRanks:
                         _place(part, self._values(part), whole)
                     continue
                 if self._rank == owner:
-                    # If several ranks get the same message, it is made once.
+                    # A message is made only once, even if several ranks get it.
                     message = outgoing.get(wanted_parts := tuple(own))
                     if message is None:
                         message = outgoing[wanted_parts] = self._empty(own, dtype)

@@ -94,7 +94,7 @@ def diagnose_run(
 
 
 def start_lines() -> StartLines:
-    """Show that the imports have begun. The returned function shows what comes next."""
+    """Print that imports have begun. Call the returned object to print each further step."""
     from spurline.trackers.start_lines import StartLines
 
     start = StartLines()

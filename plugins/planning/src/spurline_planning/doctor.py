@@ -38,7 +38,7 @@ FREE_DISK = 2**30
 
 
 def find(loaded: LoadedConfig) -> Iterator[Finding]:
-    """Yield each finding as soon as it is known. A problem is not raised, but yielded as a finding with a fix."""
+    """Yield each finding as soon as it is known. Problems are findings with a fix, and are never raised."""
     config = loaded.config
     yield _versions(loaded)
     yield from _machine()
@@ -92,13 +92,13 @@ def _run_dir(path: Path) -> Iterator[Finding]:
             file.flush()
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if (scratch / "file").read_bytes() != scratch.name.encode():
-                raise OSError("it returns other bytes than were written")
+                raise OSError("a file has other bytes than were written to it")
             free = shutil.disk_usage(path).free
     except OSError as error:
         fix = "choose another folder: --set run_dir=PATH, or change the permissions of this one"
         yield Finding("run_dir", f"{path}: {error.strerror or error}", fix)
         return
-    fix = "free some space, or choose another run_dir: checkpoints are written there" if free < FREE_DISK else ""
+    fix = "free some space for checkpoints, or choose another run_dir" if free < FREE_DISK else ""
     yield Finding("run_dir", f"{path} can be written and locked, {gib(free)} free", fix)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -16,8 +16,6 @@ from spurline.config.run_config import RunConfig
 from spurline_models.backend_config import ColocatedEngine, MemoryEstimate
 from spurline_models.machine import memory_bytes, num_gpus
 from spurline_planning.protocols import PlansLayouts, PlansMemory
-
-_Section = TypeVar("_Section", bound=BaseModel)
 
 SHARE_USED = 0.9
 """Share of a device's memory that a run may use. Kernels, network buffers and the allocator need the rest."""
@@ -57,7 +55,7 @@ def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
 def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return lines with the memory of each part on the fullest device, the total, and whether the run fits.
 
-    If the backend has no estimate, return no lines.
+    Return no lines if the backend has no estimate.
 
     Args:
         run: The run to plan.
@@ -72,7 +70,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
     if estimate is None:
         return []
     lines = [f"{name}: {_mib(size)}" for name, size in estimate.parts.items() if size > 0 or load.tokens]
-    turns = " (not the sum: not all parts are in memory at once)" if len(estimate.moments) > 1 else ""
+    turns = " (not the sum, since not all parts are in memory at once)" if len(estimate.moments) > 1 else ""
     unknown = ", without activations and logits, whose size depends on the batches" if not load.tokens else ""
     lines.append(f"total: {_mib(estimate.peak)}{turns}{unknown}")
     if estimate.host:
@@ -101,20 +99,20 @@ def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
         if estimate.peak <= usable:
             break
     if estimate is None:
-        return f"suggestion: no setting of the backend needs less memory. {backend.beyond}".rstrip()
+        return f"suggestion: no change of the backend's settings saves memory. {backend.beyond}".rstrip()
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
     words = " ".join(f"--set backend.{key}={text}" for key, text in texts.items())
     host = f" and {gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
     needs = f"{gib(estimate.peak)}{host}"
     if estimate.peak <= usable:
         return f"suggestion: {words}, which needs {needs}"
-    return f"suggestion: even {words} needs {needs}. {backend.beyond}".rstrip()
+    return f"suggestion: even with {words}, the run needs {needs}. {backend.beyond}".rstrip()
 
 
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return lines about other ways to divide the model among the same ranks.
 
-    If no batch or no device is known, return no lines. Arguments and errors are as in `memory_lines`.
+    Return no lines if no batch or no device is known. For arguments and errors, see `memory_lines`.
     """
     limit = _device_limit(run.backend, device_bytes)
     if limit is None or not load.tokens or not isinstance(run.backend, PlansLayouts):
@@ -123,9 +121,9 @@ def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
 
 def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
-    """Return the memory of each phase if engines and trainer take turns on a device.
+    """Return lines with the memory of each phase of a run whose engines and trainer take turns on a device.
 
-    For other runs, and without GPUs, return no lines. Arguments and errors are as in `memory_lines`.
+    Return no lines for other runs, or without GPUs. For arguments and errors, see `memory_lines`.
     """
     engine, estimate = load.engine, estimate_load(run, load)
     limit = _device_limit(run.backend, device_bytes)
@@ -162,7 +160,7 @@ def _device_limit(backend: object, device_bytes: int | None) -> int | None:
     return device_bytes
 
 
-def _with_changes(section: _Section, changes: Mapping[str, Any]) -> _Section:
+def _with_changes(section: BaseModel, changes: Mapping[str, Any]) -> BaseModel:
     """Return a copy of the section with these values. A key such as `lora.base_dtype` sets a value of a subsection."""
     values: dict[str, Any] = {}
     for key, value in changes.items():

@@ -50,7 +50,7 @@ class Plan:
     problems: list[UserError] = field(default_factory=list[UserError])
 
     def attempt(self, part: Callable[[], T]) -> T | None:
-        """Return the result of `part`. If it raises a problem, add that to the plan and return None."""
+        """Return the result of `part`. If `part` raises a UserError, add it to the plan's problems and return None."""
         try:
             return part()
         except UserError as problem:
@@ -70,7 +70,7 @@ def make_plan(
     progress: Progress = silent,
     device_bytes: int | None = None,
 ) -> Plan:
-    """Plan a run. Its problems are collected in the plan instead of raised.
+    """Plan a run. Collect its problems in the plan instead of raising them.
 
     Args:
         loaded: The config of the run.
@@ -103,7 +103,6 @@ def make_plan(
                 plan.add("memory (estimate)", lambda: memory_lines(config, load, device_bytes))
                 plan.add("phases of a device (estimate)", lambda: phase_lines(config, load, device_bytes))
                 plan.add("layouts (estimate)", lambda: layout_lines(config, load, device_bytes))
-    # These checks come last, so that the rest of the plan is made even if weights are missing.
     plan.attempt(lambda: check_weight_files(config.model))
     plan.attempt(lambda: check_weights_fit(config.model))
     if device_bytes is None:
@@ -121,11 +120,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Model:
-    """Facts about a model from its files, without its weights.
-
-    `context` is the number of tokens that the model can see, or None if there is no limit. `vocabulary` is the size of
-    the vocabulary, or None if the model's config has no `vocab_size`.
-    """
+    """Facts about a model. `context` is in tokens, or None if there is no limit. `vocabulary` is None if unknown."""
 
     parameters: int
     context: int | None
@@ -214,7 +209,7 @@ def _early_end(config: RunConfig) -> list[str]:
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
     """Lay out the first batches, or show the first prompt. Return the largest step among them."""
     if data.source.pure or data.source.reads_only_data:
-        # An impure source builds each batch only once, so an example would take a batch that `_first_batches` needs.
+        # A source that is not pure builds each batch only once, and `_first_batches` needs the first batches.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)
@@ -229,7 +224,7 @@ def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model)
         plan.sections["batches"] = [f"made by the source '{name}' during training; their shapes are not known yet"]
         return Load()
     update = rollouts.largest_update(config, prompt, model.context)
-    known = "" if longest is not None else ". Prompts are not counted, since only the environment knows them"
+    known = "" if longest is not None else ". This does not count prompts, which only the environment knows"
     plan.sections["batches"] = [
         f"made by rollouts: at most {update.tokens:,} tokens in an optimizer step, rows of up to "
         f"{update.row_length:,}, if every response has the largest allowed length{known}"

@@ -1,6 +1,6 @@
 """Protocols for the config sections of components. Only `spurline plan` and `spurline doctor` use them.
 
-A section can implement a protocol without importing this package. Without the methods, the plan has fewer lines.
+A section can implement a protocol without importing this package. If it does not, the plan has fewer lines.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from spurline_models.machine import Finding
 
 @runtime_checkable
 class PlansMemory(Protocol):
-    """Settings of a backend that estimate its memory. `ModelBackendConfig` implements all these methods."""
+    """Settings of a backend that can estimate its memory. `ModelBackendConfig` implements this protocol."""
 
     beyond: ClassVar[str]
-    """Advice for the case that no settings of this backend make the model fit; may be empty."""
+    """Advice to print if no settings of this backend make the model fit. It may be empty."""
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
-        """Estimate the memory of a step on the fullest device. Return None if nothing is known.
+        """Estimate the memory of a step on the fullest device. Return None if there is no estimate.
 
-        `row_length` is the number of tokens of the longest row, `tokens` the number of tokens of the step.
+        `row_length` is the number of tokens of the longest row. `tokens` is the number of tokens of the step.
         """
         ...
 
@@ -52,11 +52,7 @@ class PlansLayouts(Protocol):
     def suggested_layouts(self, run: RunConfig, row_length: int, tokens: int, usable_bytes: int) -> Iterable[str]:
         """Return lines about other ways to divide the model among the ranks, if there are any.
 
-        Args:
-            run: The run to plan.
-            row_length: Tokens of the longest row.
-            tokens: Tokens of a step.
-            usable_bytes: Bytes of a device's memory that the run may use.
+        `usable_bytes` is the memory of a device that the run may use. See `PlansMemory` for the other arguments.
         """
         ...
 
@@ -68,17 +64,17 @@ class Diagnoses(Protocol):
     def doctor(self, run: RunConfig) -> Iterator[Finding]:
         """Start everything that a run starts except the model, and yield the findings.
 
-        A failure is yielded as a Finding with a fix, and not raised.
+        Yield a failure as a Finding with a fix. Do not raise it.
         """
         ...
 
 
 @runtime_checkable
 class PlansRollouts(Protocol):
-    """Settings of a source with rollouts that can tell the largest possible size of a step.
+    """Settings of a source with rollouts that can compute the largest possible size of a step.
 
-    All methods take the run, the number of tokens of its longest prompt, and the number of tokens that the model can
-    see (None if there is no limit). They assume that every response has the largest allowed length.
+    All methods take the run, the number of tokens of its longest prompt, and the largest number of tokens in the
+    model's context (None if there is no limit). They assume that every response has the largest allowed length.
     """
 
     def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
@@ -86,15 +82,15 @@ class PlansRollouts(Protocol):
         ...
 
     def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Mapping[str, int]:
-        """Return how many bytes each part of generation needs on the trainer's device; {} on other devices."""
+        """Return the bytes of each part of generation on the trainer's device, or {} if other devices generate."""
         ...
 
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """Return the engine that takes turns with the trainer on the trainer's devices, if there is one."""
+        """Return the engine that takes turns with the trainer on the trainer's devices, or None."""
         ...
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        """Return sentences for the user about where the run generates."""
+        """Return sentences for the user about the engines and devices that generate."""
         ...
 
 

@@ -53,7 +53,7 @@ def write_comparison(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Raises:
         RunDirectoryError: If a folder holds no run.
-        UserError: If a folder is given twice, if there are too many folders, or if the runs have no metric in common.
+        UserError: If a folder is given twice, if there are too many folders, or if no two runs have a common metric.
     """
     places = [run_dir.resolve() for run_dir in run_dirs]
     twice = [str(run_dir) for run_dir, place in zip(run_dirs, places, strict=True) if places.count(place) > 1]
@@ -127,7 +127,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Map the path of each setting to its value in YAML. If a list has nested items, paths contain the item's index."""
+    """Map the path of each setting to its value in YAML. Paths into lists of nested values contain the item's index."""
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
@@ -155,9 +155,8 @@ def _plot(runs: Sequence[ComparedRun], name: str, *, is_folded: bool = False) ->
     traces: list[Trace] = []
     for run in runs:
         steps, values = run.record.series(name)
-        if is_folded:
-            drawn = [line(run.name, steps, values, run.color, most=_FOLDED_POINTS)] if steps else []
-        else:
-            drawn = one_of_several(run.name, steps, values, run.color) if steps else []
-        traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
+        if steps:
+            curve = run.name, steps, values, run.color
+            drawn = [line(*curve, most=_FOLDED_POINTS)] if is_folded else one_of_several(*curve)
+            traces += [trace | {"line": {**trace["line"], "dash": run.dash}} for trace in drawn]
     return step_figure(traces, name, label=f"{name} over steps of {len(runs)} runs")

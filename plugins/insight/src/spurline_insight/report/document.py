@@ -1,7 +1,7 @@
 """Write one HTML file that needs no network, since it contains style, scripts, plotly.js and figures.
 
-plotly.js and the figures are compressed with gzip and written in base 85, so that most pages take less than 2 MB. A
-script on the page unpacks them. A content security policy forbids the page to load anything.
+plotly.js and the figures are compressed with gzip and written in base 85, so that most pages have less than 2 MB. A
+script on the page unpacks them. A content security policy prevents the page from loading anything.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _POLICY = (
     "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
 )
 _FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
-PYTHON_DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
-# Three characters are replaced, since they could begin markup inside a script element.
-DIGITS = PYTHON_DIGITS.translate(str.maketrans("<>&", ",.:"))
+_SAFE = bytes.maketrans(b"<>&", b",.:")
+"""Replaces the characters of Python's base 85 that could begin markup inside a script element."""
+DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%:()*+-;,=.?@^_`{|}~"
 """The 85 digits of packed text."""
-_TO_DIGITS = bytes.maketrans(PYTHON_DIGITS.encode(), DIGITS.encode())
 
 
 def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str, str]], subject: str) -> None:
@@ -89,12 +88,12 @@ def packed(content: str) -> str:
     """Return the text as gzip in base 85, safe inside a script element. Equal texts give equal results."""
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
     compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
-    return base64.b85encode(compressed).translate(_TO_DIGITS).decode()
+    return base64.b85encode(compressed).translate(_SAFE).decode()
 
 
 @cache
 def _plotly() -> str:
-    # Imported here, since reading a run directory needs no plotly.
+    # Code that only reads a run directory does not need plotly.
     from plotly.offline import get_plotlyjs
 
     return packed(get_plotlyjs())

@@ -17,15 +17,14 @@ from spurline_insight.report.record import read_record, setting
 from spurline_insight.report_panel import DEFAULT_ORDER, ReportConfig, ReportPanel, RunRecord
 
 
-def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path | str) -> Path:
+def write_report(record: RunRecord, panels: Sequence[ReportPanel], out: Path) -> Path:
     """Render `panels` in order, write the page to `out`, and return its path.
 
     If a panel raises an error, the page shows the error in place of the panel.
 
     Raises:
-        RunFailedError: If panels raised errors. The page is written first. The error names the panels.
+        RunFailedError: If any panel raised an error. The page is written first. The message names the panels.
     """
-    out = Path(out)
     sections: list[tuple[str, str]] = []
     failures: list[tuple[str, Exception]] = []
     for panel in panels:
@@ -78,8 +77,7 @@ def steps_of(record: RunRecord) -> tuple[int, int | None]:
 
 def facts_of(config: Any, summary: Mapping[str, Any]) -> list[str]:
     """Return model, training data, loss, backend and device of a run. Unknown facts are left out."""
-    data = setting(config, "data", "train")
-    entries = data if isinstance(data, (list, tuple)) else []
+    entries = setting(config, "data", "train") or ()
     names = [setting(entry, "label") or setting(entry, "path") for entry in entries]
     data_name = " + ".join(shown_path(str(name)) for name in names if name)
     model = setting(config, "model", "path")

@@ -18,7 +18,8 @@ from spurline_insight.report_panel import RunRecord
 def read_record(run_dir: Path | str) -> RunRecord:
     """Read the files of a run directory. A file that does not exist yet counts as empty.
 
-    Raises RunDirectoryError if the folder is missing or is not a run directory, or if a file is unreadable.
+    Raises:
+        RunDirectoryError: If the folder is missing or is not a run directory, or if a file is unreadable.
     """
     run_dir = Path(run_dir)
     check_run_directory(run_dir)
@@ -84,8 +85,8 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
     """Return the names of evaluation metrics except losses: first shares, for which more is better, then the others.
 
-    A score of answers is a share if all its values are within 0..1. If training records the metric too, the name of the
-    metric decides instead of its values, since a margin of 0.4 is not 40 %.
+    A score of answers is a share if all its values are within 0..1. If training records the metric too, the metric's
+    name decides instead of its values: a margin of 0.4, for example, is not a share of 40 %.
     """
     shares, others = list[str](), list[str]()
     metrics = evaluation_metrics(record)

@@ -27,13 +27,14 @@ from spurline_insight.view.runs import ViewedRun
 
 ENTRY_POINT_GROUP = "spurline.view"
 Answer = Callable[[Mapping[str, str]], Any]
-"""A function that gets the query of a request and returns JSON values. It raises LookupError for an unknown name."""
+"""A function that takes the query of a request and returns JSON values. It raises LookupError for an unknown name."""
 
 
 def make_app(runs: Sequence[ViewedRun]) -> Starlette:
-    """Return the application for these runs. It answers every request, so `guard` must check requests first.
+    """Return the application for these runs. It answers every request, so `Guard` must check requests first.
 
-    Raises PluginError if an entry point of another package fails.
+    Raises:
+        PluginError: If an entry point of another package fails.
     """
     answers = _answers_of_others([run.run_dir for run in runs]) | {
         "runs": partial(_runs, runs),
@@ -63,7 +64,7 @@ def _not_installed(query: Mapping[str, str]) -> Any:
 
 
 def _endpoint(answer: Answer) -> Callable[[Request], Response]:
-    """Return an endpoint that runs on a thread, so that reading a large file delays no other request."""
+    """Return an endpoint that runs on a thread. So a request that reads a large file does not delay other requests."""
 
     def endpoint(request: Request) -> Response:
         try:
@@ -80,17 +81,12 @@ def _endpoint(answer: Answer) -> Callable[[Request], Response]:
 
 
 def _json(content: Any, status: int = 200) -> Response:
-    try:
-        # `json.dumps` escapes half of a surrogate pair, which UTF-8 could not encode.
-        text = json.dumps(content, default=str, allow_nan=False)
-    except ValueError:
-        # The `info` of an environment may hold NaN or infinity, which browsers cannot read.
-        text = json.dumps(_finite(content), default=str)
-    return Response(text, status, media_type="application/json")
+    # `json.dumps` escapes half of a surrogate pair, which UTF-8 could not encode.
+    return Response(json.dumps(_finite(content), default=str), status, media_type="application/json")
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with text in place of NaN and infinity."""
+    """Return the value with text in place of NaN and infinity, which browsers cannot read."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -106,7 +102,7 @@ def _runs(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
 
 
 def _unless_unreadable(answer: Callable[[], Mapping[str, Any]], **otherwise: Any) -> Mapping[str, Any]:
-    """Return the answer for one run, or `otherwise` with the error, so that other runs are still shown."""
+    """Return the answer for one run, or `otherwise` with the error, so that the page still shows the other runs."""
     try:
         return answer()
     except SpurlineError as error:

@@ -23,7 +23,7 @@ def view(
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port on 127.0.0.1. 0 chooses a free port.")] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Print the address, but open no browser.")] = False,
 ) -> None:
-    """Serve a local page about runs: curves, evaluations, rollouts token by token. Ctrl-C ends it. Writes nothing."""
+    """Serve a local page about runs: curves, evaluations, rollouts token by token. Ctrl-C stops it. Writes no file."""
     try:
         import uvicorn
 
@@ -51,7 +51,7 @@ def view(
         )
         address = f"http://{ADDRESS}:{port}/?token="
         typer.echo(f"{address}{token}")
-        typer.echo("Anyone with this address can read these runs: keep it to yourself. Ctrl-C ends the page.")
+        typer.echo("Anyone with this address can read these runs, so keep it secret. Press Ctrl-C to stop.")
         if not no_open and _has_display():
             webbrowser.open(f"{address}{guard.one_visit}")
         # Uvicorn ends at Ctrl-C, and then raises KeyboardInterrupt.
@@ -60,15 +60,11 @@ def view(
 
 
 def _listening(port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ADDRESS, port))
-        listener.listen()
+        return socket.create_server((ADDRESS, port))
     except OSError as error:
-        listener.close()
-        raise UserError(f"port {port} cannot be used: {error.strerror}. Choose another, or --port 0.") from error
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise UserError(f"port {port} cannot be used: {reason}. Choose another, or --port 0.") from error
 
 
 def _has_display() -> bool:

@@ -1,8 +1,8 @@
 """Show the page only to a browser that has the token, and whose request names a host in `HOSTS`.
 
-The guard is an ASGI application that wraps another. The address of the first visit contains the token. The browser
-gets a cookie, and is redirected to the same address without the token. Later requests pass with the cookie. The
-headers of every answer forbid scripts and styles from elsewhere, frames, and reading by other sites.
+The guard is an ASGI application that wraps another application. The address of the first visit contains the token. The
+guard sets a cookie, and redirects the browser to the same address without the token. Later requests need only the
+cookie. The headers of every answer forbid scripts and styles from other addresses, frames, and access by other sites.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Guard:
         self._token = token
         self._cookie = f"spurline_view_{port}"
         self.one_visit = secrets.token_urlsafe(24)
-        """A token for one visit, since other users of the machine can see the address with which a browser starts."""
+        """A token for one visit, since other users of the machine can see the command line of a new browser process."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -64,7 +64,7 @@ class Guard:
             return answer
         if _same(request.cookies.get(self._cookie, ""), self._token):
             return None
-        return PlainTextResponse("Open the address that `spurline view` has printed: it has the token.", 403)
+        return PlainTextResponse("Open the address that `spurline view` has printed. It contains the token.", 403)
 
     def _is_let_in(self, given: str) -> bool:
         if _same(given, self.one_visit):

@@ -14,13 +14,14 @@ from spurline_insight.report.record import distinct_names, evaluation_metrics, r
 from spurline_insight.report_panel import RunRecord
 
 MAX_POINTS = 2000
-"""Largest number of points of a curve that are sent to the page."""
+"""Largest number of points in a curve of the page."""
 
 
 class ViewedRun:
     """A finished or running run. Each call reads the run's files again. Several threads may call its methods.
 
-    Raises RunDirectoryError if the folder is missing or is not a run directory.
+    Raises:
+        RunDirectoryError: If the folder is missing or is not a run directory.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:

@@ -64,7 +64,7 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class ShownData:
-    """The first rows of a run, and facts about all its data, such as what was cut or left out."""
+    """The first rows of a run, and facts about its data, such as the number of samples that were cut or left out."""
 
     facts: tuple[str, ...]
     rows: tuple[ShownRow, ...]
@@ -90,13 +90,13 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
         facts = facts_of(data)
         if data.source.summary().get("read_in_part"):
             facts.append(
-                f"read: the first {row_limit:,} rows of each dataset. The run reads all rows, so it uses these rows at "
-                "other steps than shown here. With --whole, all rows are read here too"
+                f"read: the first {row_limit:,} rows of each dataset. The run reads all rows, so it trains on these "
+                "rows at other steps. --whole reads all rows here too"
             )
         if not rows:
             facts.append(
-                f"nothing to show: the source '{loaded.config.source.name}' makes its batches during training, and "
-                "does not know its prompts earlier"
+                f"nothing to show: the source '{loaded.config.source.name}' makes its batches during training, so its "
+                "prompts are not known yet"
             )
         return ShownData(tuple(facts), tuple(rows))
 

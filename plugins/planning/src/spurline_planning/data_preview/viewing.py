@@ -57,7 +57,7 @@ def read_samples(run_dir: Path) -> dict[str, Any]:
 
 def samples_of(run_dir: Path) -> dict[str, Any]:
     """Read `facts` about the data, and the `rows` to show, in this process. If that fails, return an `error`."""
-    # Imported here, since the server of the page does not need it.
+    # The server of the page does not need this import.
     from spurline_planning.data_preview.rows import ROW_LIMIT, show_data
 
     try:

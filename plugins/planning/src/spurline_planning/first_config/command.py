@@ -5,6 +5,7 @@ The values in `run.yaml.jinja` are usual starting points. Comments explain the s
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,6 @@ from spurline_planning.first_config.survey import DataFacts, ModelFacts, Task, d
 
 _LARGE = 3_000_000_000
 """Adapters are proposed for models with at least this many parameters."""
-_USUAL_PLUGINS = ("collation_fast",)
 _ASYNC_PLUGIN = "async_rl"
 _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("sft", False): "1.0e-5",
@@ -46,7 +46,7 @@ _MAX_NEW_TOKENS = 1_024
 _COMMENTS_AT = 33
 """The column of comments."""
 _COMMENT = "\x1f"
-"""The mark that comments have until they are moved to their column."""
+"""The mark of a comment before it is moved to its column."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Options:
 
 def write_first_config(path: Path, options: Options, ask: Asker, progress: Progress) -> list[str]:
     """Write the file, and return lines about the facts that were found. Raises UserError, ModelError or DataError."""
-    plugins = [name for name in _USUAL_PLUGINS if name in installed_plugins()]
+    plugins = ["collation_fast"] if "collation_fast" in installed_plugins() else []
     if options.task == "async":
         if _ASYNC_PLUGIN not in installed_plugins():
             raise UserError(f"--task async needs the plugin {_ASYNC_PLUGIN}: {install_command(_ASYNC_PLUGIN)}")
@@ -85,18 +85,18 @@ def write_first_config(path: Path, options: Options, ask: Asker, progress: Progr
     ]
     if rows.has_guessed:
         names = ", ".join(f"{column} is read as {name}" for name, column in rows.columns.items())
-        found.append(f"columns: {names}. This is a guess from their names. --column NAME=COLUMN changes it")
+        found.append(f"columns: {names}. This is a guess from the columns' names. Change it with --column NAME=COLUMN")
     lora = options.lora
     if lora is None:
         lora = ask.yes("Train adapters (LoRA) instead of all weights?", default=facts.parameters >= _LARGE)
     options = replace(options, lora=lora, reward=_reward(options, rows, ask))
     if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
         raise UserError(
-            f"a prompt of {options.data} has {rows.longest:,} tokens, but the model can see only {facts.context:,}, "
-            "prompt and answer together. Leave such rows out, or choose another model."
+            f"a prompt of {options.data} has {rows.longest:,} tokens, but prompt and answer together may have at most "
+            f"{facts.context:,} tokens with this model. Leave long prompts out, or choose another model."
         )
     text = config_text(options, facts, rows, f"runs/{path.stem}", plugins)
-    # Find mistakes in the options, such as an unknown reward or a negative number of epochs.
+    # This finds mistakes in the options, such as an unknown reward or a negative number of epochs.
     load_config(YAML(typ="safe", pure=True).load(text))
     try:
         path.write_text(text, encoding="utf-8")
@@ -116,13 +116,12 @@ def _reward(options: Options, rows: DataFacts, ask: Asker) -> str | None:
 
 
 def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: str, plugins: Sequence[str] = ()) -> str:
-    """Return the config as YAML, with comments. `options` has the user's answers too."""
+    """Return the config as YAML, with comments. `options` must also have the user's answers."""
     gpus, context = num_gpus(), sys.maxsize if model.context is None else model.context
     template = files("spurline_planning.first_config").joinpath("run.yaml.jinja").read_text(encoding="utf-8")
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
     environment.filters["scalar"] = _scalar
-    # Mark comments with a control character, which cannot occur in the values, because YAML escapes it. A path may
-    # contain `  # `.
+    # A path may contain `  # `, but no value contains this control character, because YAML escapes it.
     text = environment.from_string(template.replace("  # ", _COMMENT)).render(
         options=options,
         model=model,
@@ -136,13 +135,7 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
         max_new_tokens=min(_MAX_NEW_TOKENS, context - data.longest),
         learning_rate=_LEARNING_RATES[data.task, bool(options.lora)],
     )
-    return "".join(f"{_aligned(line)}\n" for line in text.splitlines())
-
-
-def _aligned(line: str) -> str:
-    """Return the line with its comment moved to column `_COMMENTS_AT`."""
-    setting, mark, comment = line.partition(_COMMENT)
-    return f"{setting:{_COMMENTS_AT}} # {comment}" if mark else line
+    return re.sub(f"(.*){_COMMENT}", lambda found: f"{found[1]:{_COMMENTS_AT}} # ", text) + "\n"
 
 
 def _scalar(value: str) -> str:

@@ -17,7 +17,10 @@ _TASKS = ("sft", "dpo", "rl", "async")
 
 
 class Asker:
-    """Asks questions on a terminal. If it may not ask, it returns the default, or raises UserError if there is none."""
+    """Asks questions on a terminal. If `may_ask` is false, it returns the default answer.
+
+    Raises UserError if it may not ask and there is no default.
+    """
 
     def __init__(self, *, may_ask: bool) -> None:
         self._may_ask = may_ask
@@ -27,7 +30,7 @@ class Asker:
             return str(typer.prompt(question, default=default, err=True))
         if default is None:
             raise UserError(
-                f"{option} is missing: {question[0].lower()}{question[1:]}. Give it, or run this in a terminal."
+                f"{option} is missing: {question[0].lower()}{question[1:]}. Give {option}, or run this in a terminal."
             )
         return default
 
@@ -62,7 +65,10 @@ def init(
     if epochs is not None and steps is not None:
         raise UserError("--epochs and --steps are both given. Give one.")
     columns = columns_of(column)
-    _check_place(file, force=force)
+    if file.suffix.lower() == ".toml":
+        raise UserError(f"{file}: the config is YAML. Give a name that ends in .yaml.")
+    if file.exists() and not force:
+        raise UserError(f"{file} exists. Give --force to replace it, or another name.")
     # Ask before the imports, which take seconds.
     ask = Asker(may_ask=not yes and is_person_asking())
     model = model or ask.text("Which model (a folder, or a name on the hub)", "--model")
@@ -77,11 +83,3 @@ def init(
     typer.echo(f"Wrote {file}.")
     if not no_plan:
         plan(file)
-
-
-def _check_place(file: Path, *, force: bool) -> None:
-    """Raise UserError if the file has the suffix .toml, or if it exists and `force` is not set."""
-    if file.suffix.lower() == ".toml":
-        raise UserError(f"{file}: the config is YAML. Give a name that ends in .yaml.")
-    if file.exists() and not force:
-        raise UserError(f"{file} exists. Give --force to replace it, or another name.")

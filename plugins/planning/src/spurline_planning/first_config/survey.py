@@ -1,6 +1,6 @@
 """Find facts for a config: the task of the rows, their lengths, and the size and context of the model.
 
-The data is opened and tokenized by the components that the run uses, so the facts also apply to the run.
+The run's own components open and tokenize the data, so the facts also apply to the run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORDS: Mapping[FormatName, str] = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Facts about a model. `context` is the number of tokens that it can see, or None if there is no limit."""
+    """Facts about a model. `context` is its largest number of tokens, or None if there is no limit."""
 
     path: str
     parameters: int
@@ -128,7 +128,7 @@ def data_facts(model: ModelFacts, data: str, task: Task | None, columns: Mapping
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
-    """Return the guessed columns. With a chat template, a plain-text prompt and answer are read as turns of a chat."""
+    """Return the guessed columns. If there is a chat template, read a plain-text prompt and answer as chat turns."""
     view, columns = RowView(row, guess), dict(guess)
     # A config for preference pairs sets a chat template if the model has none.
     has_template = model.has_chat_template or "chosen" in view

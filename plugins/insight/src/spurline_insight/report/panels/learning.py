@@ -40,7 +40,7 @@ class LossPanel(Panel):
         if not rewards:
             unit = "per pair" if recorded_names(record, OF_PAIRS) else "nats per token"
             return block(step_figure(traces, f"Loss ({unit})", label="Loss over steps"), wide=True)
-        head = caption("The loss of a policy stays near 0. The reward shows how training goes.")
+        head = caption("The loss of a policy stays near 0. The reward shows whether training works.")
         return block(head, step_figure(traces, "Loss", label="Loss over steps"))
 
 

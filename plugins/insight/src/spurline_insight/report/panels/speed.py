@@ -126,7 +126,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line with the times that overlap the parts, and therefore are not parts themselves."""
+    """Return a line with the other times. They overlap the parts, so they are not parts themselves."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():

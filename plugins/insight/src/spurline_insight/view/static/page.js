@@ -31,7 +31,7 @@ function draw(name, attributes, text) {
 
 async function ask(path, query) {
   const response = await fetch("/api/" + path + (query ? "?" + query : ""));
-  if (response.status === 403) throw new Error("Open the address that `spurline view` has printed: it has the token.");
+  if (response.status === 403) throw new Error("Open the address that `spurline view` has printed. It contains the token.");
   const answer = await response.json();
   if (!response.ok) throw new Error(answer.error);
   return answer;
