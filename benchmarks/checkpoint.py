@@ -93,7 +93,8 @@ class Spans:
 
     def _at_once(self, step: int) -> None:
         before = bytes_read()
-        path = self._contents(step, copied=False).save(CheckpointStore(self._run.directory.checkpoints))
+        contents, store = self._contents(step, copied=False), CheckpointStore(self._run.directory.checkpoints)
+        path = contents.publish(store, contents.prepare(store))
         self.bytes_read = bytes_read() - before
         self.bytes_written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 

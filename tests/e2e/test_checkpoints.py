@@ -18,7 +18,7 @@ from spurline.errors import CheckpointWriteError, ConfigError, HookFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline.protocols.stateful import StateParts
 from spurline.run.checkpoints import saving
-from spurline.run.checkpoints.checkpoint import CheckpointStore, Prepared, open_checkpoint
+from spurline.run.checkpoints.checkpoint import CheckpointStore, open_checkpoint
 from spurline_insight.report.record import read_record
 
 GiveScores = Callable[..., None]
@@ -176,7 +176,7 @@ class Gate:
         self.passed = threading.Event()
         prepare = CheckpointStore.prepare
 
-        def held(store: CheckpointStore, *arguments: Any) -> Prepared:
+        def held(store: CheckpointStore, *arguments: Any) -> Path:
             if threading.current_thread() is threading.main_thread():
                 return prepare(store, *arguments)
             self.reached.set()

@@ -31,7 +31,7 @@ from spurline.importing import importing, own_process
 Message = Mapping[str, Any]
 
 EXIT_TIMEOUT_S = 30.0
-"""Seconds a process may take to end by itself after it has closed its output; then it is killed."""
+"""Seconds a process may take to end by itself after it has closed its output. After that it is killed."""
 KILL_TIMEOUT_S = 30.0
 """Seconds that a process may take to end after it was killed."""
 
@@ -66,7 +66,7 @@ class ChildProcess:
         pass_fds: Sequence[int] = (),
     ) -> None:
         self.exit_code: int | None = None
-        """Exit code of the process; None while it runs, and negative if a signal killed it."""
+        """Exit code of the process, or None while it runs. It is negative if a signal killed the process."""
         self._take, self._on_end = take, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._log = tempfile.TemporaryFile() if log is None else open(log, "ab+", opener=own_file)  # noqa: SIM115 - closed by `last_words`
@@ -97,7 +97,7 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """Return how the process ended, such as `exit code 3`; an empty string while it runs."""
+        """Return how the process ended, such as `exit code 3`, or an empty string while it runs."""
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
@@ -124,7 +124,7 @@ class ChildProcess:
         self._outbox.put(None)
 
     def kill(self) -> None:
-        """Kill the process and all processes that it started; does nothing if it has ended."""
+        """Kill the process and all processes that it started. Do nothing if it has ended."""
         if self.exit_code is None:
             kill_group(self._process.pid)
 

@@ -71,7 +71,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class InterruptedRunError(SpurlineError):
-    """An interruption by Ctrl-C, with a sentence that says what is saved."""
+    """Raised after Ctrl-C. The text says what is saved."""
 
     exit_code = 130
 
@@ -212,7 +212,7 @@ def main(arguments: list[str] | None = None) -> None:
     Exit codes: 0 done, 1 the run failed, 2 an error that the user can fix, 128 + N stopped by signal N.
 
     Args:
-        arguments: Words after `spurline`; by default, the command line of this process.
+        arguments: Words after `spurline`. The default is the command line of this process.
     """
     if arguments is None:
         own_process()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _no_config() -> Path:
-    raise UserError("which config? Give its file, such as run.yaml. `spurline init` writes one for a model and data.")
+    raise UserError("Give a config file, such as run.yaml. `spurline init` writes one for a model and data.")
 
 
 ConfigArgument = Annotated[

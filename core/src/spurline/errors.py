@@ -7,13 +7,13 @@ fix it. The command line prints the text without a traceback. A broken internal 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 class SpurlineError(Exception):
-    """Base of every expected failure. The command line then exits with `exit_code`."""
+    """Base class of all expected failures. The command line prints the text and exits with `exit_code`."""
 
     exit_code = 1
     where: str | None = None
@@ -28,23 +28,17 @@ class SpurlineError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Make every subclass picklable, with its notes, so that it can be sent between the processes of a run."""
         # Unpickling must not call the class, since its `__init__` may take other arguments.
-        return _restored, (type(self), self.args, vars(self))
-
-
-def _restored(kind: type[SpurlineError], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> SpurlineError:
-    error = kind.__new__(kind, *args)
-    vars(error).update(attributes)
-    return error
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class UserError(SpurlineError):
-    """Something the user can fix before any training happens."""
+    """An error that the user can fix, such as a wrong setting or a missing file."""
 
     exit_code = 2
 
 
 class DataError(UserError):
-    """A dataset, row or sample that cannot be used; the text names file, row and field."""
+    """A dataset, row or sample that cannot be used. The text names file, row and field."""
 
 
 class PluginError(UserError):
@@ -68,14 +62,14 @@ class RunDirectoryError(UserError):
 
 
 class RunFailedError(SpurlineError):
-    """The run itself failed; what had been saved before is intact."""
+    """The run failed. Checkpoints that were saved before are intact."""
 
 
 class RankFailedError(RunFailedError):
     """One of several training processes died, raised an unexpected error, or did not answer in time.
 
     rank: number of the process. node: its machine. pid: its process id. call: the call that failed.
-    traceback: traceback of its error; empty if there is none.
+    traceback: traceback of its error, or an empty text if there is none.
     """
 
     def __init__(self, text: str, rank: int, node: str, pid: int, call: str, traceback: str = "") -> None:
@@ -94,10 +88,6 @@ class RunDirectoryLostError(RunFailedError):
 class HookFailedError(RunFailedError):
     """A plugin's hook raised an error that is not a SpurlineError. The hook's error is the `__cause__` of this one."""
 
-    def __init__(self, message: str, where: str | None = None) -> None:
-        super().__init__(message)
-        self.where = where
-
 
 class NonFiniteLossError(RunFailedError):
     """The loss or gradient norm became NaN or infinite. The text names the samples of the step."""
@@ -111,7 +101,7 @@ class CheckpointWriteError(RunFailedError):
 class Problem:
     """One problem of a configuration.
 
-    key: dotted path in the file, such as `collator.max_tokens`; empty for the whole file.
+    key: dotted path in the file, such as `collator.max_tokens`. It is empty for the whole file.
     message: text that follows the key, and says what is wrong and how to fix it.
     """
 
@@ -164,7 +154,7 @@ _NAMES_SHOWN = 100
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str | None:
-    """Return the other known word most like `word`, ignoring case; None if no similarity (0 to 1) reaches `cutoff`."""
+    """Return the other known word most like `word`, ignoring case, or None if the best similarity is below `cutoff`."""
     # If names differ in case alone, the first of them in sorted order is used.
     folded = {name.casefold(): name for name in sorted({*known} - {word}, reverse=True)}
     match = difflib.get_close_matches(word.casefold(), folded, n=1, cutoff=cutoff)
@@ -182,7 +172,7 @@ def suggestion(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
 
 
 def listing(names: Iterable[str]) -> str:
-    """Return at most 100 names as one sorted, comma-separated line; `(none)` if there are none."""
+    """Return at most 100 names as one sorted, comma-separated line, or `(none)` if there are none."""
     found = sorted(names)
     more = f" and {len(found) - _NAMES_SHOWN:,} more" if len(found) > _NAMES_SHOWN else ""
     return ", ".join(found[:_NAMES_SHOWN]) + more or "(none)"

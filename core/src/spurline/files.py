@@ -87,7 +87,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a folder with its content, or a link; do nothing if there is none. Raises OSError."""
+    """Remove a file, a folder with its content, or a link. Do nothing if the path does not exist. Raises OSError."""
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
     else:
@@ -151,10 +151,17 @@ def json_text(value: Mapping[str, Any]) -> str:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically and durably. Raises RunFailedError; the old file is then untouched."""
-    try:
+    """Write `text` to `path` atomically and durably. If this raises RunFailedError, the old file is unchanged."""
+    with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, text)
+
+
+@contextmanager
+def write_errors(path: Path) -> Iterator[None]:
+    """Return a context that raises the error of `write_failure` in place of an OSError."""
+    try:
+        yield
     except OSError as error:
         raise write_failure(path, error) from error
 

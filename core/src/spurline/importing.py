@@ -17,9 +17,9 @@ _process = {"is_own": False}
 
 
 def own_process() -> None:
-    """Let `importing` hide what it has imported from the garbage collector, which would need 0.3 s for each look at it.
+    """Make `importing` hide imported objects from the garbage collector, which needs 0.3 s each time it examines them.
 
-    Call this only in a process that runs nothing else: it also hides all garbage that there is at that time.
+    Call this only in a process that Spurline has to itself, since all other objects that exist then are hidden too.
     """
     if not _process["is_own"]:
         _process["is_own"] = True
@@ -28,9 +28,9 @@ def own_process() -> None:
 
 
 def _silence_errors() -> None:
-    """Send later errors nowhere. Libraries warn about their objects that are left, as hidden objects always are."""
+    """Discard later output to stderr. At exit, libraries warn about hidden objects, since these are never freed."""
     for stream in (sys.stdout, sys.stderr):
-        # Nobody may read a stream any more.
+        # The reader of the stream may be gone.
         with suppress(OSError, ValueError):
             stream.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

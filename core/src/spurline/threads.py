@@ -1,4 +1,4 @@
-"""Run calls on daemon threads, since the calls may hang."""
+"""Call functions on daemon threads. A call that hangs does not keep the process alive."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ T = TypeVar("T")
 
 
 def call_on_daemon(name: str, function: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Future[T]:
-    """Call the function on a new daemon thread, which cannot keep the process alive if the call hangs.
+    """Call the function with these arguments on a new daemon thread, which gets the name `name`.
 
-    Args:
-        name: Name of the thread.
-        function: The function to call.
-        arguments: Positional arguments of the call.
-        keywords: Keyword arguments of the call.
-
-    Returns:
-        A future with the call's result or error. Wait for it with a timeout.
+    Returns a future with the call's result or error. Wait for it with a timeout.
     """
     done: Future[T] = Future()
 

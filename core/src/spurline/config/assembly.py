@@ -59,7 +59,7 @@ def assemble(registry: Registry, plugin_sections: Mapping[str, type[Section]]) -
 
 
 def _section_model(owner: str) -> type[Section] | None:
-    """Return the class of core's section `owner`, or RunConfig if `owner` is empty; None if core lacks the section."""
+    """Return the class of core's section `owner`, or None if core lacks it. An empty `owner` means RunConfig."""
     if not owner:
         return RunConfig
     field = RunConfig.model_fields.get(owner)
@@ -93,7 +93,7 @@ class _Builder:
         """Return a copy of the field whose default fits its new type.
 
         A component field defaults to the default component of its kind, even if the field declares another default. The
-        declared one counts only where code builds the section itself.
+        declared default applies only if Python code builds the section itself.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]
@@ -138,7 +138,7 @@ class _Builder:
             # `config.error_messages` extends this error with the name of a plugin that has such components.
             refused = BeforeValidator(functools.partial(_refuse_component, mark=mark))
             return _annotated(ComponentConfig, [refused, _written_in_short(mark)])
-        # A component may contain a component of the same kind, but of another name: else the type would be infinite.
+        # A component may contain components of its kind, but not of its own name, since the type would be infinite.
         configs = {name: self._open_up(mark.kind, name) for name in names if (mark.kind, name) not in self._open}
         members = [_annotated(_config_with_name(config, name), [Tag(name)]) for name, config in configs.items()]
         discriminator = Discriminator(
@@ -212,8 +212,8 @@ def _generic(origin: Any, arguments: Sequence[Any]) -> Any:
 
 def _chosen_name(default: str | None) -> Callable[[Any], str | None]:
     def choose(value: Any) -> str | None:
-        given = cast("Mapping[str, Any]", value).get("name", default) if isinstance(value, Mapping) else None
-        name = given if isinstance(value, Mapping) else getattr(value, "name", None)
+        given = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
+        name: Any = getattr(value, "name", None) if given is None else given.get("name", default)
         return name if isinstance(name, str) else None
 
     return choose

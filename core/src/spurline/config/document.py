@@ -28,7 +28,7 @@ class Document:
     Attributes:
         origin: File name as the user gave it, for error messages.
         values: The settings.
-        lines: 1-based line of each dotted key path; empty for TOML and for mappings given from Python.
+        lines: 1-based line of each dotted key path. It is empty for TOML and for mappings given from Python.
         overridden: The `--set` text that replaced the value at a key path.
     """
 
@@ -43,7 +43,7 @@ class Document:
             del self.lines[path]
 
     def override_of(self, key: str) -> str | None:
-        """Return the `--set` text that set the value at this key path, or created the mapping there; else None."""
+        """Return the `--set` text that gave the value at this key path or created the mapping there, or None."""
         if key and key not in self.lines:
             made = next((text for path, text in self.overridden.items() if path.startswith(f"{key}.")), None)
             if made is not None:

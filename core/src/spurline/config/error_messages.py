@@ -25,11 +25,7 @@ def explain(
 ) -> list[Problem]:
     """Return one Problem for each key path. If a value may have several types, its message joins the errors of all.
 
-    Args:
-        error: The error that pydantic raised.
-        model: The config model that refused the values.
-        registry: The known components.
-        unlisted: Plugins that are installed and not in the `plugins` list.
+    `model` is the config model that raised the error. `unlisted` are installed plugins that are not enabled.
     """
     messages: dict[str, list[str]] = {}
     all_details = error.errors(include_url=False)
@@ -106,7 +102,7 @@ class _Explainer:
         return f"is not a setting{of}.{hint} Settings: {listing(settings)}.{plugins}"
 
     def _plugin_of_section(self, path: list[str]) -> str:
-        """Return how to enable the plugin that has this section; an empty string if no known plugin has it."""
+        """Return how to enable the plugin that has this section, or an empty string if no known plugin has it."""
         key = ".".join(path)
         plugin = key if key in self._unlisted else plugin_with("section", key)
         if plugin is None:
@@ -129,7 +125,7 @@ class _Explainer:
         return f" It exists as {' and '.join(homes[:3])}." if homes else ""
 
     def _missing_component(self, path: list[str]) -> str:
-        """Return which plugin has a required component; an empty string for any other setting."""
+        """Return which plugin has a required component, or an empty string for any other setting."""
         field = RunConfig.model_fields.get(path[0]) if len(path) == 1 else None
         mark = next((item for item in field.metadata if isinstance(item, Component)), None) if field else None
         if mark is None or self._registry.default(mark.kind) is not None:
@@ -222,9 +218,10 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
         if isinstance(part, str) and part in tagged:
             current = tagged[part]
             continue
-        if isinstance(part, str) and not tagged and len(_choices(current)) > 1:
+        types_of_value = [member for member in _members(current) if member is not types.NoneType]
+        if isinstance(part, str) and not tagged and len(types_of_value) > 1:
             # This part names the type that pydantic tried, and is not a key in the file.
-            current = next((choice for choice in _choices(current) if getattr(choice, "__name__", "") == part), None)
+            current = next((each for each in types_of_value if getattr(each, "__name__", "") == part), None)
             continue
         path.append(str(part))
         owner = section = _as_model(current)
@@ -237,7 +234,7 @@ def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[li
 
 
 def _name_within(field: Any) -> str:
-    """Return `NAME.` for a mapping whose keys the user chooses; an empty string for any other setting."""
+    """Return `NAME.` for a mapping whose keys the user chooses, or an empty string for any other setting."""
     return "NAME." if any(get_origin(_strip(member)) is dict for member in _members(_field_type(field))) else ""
 
 
@@ -252,11 +249,6 @@ def _strip(annotation: Any) -> Any:
 def _members(annotation: Any) -> tuple[Any, ...]:
     inner = _strip(annotation)
     return get_args(inner) if get_origin(inner) in (Union, types.UnionType) else (inner,)
-
-
-def _choices(annotation: Any) -> list[Any]:
-    """Return the types that a value may have, without null."""
-    return [member for member in _members(annotation) if member is not types.NoneType]
 
 
 def _tagged_members(annotation: Any) -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,7 @@ def is_reference(path: str) -> bool:
 
 
 def function_of(reference: str) -> Callable[..., Any] | None:
-    """Return the function; None if the reference comes from another process or from the record of a run."""
+    """Return the function, or None if the reference comes from another process or from the record of a run."""
     return _functions.get(reference)
 
 

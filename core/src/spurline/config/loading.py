@@ -40,7 +40,7 @@ class LoadedConfig:
         config: The settings, frozen.
         host: The loaded plugins.
         origin: File name to use in messages.
-        file: Path of the config file; None if a mapping was loaded.
+        file: Path of the config file, or None if a mapping was loaded.
         overrides: The values of `--set`, as given.
     """
 
@@ -55,16 +55,11 @@ class LoadedConfig:
         return hide_secrets(self.config.model_dump(mode="json"))
 
     def train_command(self, *options: str) -> str | None:
-        """Return the command line that trains this config, with `options` at its end; None if there is no file."""
+        """Return the command line that trains this config, with `options` at its end, or None if there is no file."""
         if self.file is None:
             return None
         sets = [word for override in self.overrides for word in ("--set", override)]
         return shlex.join(["spurline", "train", str(self.file), *sets, *options])
-
-
-def as_loaded(config: LoadedConfig | Path | str | Mapping[str, Any]) -> LoadedConfig:
-    """Return a loaded config unchanged, and load a path or mapping with `load_config`."""
-    return config if isinstance(config, LoadedConfig) else load_config(config)
 
 
 def load_config(
@@ -88,15 +83,15 @@ def load_config(
         ConfigError: If the config is invalid. The text lists all problems.
         PluginError: If a plugin cannot be loaded.
     """
-    document = Document("config", plain(source)) if isinstance(source, Mapping) else read_document(Path(source))
+    file = None if isinstance(source, Mapping) else Path(source)
+    document = Document("config", plain(source)) if file is None else read_document(file)
     apply_overrides(document, overrides)
     host = _loaded_plugins(document, available)
     model = config_model(host)
     values = _with_defaults_of_source(document.values, host.registry)
     values = _without_absent_sections(values, host.registry, only_null=not recorded)
-    folder = None if isinstance(source, Mapping) else Path(source).absolute().parent
-    takes_objects = isinstance(source, Mapping) and not recorded
-    keeper = _keeper(host.registry, document.values) if takes_objects else None
+    folder = None if file is None else file.absolute().parent
+    keeper = _keeper(host.registry, document.values) if file is None and not recorded else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
     # A table keeps the program's functions alive, and any model that a closure refers to. All copies of the config
     # share the host, so the functions are removed from the table when the host is freed.
@@ -110,7 +105,6 @@ def load_config(
         known = installed_plugins() if available is None else available
         unlisted = sorted(set(known) - set(host.plugins))
         raise _config_error(explain(error, model, host.registry, unlisted=unlisted), document) from None
-    file = None if isinstance(source, Mapping) else Path(source)
     return LoadedConfig(config, host, document.origin, file, tuple(overrides))
 
 
@@ -129,7 +123,7 @@ def _without_absent_sections(values: Mapping[str, Any], registry: Registry, *, o
 
 
 def _keeper(registry: Registry, values: Mapping[str, Any]) -> KeepsObjects | None:
-    """Return the object that saves a program's objects below the run_dir of `values`; None if no plugin adds one."""
+    """Return the object that saves a program's objects below the run_dir of `values`, or None if no plugin adds one."""
     if registry.keeper is None:
         return None
     run_dir = str(values.get("run_dir", RunConfig.model_fields["run_dir"].default))

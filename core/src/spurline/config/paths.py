@@ -29,7 +29,7 @@ class ConfigPlace:
     """The validation context of a config.
 
     Attributes:
-        folder: The folder of the config file, where relative paths begin; None if the config is not a file.
+        folder: The folder of the config file, where relative paths begin, or None if the config is not a file.
         recorded: Whether a run recorded these settings. If so, their paths are not changed.
         file: All settings as the user wrote them; None for the record of a run, which includes the defaults.
         objects: Saves the objects that a program gives in place of paths. If None, such objects are refused.
@@ -141,7 +141,7 @@ def _place(info: ValidationInfo) -> ConfigPlace | None:
 
 
 def _found(path: str, place: ConfigPlace) -> str | None:
-    """Return the absolute path of the file, folder or glob; None if it does not exist."""
+    """Return the absolute path of the file, folder or glob, or None if it does not exist."""
     found = (str(home / path) for home in place.homes())
     return next((each for each in found if os.path.lexists(each) or glob.glob(each, recursive=True)), None)
 

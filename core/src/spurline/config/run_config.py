@@ -44,7 +44,7 @@ class CriticConfig(Section):
     """
 
     loss: Annotated[LossConfig, Component("loss")]
-    """Loss of the critic's values; its mean over tokens is minimised."""
+    """Loss of the critic's values. Its mean over tokens is minimised."""
     minibatches: Annotated[MiniBatchesConfig, Component("minibatches")]
     """How a batch is cut into the critic's optimizer steps."""
     optimizer: Annotated[OptimizerConfig, Component("optimizer")]
@@ -54,7 +54,7 @@ class CriticConfig(Section):
 
 
 class ReductionConfig(NamedSection):
-    """How the token losses of an optimizer step are averaged; a bare string is short for its `name`."""
+    """How the token losses of an optimizer step are averaged. A bare string is short for its `name`."""
 
     name: Literal["token_mean", "sequence_mean", "prompt_mean", "fixed_norm"] = "token_mean"
     """`token_mean`, `sequence_mean` and `prompt_mean` weigh all tokens, sequences or prompts equally. `fixed_norm`
@@ -74,7 +74,7 @@ class DataConfig(Section):
     """Rows to train and evaluate on, and which of their tokens carry loss."""
 
     train: DatasetList = Field(min_length=1)
-    """Training datasets; several are mixed by their weights."""
+    """Training datasets. Several datasets are mixed by their weights."""
     eval: Annotated[DatasetList, OnResume.FREE] = ()
     """Held-out datasets, never trained on."""
     train_on: Literal["last_assistant", "all_assistants"] = "last_assistant"
@@ -105,7 +105,7 @@ class ModelConfig(Section):
     revision: str | None = None
     """Hub revision (branch, tag or commit)."""
     tokenizer: Annotated[str | None, PathSetting(reads=True), ObjectSetting("tokenizer"), OnResume.BY_NAME] = None
-    """Hub name or folder of the tokenizer; default is `path`. A Python program may give a tokenizer instead."""
+    """Hub name or folder of the tokenizer. The default is `path`. A Python program may give a tokenizer instead."""
     chat_template: Annotated[str | None, PathSetting(reads=True, names=CHAT_TEMPLATES), OnResume.BY_NAME] = None
     """Replaces the tokenizer's chat template: a Jinja file, or the name of a bundled one (`chatml`, `llama3`,
     `gemma`, `zephyr`)."""
@@ -194,18 +194,18 @@ class WatchedMetricConfig(Section):
 
 
 class KeepBestConfig(WatchedMetricConfig):
-    """The metric of the best checkpoint; a bare string is short for its `metric`."""
+    """The metric of the best checkpoint. A bare string is short for its `metric`."""
 
 
 class StopWhenConfig(WatchedMetricConfig):
-    """When to end a run before its last step; checked after each evaluation of the metric."""
+    """When to end a run before its last step. This is checked after each evaluation of the metric."""
 
     patience: int | None = Field(default=None, ge=1)
-    """End after this many evaluations in a row without a new best value; null disables this."""
+    """End after this many evaluations in a row without a new best value. Null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Smallest improvement: for `patience`, a value is a new best only if it is better by more than this."""
+    """Smallest improvement. For `patience`, a value is a new best only if it is better by more than this."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
-    """End when the metric is as good as this or better; null disables this."""
+    """End when the metric is as good as this or better. Null disables this."""
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if self.patience is None and self.reaches is None:
@@ -220,7 +220,7 @@ class CheckpointConfig(Section):
 
     retired: ClassVar[tuple[str, ...]] = ("verify",)
     every_minutes: float | None = Field(default=15.0, gt=0, allow_inf_nan=False)
-    """Save after a step if this many minutes have passed since the last checkpoint; null disables this."""
+    """Save after a step if this many minutes have passed since the last checkpoint. Null disables this."""
     every_steps: int | None = Field(default=None, gt=0)
     """Also save each time this many steps are done. A run always saves at its end, and on SIGINT or SIGTERM."""
     keep_last: int = Field(default=2, ge=1)
@@ -281,7 +281,7 @@ class DataEvaluationConfig(Section):
     at_start: bool = False
     """Also measure the model before its first step, as step 0."""
     batch_size: int | None = Field(default=None, gt=0)
-    """Samples per evaluation batch; default is the training `batch_size`."""
+    """Samples per evaluation batch. The default is the training `batch_size`."""
 
     @property
     def parts(self) -> Sequence[EvaluationPart]:
@@ -314,9 +314,9 @@ class RunConfig(Section):
     batch_size: int = Field(default=32, gt=0)
     """Samples per optimizer step, over all devices."""
     steps: Annotated[int | None, OnResume.MAY_GROW] = Field(default=None, gt=0)
-    """Training steps; give this or `epochs`."""
+    """Number of training steps. Give this or `epochs`."""
     epochs: Annotated[float | None, OnResume.MAY_GROW] = Field(default=None, gt=0, allow_inf_nan=False)
-    """Passes over the mixed training data. The samples that come next in the order fill the last batch."""
+    """Passes over the mixed training data. If the last batch is not full, the next samples of the order fill it."""
     source: Annotated[SourceConfig, Component("source")]
     """The component that supplies the batches."""
     tokenization: Annotated[TokenizationConfig, Component("tokenization"), OnResume.FREE]
@@ -342,7 +342,7 @@ class RunConfig(Section):
     evaluations: Annotated[dict[str, Annotated[EvaluationConfig, Component("evaluation")]], OnResume.FREE] = {}
     """Further evaluations by name, each with its own data, steps and settings. Metrics are `eval/NAME/...`."""
     stop_when: Annotated[StopWhenConfig | None, OnResume.FREE] = None
-    """End the run early, by a metric of its evaluations; null trains all steps."""
+    """End the run early, by a metric of its evaluations. Null trains all steps."""
     checkpoint: Annotated[CheckpointConfig, OnResume.FREE] = CheckpointConfig()
     """When to save checkpoints, and what to keep."""
     trackers: Annotated[tuple[Annotated[TrackerConfig, Component("tracker")], ...], OnResume.FREE] = ()
@@ -378,7 +378,7 @@ class RunConfig(Section):
 
     @property
     def trained_critic(self) -> CriticConfig | None:
-        """Return the settings of the critic that is trained beside the policy; None without a critic."""
+        """Return the settings of the critic that is trained beside the policy, or None without a critic."""
         return self.find_section(CriticConfig)
 
     @property

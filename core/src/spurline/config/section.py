@@ -37,7 +37,7 @@ def _types_in(annotation: Any) -> list[Any]:
 
 
 class Section(BaseModel):
-    """One mapping in the config file: unknown keys are errors, values cannot change after loading."""
+    """A mapping in the config file. Unknown keys are errors, and values cannot change after loading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
     retired: ClassVar[tuple[str, ...]] = ()
@@ -106,7 +106,7 @@ def sections_within(value: Any, path: str = "") -> Iterator[tuple[str, Section]]
 
 
 class ComponentConfig(Section):
-    """Settings of one component; `name` says which implementation the registry builds."""
+    """Settings of one component. `name` says which implementation the registry builds."""
 
     kind: ClassVar[str] = ""
     """Kind of the component, set by the base class of the kind."""
@@ -173,8 +173,8 @@ class OnResume(Enum):
 
 
 BARE = "(as written)"
-"""Key of a bare string, such as `collator: packed`, to which `--set` adds a setting. Only the config model, which is
-built later, knows which setting the string stands for."""
+"""Key that holds a bare string, such as `packed` in `collator: packed`, after `--set` has added a setting beside it.
+Only the config model, which is built later, knows which setting the string stands for."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:
@@ -216,7 +216,7 @@ class SchemaOfShorthand:
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         union = handler(core_schema)
-        # Loading takes the default for a mapping without `name`, which `oneOf` would refuse, since several match.
+        # A mapping without `name` selects the default. `oneOf` would refuse it, since it matches several choices.
         choices: list[Any] = union.pop("oneOf", None) or [union]
         text: dict[str, Any] = {"type": "string"}
         if self._names is not None:

@@ -97,35 +97,25 @@ class TrainingBatch:
     @property
     def num_trained_segments(self) -> int:
         """Return the number of segments with loss tokens."""
-        rows, places = torch.nonzero(self.tokens["loss_weights"], as_tuple=True)
-        if len(rows) == 0:
-            return 0
-        ids = self.tokens["segment_ids"][rows, places].long()
-        found = torch.zeros(self.num_rows, int(ids.max()) + 1, dtype=torch.bool)
-        found[rows, ids] = True
-        return int(found.sum())
+        numbers = segment_numbers(self)[self.tokens["loss_weights"] != 0]
+        return int(torch.count_nonzero(torch.bincount(numbers)))
 
     def take(self, rows: Sequence[int] | NDArray[np.int64] | Tensor) -> TrainingBatch:
         """Return the chosen rows in that order, every column included."""
         index = np.asarray(rows, dtype=np.int64)
-        selector = torch.from_numpy(index)
-        return replace(
-            self,
-            tokens={name: column[selector] for name, column in self.tokens.items()},
-            segments={name: column.take(index) for name, column in self.segments.items()},
-            unit_ids=self.unit_ids[selector],
-            is_padding_row=self.is_padding_row[selector],
-            on_release=None,
-        )
+        return self._chosen(torch.from_numpy(index), lambda column: column.take(index))
 
     def between(self, start: int, stop: int) -> TrainingBatch:
         """Return the rows from `start` to before `stop` as views of the columns, valid as long as this batch is."""
+        return self._chosen(slice(start, stop), lambda column: column.between(start, stop))
+
+    def _chosen(self, rows: Tensor | slice, of_segments: Callable[[Ragged], Ragged]) -> TrainingBatch:
         return replace(
             self,
-            tokens={name: column[start:stop] for name, column in self.tokens.items()},
-            segments={name: column.between(start, stop) for name, column in self.segments.items()},
-            unit_ids=self.unit_ids[start:stop],
-            is_padding_row=self.is_padding_row[start:stop],
+            tokens={name: column[rows] for name, column in self.tokens.items()},
+            segments={name: of_segments(column) for name, column in self.segments.items()},
+            unit_ids=self.unit_ids[rows],
+            is_padding_row=self.is_padding_row[rows],
             on_release=None,
         )
 
@@ -213,12 +203,7 @@ class Ragged:
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Any]], dtype: Any) -> Ragged:
         """Build a column from one sequence of values per row."""
-        values = np.empty(sum(len(row) for row in rows), dtype=dtype)
-        position = 0
-        for row in rows:
-            for value in row:
-                values[position] = value
-                position += 1
+        values = np.fromiter((value for row in rows for value in row), dtype)
         return cls(values, _offsets(np.array([len(row) for row in rows], np.int64)))
 
     def __len__(self) -> int:
@@ -233,33 +218,28 @@ class Ragged:
 
     def take(self, rows: NDArray[np.int64]) -> Ragged:
         """Return the chosen rows in that order."""
-        source, offsets = self._selection(rows)
-        return Ragged(self.values[source], offsets)
+        counts = self.counts()[rows]
+        offsets = _offsets(counts)
+        source = np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
+        return self._derived(lambda: self.values[source], offsets)
 
     def between(self, start: int, stop: int) -> Ragged:
         """Return the rows from `start` to before `stop`; their values are a view."""
         first, last = self.offsets[start], self.offsets[stop]
-        return Ragged(self.values[first:last], self.offsets[start : stop + 1] - first)
+        return self._derived(lambda: self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def append_empty(self, count: int) -> Ragged:
         """Return the column with `count` empty rows appended."""
-        return Ragged(self.values, self._longer_offsets(count))
+        offsets = np.concatenate([self.offsets, np.full(count, self.offsets[-1])])
+        return self._derived(lambda: self.values, offsets)
 
-    def _selection(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the indices of the values of these rows, and the new offsets."""
-        counts = self.counts()[rows]
-        offsets = _offsets(counts)
-        return np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts), offsets
-
-    def _longer_offsets(self, count: int) -> NDArray[np.int64]:
-        return np.concatenate([self.offsets, np.full(count, self.offsets[-1])])
+    def _derived(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> Ragged:
+        return Ragged(compute(), offsets)
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the offsets of rows with these numbers of values, int64 [R + 1]."""
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
+    return np.append(np.int64(0), np.cumsum(counts))
 
 
 class LazyRagged(Ragged):
@@ -283,16 +263,8 @@ class LazyRagged(Ragged):
         assert int(self.offsets[-1]) == len(values), (int(self.offsets[-1]), len(values))
         return values
 
-    def take(self, rows: NDArray[np.int64]) -> Ragged:
-        source, offsets = self._selection(rows)
-        return LazyRagged(lambda: self.values[source], offsets)
-
-    def between(self, start: int, stop: int) -> Ragged:
-        first, last = self.offsets[start], self.offsets[stop]
-        return LazyRagged(lambda: self.values[first:last], self.offsets[start : stop + 1] - first)
-
-    def append_empty(self, count: int) -> Ragged:
-        return LazyRagged(lambda: self.values, self._longer_offsets(count))
+    def _derived(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> Ragged:
+        return LazyRagged(compute, offsets)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ragged, (self.values, self.offsets)

@@ -34,7 +34,7 @@ class PackedCollatorConfig(CollatorConfig):
     align_to: int = Field(default=1, gt=0)
     """Round each sample's length up to a multiple of this and of the backend's own alignment."""
     pad_to_max: bool = False
-    """Make every row exactly `max_tokens` long; otherwise rows are as long as the fullest row."""
+    """Make every row exactly `max_tokens` long. Otherwise, rows are as long as the fullest row."""
     algorithm: Literal["auto", "ffd", "bfd", "multifit"] = "auto"
     """`ffd` is first-fit-decreasing, `bfd` best-fit-decreasing. `multifit` balances the rows of all ranks, so that no
     rank waits for others. `auto` is `multifit` if several ranks share a batch, else `ffd`."""
@@ -112,4 +112,4 @@ class CurriculumOrderConfig(OrderConfig):
     direction: Literal["ascending", "descending"] = "ascending"
     """Begin each epoch with small numbers (`ascending`) or with large ones."""
     stages: int | None = Field(default=None, gt=0)
-    """Cut each sorted epoch into this many stages of equal size, and shuffle within each stage; null disables this."""
+    """Cut each sorted epoch into this many stages of equal size, and shuffle within each stage. Null disables this."""

@@ -21,8 +21,6 @@ def as_array(values: Any, dtype: DTypeLike) -> NDArray[Any]:
 
     Tensors are detached and moved to the CPU first. Float tensors become float32, since numpy has no bfloat16.
     """
-    if isinstance(values, np.ndarray):
-        return np.asarray(values, dtype=dtype)
     if hasattr(values, "detach"):
         values = values.detach().cpu()
         values = (values.float() if values.is_floating_point() else values).numpy()
@@ -82,7 +80,7 @@ class TokenStore:
 
 @dataclass(frozen=True)
 class TokenView:
-    """Some samples of a store, in batch order. `indices` are int64 [n]; repeats are allowed."""
+    """Some samples of a store, in batch order. `indices` are int64 [n]. Repeats are allowed."""
 
     store: TokenStore
     indices: NDArray[np.int64]
@@ -95,12 +93,12 @@ class TokenView:
         return self.store.offsets[self.indices + 1] - self.store.offsets[self.indices]
 
     def tokens(self, position: int) -> NDArray[np.int32]:
-        """Return the token ids of the sample at this position of the view, int32 [length]; do not write to them."""
+        """Return the token ids of the sample at this position of the view, int32 [length]. Do not write to them."""
         start, stop = self._bounds(position)
         return self.store.tokens[start:stop]
 
     def loss_mask(self, position: int) -> NDArray[np.uint8]:
-        """Return the loss mask of the sample at this position of the view, uint8 [length]; do not write to it."""
+        """Return the loss mask of the sample at this position of the view, uint8 [length]. Do not write to it."""
         start, stop = self._bounds(position)
         return self.store.loss_mask[start:stop]
 
@@ -140,7 +138,7 @@ class Count:
     """Number of rows that were left out or changed for one reason.
 
     Attributes:
-        reason: The reason; empty for samples cut to `max_length`.
+        reason: The reason, or an empty text for samples cut to `max_length`.
         count: Number of rows.
         first_row: The first such row.
         kept: True if the rows are used as samples. `reason` is then the content that the chat template leaves out.
@@ -237,7 +235,7 @@ def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np
 
 
 def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:
-    """Return the arrays end to end; an empty array of `dtype` when there are none."""
+    """Return the arrays end to end, or an empty array of `dtype` if there are none."""
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 

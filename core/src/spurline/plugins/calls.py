@@ -26,7 +26,7 @@ class HookCalls:
 
     @property
     def plugin(self) -> str | None:
-        """Return the plugin whose hook is running now; None outside of hooks."""
+        """Return the plugin whose hook is running now, or None outside of hooks."""
         return self._plugins[-1] if self._plugins else None
 
     def named(self, function: Callable[..., Any], plugin: str, hook: str, *, wrapper: bool) -> Callable[..., Any]:
@@ -75,9 +75,9 @@ class HookCalls:
             if isinstance(error, SpurlineError):
                 error.say_where(where)
                 raise
-            raise HookFailedError(
-                f"{where}: {type(error).__name__}: {error} ({place_of(error, function)})", where=where
-            ) from error
+            failure = HookFailedError(f"{type(error).__name__}: {error} ({place_of(error, function)})")
+            failure.say_where(where)
+            raise failure from error
         finally:
             self._plugins.pop()
 

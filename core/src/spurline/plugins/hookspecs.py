@@ -31,7 +31,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def register_components(registry: ComponentRegistrar) -> None:
     """Offer components by kind and name.
 
-    When: while the config is loaded, before anything is validated; in every process of a run.
+    When: while the config is loaded, before anything is validated, in every process of a run.
     registry: call `registry.add(ConfigClass, "module:Class")`. The config class gives the kind and the name. With
         `registry.add_kind` and `registry.add_hookspecs`, a plugin defines further kinds and hooks.
     Errors: an unknown kind or a taken name stops loading. The error names the distributions. Import no torch here.
@@ -43,7 +43,7 @@ def on_run_start(run: RunView) -> None:
     """Called once before the first step, after a checkpoint (if any) was loaded.
 
     run: the run with all components built; `run.state.step` is the last finished step (0 in a new run). Call
-        `run.keep_state` here; in a resumed run, it restores the state at once.
+        `run.keep_state` here. In a resumed run, it restores the state at once.
     Errors: any exception ends the run before it trains.
     """
 
@@ -53,13 +53,13 @@ def on_step_start(step: int) -> None:
     """Called before a step gets its batch.
 
     step: 1-based number of the step about to run.
-    Errors: any exception ends the run; the last checkpoint stays valid.
+    Errors: any exception ends the run. The last checkpoint stays valid.
     """
 
 
 @hookspec(firstresult=True)
 def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  # type: ignore[empty-body]
-    """Update the model with one batch. Core alone implements this; plugins may only wrap it (`wrapper=True`).
+    """Update the model with one batch. Core alone implements this. Plugins may only wrap it (`wrapper=True`).
 
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
@@ -80,13 +80,13 @@ def on_optimizer_step(update: int, role: Role) -> None:
 
 @hookspec
 def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
-    """Called at the end of a step: after the update, weight publishing, evaluation and recording; before a checkpoint.
+    """Called at the end of a step, after update, weight publishing, evaluation and recording, and before a checkpoint.
 
     step: 1-based number of the finished step.
     metrics: metrics of the step as they are recorded, such as `loss` in nats per token. `time/step`, in seconds,
         includes the evaluation (`time/evaluate`). Read-only. If the evaluation of a step failed and is repeated
         after a resume, the loop's `time/...` metrics are missing.
-    Errors: any exception ends the run; the last checkpoint stays valid.
+    Errors: any exception ends the run. The last checkpoint stays valid.
     """
 
 
@@ -95,7 +95,7 @@ def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after a held-out evaluation.
 
     step: the step after which it ran. metrics: keys start with `eval/`. Read-only.
-    Errors: any exception ends the run; the last checkpoint stays valid.
+    Errors: any exception ends the run. The last checkpoint stays valid.
     """
 
 
@@ -105,7 +105,7 @@ def on_checkpoint_saved(step: int, path: Path) -> None:
 
     With `checkpoint.async`, this is called after the `on_step_end` of a later step, or at the end of the run.
     step: the last step that the checkpoint includes. path: its folder.
-    Errors: any exception ends the run; this checkpoint stays valid.
+    Errors: any exception ends the run. This checkpoint stays valid.
     """
 
 
@@ -115,7 +115,7 @@ def on_run_end(run: RunView, error: BaseException | None) -> None:
 
     run: as given to `on_run_start`; `run.state.step` is the last finished step.
     error: the error that ended the run, or None after the last step or a graceful stop.
-    Errors: if the run failed, an exception here becomes a note of the run's error; otherwise it is raised.
+    Errors: if the run failed, an exception here becomes a note of the run's error. Otherwise it is raised.
     """
 
 
@@ -125,5 +125,5 @@ def on_run_recorded(run: RunView) -> Mapping[str, Path]:  # type: ignore[empty-b
 
     run: the run, which has ended.
     Returns the files that the hook made from the record, by the names that the terminal shows, such as `report`.
-    Errors: any exception is raised to the caller of `train`; what was trained and saved stays valid.
+    Errors: any exception is raised to the caller of `train`. What was trained and saved stays valid.
     """

@@ -244,7 +244,7 @@ def _do_without(name: str) -> str:
 
 
 class _NamedHooks:
-    """Takes the place of a plugin's module or an attached object in pluggy; its attributes are hookimpls."""
+    """Takes the place of a plugin's module or an attached object in pluggy. Its attributes are hookimpls."""
 
 
 def _loaded_names(names: Sequence[str], known: Mapping[str, InstalledPlugin]) -> list[str]:

@@ -15,22 +15,16 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 DEFAULT_PLUGINS = ("text", "models", "preference", "rl", "ranks", "insight", "planning", "trackers")
-"""Plugins that are loaded if they are installed, before the plugins of the config. `-NAME` in the config leaves one
-out.
-"""
+"""Plugins that are loaded before the plugins of the config, if they are installed. `-NAME` in the config omits one."""
 
 _TABLE = {
-    "text": """
-        dataset/hf dataset/hf_stream tokenization/sequential source/sft source/stream
-    """,
+    "text": "dataset/hf dataset/hf_stream tokenization/sequential source/sft source/stream",
     "models": """
         optimizer/adamw optimizer/adamw_8bit optimizer/sgd optimizer/muon schedule/constant schedule/linear
         schedule/cosine schedule/wsd backend/local loss/cross_entropy loss/dft evaluation/loss
         command/export command/generate
     """,
-    "preference": """
-        source/preference loss/dpo report_panel/preference
-    """,
+    "preference": "source/preference loss/dpo report_panel/preference",
     "rl": """
         source/rollouts collator/rollouts order/reward_adaptive evaluation/answers evaluation/rollouts
         minibatches/by_prompt loss/policy_gradient loss/ppo loss/gspo loss/cispo loss/sapo loss/value correction/tis
@@ -41,40 +35,28 @@ _TABLE = {
         report_panel/groups report_panel/responses report_panel/policy report_panel/mismatch section/critic
         section/evaluation.generate
     """,
-    "ranks": """
-        section/cluster
-    """,
+    "ranks": "section/cluster",
     "insight": """
         report_panel/summary report_panel/health report_panel/loss report_panel/evaluation
         report_panel/learning_rate report_panel/gradient report_panel/throughput report_panel/time_split
         report_panel/sample_lengths report_panel/packing report_panel/samples report_panel/config
         section/report command/report command/view
     """,
-    "planning": """
-        command/data command/doctor command/init command/plan
-    """,
+    "planning": "command/data command/doctor command/init command/plan",
     "trackers": """
         tracker/tensorboard tracker/wandb tracker/mlflow tracker/trackio tracker/swanlab
         tracker/opentelemetry tracker/prometheus
     """,
-    "collation_fast": """
-        tokenization/parallel prefetch/async report_panel/collation command/cache
-    """,
+    "collation_fast": "tokenization/parallel prefetch/async report_panel/collation command/cache",
     "async_rl": """
         source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective
         weight_sync/cuda_ipc report_panel/rollout_timeline report_panel/staleness
         command/simulate
     """,
-    "agents": """
-        environment/harness
-    """,
-    "fsdp_backend": """
-        backend/fsdp
-    """,
-    "megatron_backend": """
-        backend/megatron
-    """,
+    "agents": "environment/harness",
+    "fsdp_backend": "backend/fsdp",
+    "megatron_backend": "backend/megatron",
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
 """Components (KIND/NAME), sections (section/NAME) and commands (command/NAME) by plugin. If several plugins have a
@@ -82,7 +64,7 @@ component, only the first one lists it."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:
-    """Return the plugin of this project that has this component, section or command; None if no plugin has it.
+    """Return the plugin of this project that has this component, section or command, or None if no plugin has it.
 
     If `kind` is None, components of all kinds count.
     """

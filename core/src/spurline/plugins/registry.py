@@ -7,7 +7,7 @@ Factories are `"module:attribute"` strings that are imported on first use, so th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -66,7 +66,7 @@ class TopLevelSection:
         annotation: Type of the section, with its marks.
         optional: If True, the section is None if the file leaves it out. If False, it then has its defaults.
         plugin: The plugin that adds the section.
-        held: `"module:function"` that returns a context manager for the run to enter; None if the section has none.
+        held: `"module:function"` that returns a context manager for the run to enter, or None if the section has none.
     """
 
     annotation: Any
@@ -197,14 +197,10 @@ class ComponentRegistrar:
         self._registry = registry
         self._plugin = plugin
         self._distribution = distribution
-        self._hookspecs: list[ModuleType] = []
+        self.hookspecs: list[ModuleType] = []
+        """Modules that the plugin has passed to `add_hookspecs`."""
         self._waiting: list[Registration] = []
         self._of_optional_kinds: list[tuple[str, str, str, str | None]] = []
-
-    @property
-    def hookspecs(self) -> Sequence[ModuleType]:
-        """Return the modules that the plugin has passed to `add_hookspecs`."""
-        return self._hookspecs
 
     def add_kind(self, config: type[ComponentConfig], protocol: str) -> None:
         """Define a kind of component. Every plugin may add components to it.
@@ -262,7 +258,7 @@ class ComponentRegistrar:
 
         Every plugin may then implement them. Call a hook with `host.hooks.NAME(argument=value)` on the loop's thread.
         """
-        self._hookspecs.append(module)
+        self.hookspecs.append(module)
 
     def add(
         self,
@@ -341,7 +337,7 @@ class ComponentRegistrar:
 
 
 def resolve(reference: str, what: str) -> Callable[..., Any]:
-    """Import `"module:attribute"`. Raises PluginError; `what` names the object in the error's text."""
+    """Import and return `"module:attribute"`. Raises PluginError, in which `what` names the object."""
     module_name, _, attribute = reference.partition(":")
     try:
         module = importlib.import_module(module_name)

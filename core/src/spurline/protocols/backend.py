@@ -89,7 +89,7 @@ class Backend(Protocol):
         ...
 
     def evaluate(self, batch: TrainingBatch, objective: Objective) -> LossSums:
-        """Return loss sums without gradients, in evaluation mode; `objective.normalizer` is not applied."""
+        """Return loss sums without gradients, in evaluation mode. `objective.normalizer` is not applied."""
         ...
 
     def logprobs(self, batch: TrainingBatch, role: Role = "policy", *, temperature: float = 1.0) -> Tensor:
@@ -143,7 +143,7 @@ class Backend(Protocol):
 
 @runtime_checkable
 class TakesSnapshots(Protocol):
-    """A backend that can be saved while training goes on; its facts say `takes_snapshots`."""
+    """A backend that can be saved while training goes on. Its facts say `takes_snapshots`."""
 
     def snapshot(self) -> Callable[[Path], Mapping[str, FileDigest]]:
         """Copy the state to the host's memory, and return a function that writes it as `save` does.
@@ -157,7 +157,7 @@ class TakesSnapshots(Protocol):
 
 @runtime_checkable
 class Generates(Protocol):
-    """A backend that can generate answers to held-out prompts itself; its facts say `generates`."""
+    """A backend that can generate answers to held-out prompts itself. Its facts say `generates`."""
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[int]]:
         """Return one greedy answer per prompt, with the end-of-sequence token if the model generated it."""
@@ -169,7 +169,7 @@ class TrainsAdapters(Protocol):
     """A backend that may train adapters, and can return them without the weights that they adapt."""
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
-        """Return the settings of the policy's adapter, as in PEFT's `adapter_config.json`; None without an adapter."""
+        """Return the policy's adapter settings as in PEFT's `adapter_config.json`, or None without an adapter."""
         ...
 
     def named_adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -205,7 +205,7 @@ class GenerationModel:
     Attributes:
         causal: The model. Its logits depend on the decoder's last hidden states alone.
         computing: Returns the context for a forward pass, such as autocast.
-        max_tokens: Maximum number of tokens of prompt and response together; None if there is no limit.
+        max_tokens: Maximum number of tokens of prompt and response together, or None if there is no limit.
         reads_streams: Whether tokens influence each other only in attention layers, whose code can be replaced.
     """
 
@@ -217,7 +217,7 @@ class GenerationModel:
 
 @runtime_checkable
 class LendsModel(Protocol):
-    """A backend whose whole model is in this process; its facts say `lends_model`."""
+    """A backend whose whole model is in this process. Its facts say `lends_model`."""
 
     def generation_model(self) -> GenerationModel:
         """Return the model that is trained, not a copy.
@@ -229,7 +229,7 @@ class LendsModel(Protocol):
 
 @runtime_checkable
 class LendsParameters(Protocol):
-    """A backend whose trained parameters can be read, and replaced for a while; its facts say `lends_parameters`.
+    """A backend whose trained parameters can be read, and replaced for a while. Its facts say `lends_parameters`.
 
     Parameters have the model's own names. If adapters are trained, only the adapters' parameters are lent.
     `trained_parameters` and `swapped` raise ModelError for a role that is not trained.
@@ -316,11 +316,11 @@ class BackendConfig(ComponentConfig):
         return ParallelLayout()
 
     def rank_request(self) -> RankRequest | None:
-        """Return the processes that the backend starts; None if it computes in this process."""
+        """Return the processes that the backend starts, or None if it computes in this process."""
         return None
 
     def missing_here(self) -> str | None:
-        """Return a sentence on what this machine lacks for these settings; None if it lacks nothing."""
+        """Return a sentence on what this machine lacks for these settings, or None if it lacks nothing."""
         return None
 
     def check_model(self, run: Any) -> None:
@@ -338,7 +338,7 @@ class BackendConfig(ComponentConfig):
     def check_lengths(
         self, loaded: LoadedView, source: KnowsLongest, evaluations: Sequence[KnowsLongest]
     ) -> Sequence[str]:
-        """Return notes about sequences that are long for the model; none by default.
+        """Return notes about sequences that are long for the model, by default none.
 
         `spurline plan` and runs call this before weights load. Raises ConfigError for a sequence that is too long.
         """

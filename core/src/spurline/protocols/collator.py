@@ -27,7 +27,7 @@ class CollatorConfig(ComponentConfig):
 
     @property
     def row_capacity(self) -> int | None:
-        """Return the tokens that one row can hold, padding included; None if rows have no fixed limit."""
+        """Return the tokens that one row can hold, padding included, or None if rows have no fixed limit."""
         return None
 
     @property

@@ -30,7 +30,7 @@ class DatasetConfig(ComponentConfig):
             )
 
     format: Literal["auto", "chat", "alpaca", "prompt_completion", "pretokenized", "text"] = "auto"
-    """Format of the rows; `auto` decides by the column names of the first row."""
+    """Format of the rows. `auto` decides by the column names of the first row."""
     columns: dict[str, str] = {}
     """Rename columns: the key is the name that Spurline expects (`messages`, `prompt`, ...), the value is the name in
     the file. Dots lead into objects, as in `{reference: reward_model.ground_truth}`."""
@@ -42,7 +42,7 @@ class DatasetConfig(ComponentConfig):
     on_bad_row: Literal["error", "skip"] = "error"
     """Stop the run at the first malformed row (`error`), or leave out and count malformed rows (`skip`)."""
     label: str | None = None
-    """Short name in reports and row uids; default is the file or hub name."""
+    """Short name in reports and row uids. The default is the file or hub name."""
 
     @property
     def place(self) -> str:
@@ -56,7 +56,7 @@ DatasetList = Annotated[
     BeforeValidator(as_datasets),
     SchemaOfOneOrMany(),
 ]
-"""Datasets; a single one may be written without a list around it."""
+"""Datasets. A single dataset may be written without a list around it."""
 
 
 class Dataset(Protocol):
@@ -100,7 +100,7 @@ class RowReader(Protocol):
     """Reads the rows of a stream once."""
 
     def read(self) -> StreamedRow | None:
-        """Return the next row; None after the last one. Every reader returns the same rows."""
+        """Return the next row, or None after the last one. Every reader returns the same rows."""
         ...
 
     def position(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class KnowsLongest(Protocol):
     """Data of a run whose longest sequence is known: a source, or an evaluation."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence in the data; None if it is not known."""
+        """Return the longest sequence in the data, or None if it is not known."""
         ...
 
 

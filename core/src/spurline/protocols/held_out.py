@@ -1,6 +1,6 @@
 """Define the interface of evaluations on held-out data.
 
-The source makes the one of `data.eval`, if it can. Other evaluations are components (`spurline.protocols.evaluation`).
+A source may have its own evaluation of `data.eval`. Other evaluations are components (`spurline.protocols.evaluation`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class HeldOutEvaluation(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, Any]:
-        """Return JSON-able facts about the data; see `spurline.data.token_store`."""
+        """Return JSON-able facts about the data (see `spurline.data.token_store`)."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence of the data, as a source does; None if it is not known beforehand."""
+        """Return the longest sequence of the data, as a source does, or None if it is not known beforehand."""
         return None
 
     @abstractmethod
@@ -45,7 +45,7 @@ class HeldOutEvaluation(ABC):
         """
 
     def metrics(self) -> Collection[str] | None:
-        """Return the names of all metrics that `evaluate` may return; None if they are not known before it runs.
+        """Return the names of all metrics that `evaluate` may return, or None if they are not known before it runs.
 
         If `checkpoint.keep_best` or `stop_when` names another metric, the run is refused before it trains.
         """

@@ -25,7 +25,7 @@ class TokenLossInputs:
     segment_index: int64 [N], number of each position's segment in the micro-batch, from 0.
     num_segments: number of segments in the micro-batch.
     columns: batch columns gathered at those positions, each [N]: `advantages`, `rollout_logprobs`, ...
-    entropy: [N], differentiable; None if the loss does not need it.
+    entropy: [N], differentiable, or None if the loss does not need it.
     """
 
     logprobs: Tensor

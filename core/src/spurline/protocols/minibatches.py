@@ -17,7 +17,7 @@ class MiniBatchesConfig(ComponentConfig):
     kind: ClassVar[str] = "minibatches"
 
     def minibatch_prompts(self, prompts_per_step: int) -> int | None:
-        """Return the number of prompts in each mini-batch of rollouts; None if it is not fixed.
+        """Return the number of prompts in each mini-batch of rollouts, or None if it is not fixed.
 
         An advantage with `advantage_scope: minibatch` normalises over this many consecutive prompts.
         """

@@ -21,7 +21,7 @@ REGEX = "re:"
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Return the problem with a pattern of parameter names, as text that follows its key; None if it is valid."""
+    """Return the problem with a pattern of parameter names, as text that follows its key, or None if it is valid."""
     if not pattern.startswith(REGEX):
         return None
     try:
@@ -38,7 +38,7 @@ class ParameterGroup(Section):
     """Pattern of parameter names such as `model.layers.0.mlp.up_proj.weight`: a glob for the whole name, as in
     `*embed_tokens*`, or `re:` and a regular expression for a part of it, as in `re:layers\\.[01]\\.`."""
     learning_rate: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    """Peak learning rate of the group; default is the optimizer's."""
+    """Peak learning rate of the group. The default is the optimizer's."""
     learning_rate_scale: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Factor by which the optimizer's learning rate is multiplied, instead of `learning_rate`."""
     weight_decay: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -62,7 +62,7 @@ class OptimizerConfig(ComponentConfig):
     needs_whole_parameters: ClassVar[str | None] = (
         "its config does not say `needs_whole_parameters = None`, which allows parameters as DTensors"
     )
-    """Why the optimizer cannot step parameters that are divided between ranks, as text for messages; None if it can.
+    """Why the optimizer cannot step parameters that are divided between ranks, as text for messages, or None if it can.
 
     Such parameters are DTensors. An optimizer can step them if it uses torch operations that support DTensors, and
     either changes each value by that value's own gradient and state alone, or gathers the values that it needs."""
@@ -82,9 +82,9 @@ class OptimizerConfig(ComponentConfig):
     learning_rate: Annotated[float, OnResume.BY_NAME] = Field(default=2e-5, ge=0, allow_inf_nan=False)
     """Peak learning rate. At each step, `schedule` sets the share of the peak that is used."""
     weight_decay: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Weight decay for matrices; biases, norms and other vectors have none."""
+    """Weight decay of matrices. Biases, norms and other vectors have none."""
     max_grad_norm: Annotated[float | None, OnResume.BY_NAME] = Field(default=1.0, gt=0)
-    """Clip the global gradient norm to this; null turns clipping off."""
+    """Clip the global gradient norm to this. Null turns clipping off."""
     groups: Annotated[tuple[ParameterGroup, ...], OnResume.BY_NAME] = ()
     """Parameters with their own settings. A parameter belongs to the first group whose pattern fits its name."""
 

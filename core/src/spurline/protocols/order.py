@@ -109,7 +109,7 @@ class SampleFacts:
 
 
 class Order(Protocol):
-    """An endless sequence of samples; each step takes the next `per_step` positions of it.
+    """An endless sequence of samples. Each step takes the next `per_step` positions of it.
 
     Factory: `Class(config, samples=SampleFacts, seed=int)`. It raises DataError or ConfigError for facts that the order
     cannot use, so that `spurline plan` reports them.

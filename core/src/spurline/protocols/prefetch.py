@@ -29,7 +29,7 @@ class Prefetch(Protocol):
         ...
 
     def next(self, step: int) -> TrainingBatch:
-        """Return the batch of this step; steps are asked for in order. An error of `build(step)` is raised here."""
+        """Return the batch of this step. Steps are asked for in order. An error of `build(step)` is raised here."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -57,7 +57,7 @@ class RankRequest:
     peers_elsewhere: bool = False
 
     def cluster_need(self) -> ClusterNeed | None:
-        """Return the resources that the ranks need on a cluster; None if they are not launched by Ray."""
+        """Return the resources that the ranks need on a cluster, or None if they are not launched by Ray."""
         if self.launch != "ray":
             return None
         gpus, cpus = int(self.device == "cuda"), self.num_threads or 1

@@ -11,14 +11,14 @@ from spurline.config.section import ComponentConfig
 
 
 class ScheduleConfig(ComponentConfig):
-    """Settings of a schedule; a bare string is short for its `name`."""
+    """Settings of a schedule. A bare string is short for its `name`."""
 
     kind: ClassVar[str] = "schedule"
 
     warmup_steps: int | None = Field(default=None, ge=0)
     """Number of optimizer steps of linear warm-up from zero."""
     warmup_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Length of the warm-up as a share of all optimizer steps; used if `warmup_steps` is not given."""
+    """Length of the warm-up as a share of all optimizer steps. It is used if `warmup_steps` is not given."""
 
     def warmup(self, total: int) -> int:
         """Return the number of warm-up steps in a run of `total` optimizer steps."""

@@ -54,7 +54,7 @@ class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """None if the source can use a critic, else the name of the source in the message that it cannot."""
+    """None if the source can use a critic. Otherwise, the words for the source in the error that it cannot use one."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
@@ -64,29 +64,29 @@ class SourceFacts:
     compares_logprobs: bool = False
     """True if the update compares its logprobs with earlier logprobs. The run must then have no dropout."""
     num_prompts: int | None = None
-    """Prompts in one step, each with several rollouts; None if the run's `batch_size` counts samples."""
+    """Prompts in one step, each with several rollouts, or None if the run's `batch_size` counts samples."""
     carried: Collection[str] = ()
-    """Columns of the data's rows that batches and groups have too, for losses and advantages."""
+    """Columns of the data's rows that are copied to batches and groups, for losses and advantages."""
     reward_terms: Collection[str] | None = None
-    """Names of the reward terms of every attempt; None if they are not known beforehand."""
+    """Names of the reward terms of every attempt, or None if they are not known beforehand."""
     context_tokens: int | None = None
-    """Tokens of prompt and response that the settings of the engine allow; None without a limit."""
+    """Tokens of prompt and response that the settings of the engine allow, or None without a limit."""
     sampling: SamplingSettings | None = None
-    """How responses are sampled; None if nothing is generated."""
+    """How responses are sampled, or None if nothing is generated."""
     sampling_temperature: float = 1.0
-    """Temperature at which the tokens of the batches were sampled; 1 if they were not sampled."""
+    """Temperature at which the tokens of the batches were sampled, or 1 if they were not sampled."""
     uses_reference: bool = False
     """True if the source itself uses the reference model, whether or not the loss does."""
     transport: str | None = None
-    """Name of the `weight_sync` for the source's engines; None without one."""
+    """Name of the `weight_sync` for the source's engines, or None without one."""
     has_colocated_engines: bool = False
     """True if the engines and the backend use the same devices in turn."""
     engines_elsewhere: bool = False
     """True if the engines may be on other machines than this process."""
     update_limit_s: float | None = None
-    """Seconds that an engine may take to receive one bucket of weights before it is ended; None sets no limit."""
+    """Seconds that an engine may take to receive one bucket of weights before it is ended. None sets no limit."""
     sends_adapters: bool | None = None
-    """True if the engines receive only adapters; None if it depends on the engines."""
+    """True if the engines receive only adapters, or None if it depends on the engines."""
     replays_experts: bool = False
     """True if batches have the column `routed_experts`, so that models use the experts that the engine chose."""
 
@@ -108,7 +108,7 @@ class SourceConfig(ComponentConfig):
 
     @property
     def facts(self) -> SourceFacts:
-        """Return the facts that the rest of the run may ask for; a subclass returns `replace(super().facts, ...)`."""
+        """Return the facts that the rest of the run may ask for. A subclass returns `replace(super().facts, ...)`."""
         return SourceFacts(without_critic=f"the source '{self.name}'")
 
     def problems(self, run: Any) -> Iterable[Problem]:
@@ -173,7 +173,7 @@ class FirstPrompt:
 
     Attributes:
         uid: Name of the prompt.
-        token_ids: Tokens of the prompt; empty if only the environment knows them.
+        token_ids: Tokens of the prompt. They are empty if only the environment knows them.
         notes: Lines about the prompt's row, and about how answers are made and rewarded.
     """
 
@@ -190,7 +190,7 @@ class BatchSource(ABC):
     that a resume with other data is refused (`refuse_other_data`).
 
     Attributes:
-        total_steps: Loop steps of the whole run; every source sets it.
+        total_steps: Loop steps of the whole run. Every source sets it.
         pure: Whether `build(step)` is a pure function of (config, step) and changes no state. If so, it may be called
             ahead of time on another thread.
         reads_only_data: Whether `build` needs no weights, even if it is not pure. `spurline plan` then builds the first
@@ -205,24 +205,24 @@ class BatchSource(ABC):
 
     @abstractmethod
     def summary(self) -> Mapping[str, object]:
-        """Return facts about the data as JSON values, for plan and report; see `spurline.data.token_store`."""
+        """Return facts about the data as JSON values, for plan and report (see `spurline.data.token_store`)."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
         """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
 
     def longest(self) -> Longest | None:
-        """Return the longest sequence of all samples or prompts; None if it is not known beforehand.
+        """Return the longest sequence of all samples or prompts, or None if it is not known beforehand.
 
         The run compares it with the model's number of positions before training.
         """
         return None
 
     def preview(self) -> Sequence[str]:
-        """Return lines about the model's inputs, for `spurline plan`; none if the first batch is enough."""
+        """Return lines about the model's inputs, for `spurline plan`, or none if the first batch is enough."""
         return ()
 
     def first_prompts(self, count: int) -> Sequence[FirstPrompt]:
-        """Return the first prompts of training, to be shown to the user; none if the source has no prompts."""
+        """Return the first prompts of training, to be shown to the user, or none if the source has no prompts."""
         return ()
 
     @abstractmethod
@@ -241,7 +241,7 @@ class BatchSource(ABC):
         """Force the files in the run directory to disk. It is called before each checkpoint."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
-        """Return the source's own evaluation of `data.eval`; None selects the default evaluation.
+        """Return the source's own evaluation of `data.eval`. None selects the default evaluation.
 
         The run calls this once, and only if there is held-out data.
         """
@@ -331,7 +331,7 @@ class Samples(Protocol):
         ...
 
     def batch(self, numbers: NDArray[np.int64], *, training: bool) -> TrainingBatch:
-        """Return these samples as one batch; repeats are allowed."""
+        """Return these samples as one batch. Repeats are allowed."""
         ...
 
     def fingerprint(self) -> str:
@@ -339,7 +339,7 @@ class Samples(Protocol):
         ...
 
     def summary(self) -> dict[str, Any]:
-        """Return facts as JSON values; see `spurline.data.token_store`."""
+        """Return facts as JSON values (see `spurline.data.token_store`)."""
         ...
 
     def keys(self) -> NDArray[np.uint64]:

@@ -18,7 +18,7 @@ class Stateful(Protocol):
     """
 
     def state_dict(self) -> dict[str, object]:
-        """Return nested dicts and lists of JSON values and numpy arrays of numbers; keys are text.
+        """Return nested dicts and lists of JSON values and numpy arrays of numbers. Keys are text.
 
         A tuple comes back as a list. Use `StateParts` if memory cannot hold a second copy of the state.
         """

@@ -112,7 +112,7 @@ def prepare(
         row_limit: Rows of each dataset that are read; None reads all.
         progress: Called when slow work begins.
         done: Progress of the run that is resumed.
-        attempt: Called with a function for each part of the work; by default, calls that function. `spurline plan`
+        attempt: Called with a function for each part of the work. By default, it calls the function. `spurline plan`
             passes an `attempt` that collects a part's error and returns None, so that all parts are tried.
     """
     config = loaded.config
@@ -201,9 +201,9 @@ def build_trackers(loaded: LoadedConfig) -> dict[str, Tracker]:
 
     Raises ConfigError if a tracker's library is missing.
     """
-    chosen = {config.name: config for config in loaded.config.trackers}
-    always = {config.name: config for config in (JsonlTrackerConfig(), ConsoleTrackerConfig())}
-    configs = always | chosen
+    # The config may list one of the first two with other settings.
+    listed = (JsonlTrackerConfig(), ConsoleTrackerConfig(), *loaded.config.trackers)
+    configs = {config.name: config for config in listed}
     return {name: loaded.host.registry.create("tracker", config) for name, config in configs.items()}
 
 

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from spurline.data.token_store import describe
 from spurline.errors import RunDirectoryError, RunDirectoryLostError, UserError, listing
-from spurline.files import own_file, regular_file, remove_unfinished, write_failure, write_json
+from spurline.files import own_file, regular_file, remove_unfinished, write_errors, write_json
 from spurline.trackers.jsonl import METRICS_FILE, cut_back
 
 CONFIG_FILE = "config.json"
@@ -50,8 +50,7 @@ class RunDirectory:
         _refuse_launcher()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._lock_file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-            lock = os.fdopen(descriptor, "a+", encoding="utf-8")
+            lock = open(self._lock_file, "a+", encoding="utf-8", opener=own_file)  # noqa: SIM115 - closed by `close`
         except OSError as error:
             why = "its run.lock is a link, which is not followed" if error.errno == errno.ELOOP else error.strerror
             raise RunDirectoryError(
@@ -95,7 +94,7 @@ class RunDirectory:
     def set_aside_earlier(self, more: Sequence[str]) -> str | None:
         """Move the files of an earlier attempt that saved no checkpoint to a folder `before-N`, and return a note.
 
-        `more` has the names of further files and folders to move. Returns None if there was no earlier attempt.
+        `more` lists further files and folders to move. Returns None if there was no earlier attempt.
         """
         steps = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
         if steps == 0:
@@ -144,18 +143,17 @@ def _refuse_launcher() -> None:
         )
 
 
-def _take_lock(lock: IO[str], patience_s: float = 1.0) -> bool:
-    """Try for a second to take the lock, since `is_in_use` may hold it briefly."""
-    deadline = time.monotonic() + patience_s
+def _take_lock(lock: IO[str]) -> bool:
+    """Try for a second to take the lock, since `is_in_use` may hold it briefly. Return whether it was taken."""
+    deadline = time.monotonic() + 1.0
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
         except OSError:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.02)
-        else:
-            return True
+        time.sleep(0.02)
 
 
 class RunRecordFiles:
@@ -167,11 +165,9 @@ class RunRecordFiles:
 
     def start(self, config: Mapping[str, Any], resume_step: int) -> None:
         """Write the config, mark the run as running, and drop sample answers of steps after `resume_step`."""
-        try:
+        with write_errors(self._directory.path):
             write_json(self._directory.config, config)
             self._write_status("running")
-        except OSError as error:
-            raise write_failure(self._directory.path, error) from error
         if self._directory.eval_samples.exists():
             cut_back(self._directory.eval_samples, resume_step)
 
@@ -179,13 +175,13 @@ class RunRecordFiles:
         """Append the generated answers of one evaluation. Raises RunFailedError if writing fails."""
         if samples:
             text = "".join(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n" for sample in samples)
+            place = self._directory.eval_samples
             # `backslashreplace` writes half a surrogate pair as a JSON escape, since UTF-8 cannot encode it.
-            try:
-                place = self._directory.eval_samples
-                with open(place, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file:
-                    file.write(text)
-            except OSError as error:
-                raise write_failure(self._directory.eval_samples, error) from error
+            with (
+                write_errors(place),
+                open(place, "a", encoding="utf-8", errors="backslashreplace", opener=own_file) as file,
+            ):
+                file.write(text)
 
     def data_notes(self) -> list[str]:
         """Return lines about the data: its size, and which rows were left out and why."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spurline.config.loading import LoadedConfig, as_loaded
+from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.section import as_list
 from spurline.errors import PluginError, RunFailedError, UserError, listing
 from spurline.plugins.hookspecs import hookimpl
@@ -59,7 +59,7 @@ class Run:
             `request_stop`. An exception ends the run. If a function has a method `close`, the run calls it at the end.
 
     Attributes:
-        config: Every setting, frozen; a plugin's section is `getattr(run.config, "NAME")`.
+        config: Every setting, frozen. A plugin's section is `getattr(run.config, "NAME")`.
         loaded: The config with its plugin host; `loaded.host.attach` adds hooks to this run.
         hooks: Calls all implementations of a hook, as in `run.hooks.on_step_start(step=1)`.
         directory: The paths of the files that the run writes; `directory.path` is run_dir.
@@ -68,7 +68,7 @@ class Run:
             `on_run_end`. `spurline.protocols.backend` lists further abilities of some backends.
         source: The source of batches; `source.total_steps` is the length of the run.
         tokenizer: The tokenizer of the model, from Hugging Face transformers.
-        batches: The prefetch, which serves the batches; it exists from the first step on.
+        batches: The prefetch, which serves the batches. It exists from the first step on.
     """
 
     source: BatchSource
@@ -84,7 +84,7 @@ class Run:
         progress: Progress = silent,
         on_step: OnStep | Sequence[OnStep] = (),
     ) -> None:
-        self.loaded = loaded = as_loaded(loaded)
+        self.loaded = loaded = loaded if isinstance(loaded, LoadedConfig) else load_config(loaded)
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
@@ -92,7 +92,7 @@ class Run:
         self._request = ResumeRequest(str(resume), tuple(as_list(allow_change)))
         self._progress = progress
         self._on_step = OnStepHook(on_step)
-        self._stop = StopRequest(self._words_on_stop)
+        self._stop = StopRequest(lambda: "Ending" if self._session is None else self._session.words_on_stop())
         self._hook_states = HookStates()
         self._session: Session | None = None
 
@@ -256,9 +256,6 @@ class Run:
         if self._session is None:
             raise RunFailedError(f"run.{method} was called before the run was built. Call it in on_run_start or later.")
         return self._session
-
-    def _words_on_stop(self) -> str:
-        return self._session.words_on_stop() if self._session is not None else "Ending"
 
 
 class OnStepHook:

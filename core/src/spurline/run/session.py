@@ -32,15 +32,7 @@ from spurline.run.evaluations.watched import BestSoFar, EarlyStop, StepScores
 class Session:
     """The part of a run that trains. Its constructor restores the checkpoint of a resumed run.
 
-    Args:
-        loaded: The config.
-        directory: The open run directory.
-        request: The options of a resume.
-        resume: The point from which the run continues.
-        components: Every component of the run.
-        stop: The request to stop the run.
-        progress: Called when slow work begins.
-        stack: Closes everything that is started here.
+    The constructor takes the open run directory. `stack` closes everything that the session starts.
     """
 
     batches: Prefetch
@@ -85,7 +77,7 @@ class Session:
         loaded.host.attach(self._update, "core/update")
         history = {"history": list(resume.history)} if resume.history else {}
         self._files = RunRecordFiles(directory, summarize_run(components, loaded) | history)
-        # Step -1 drops the sample answers of step 0 too, which an earlier attempt may have left.
+        # -1 also drops the sample answers of step 0, which an earlier attempt may have written.
         self._files.start(loaded.resolved(), -1 if checkpoint is None else self.state.step)
         self.scores = StepScores(components.data.evaluations, self.backend, self._best, self._early_stop)
         self._saving = Saving(loaded, directory, components, self.state, self._course)
@@ -97,11 +89,7 @@ class Session:
         self._options = request.options()
 
     def train(self, run: RunView) -> None:
-        """Train the remaining steps, then record how the run ended. An error is recorded too.
-
-        Args:
-            run: The object that hooks get as `run`.
-        """
+        """Train the remaining steps, then record how the run ended, even after an error. Hooks get `run`."""
         error: BaseException | None = None
         try:
             self.hooks.on_run_start(run=run)
@@ -158,7 +146,7 @@ class Session:
         return "Finishing and saving" if self.is_done else f"Stopping before step {self.state.step + 1:,}"
 
     def _course(self, pending: Mapping[str, float] | None) -> dict[str, Any]:
-        """Return facts about the run so far for a manifest. `pending`: metrics of a step that is not yet evaluated."""
+        """Return facts about the run for a manifest. `pending` has the metrics of a step that is not evaluated yet."""
         facts = {
             "updates": dict(self._update.done),
             "history": list(self._resumed.history),
@@ -229,11 +217,8 @@ class Session:
         """Run the evaluations that are due, and return their metrics and the metrics that hooks evaluated.
 
         If an evaluation fails, for example because of a mistake in a reward, a checkpoint with `metrics` is saved
-        before the error is raised. A resumed run begins with the evaluations of this step.
-
-        Args:
-            step: The step just trained.
-            metrics: The metrics of its update.
+        before the error is raised. A resumed run begins with the evaluations of this step. `metrics` are the metrics of
+        the step's update.
         """
         evaluations = self.components.data.evaluations
         due = [evaluation for evaluation in evaluations if self._is_due(step, evaluation.every_steps)]

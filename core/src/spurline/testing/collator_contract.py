@@ -111,9 +111,7 @@ def clone(batch: TrainingBatch) -> TrainingBatch:
 
 
 def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
-    """Assert that all columns are equal, bit for bit. Ids and positions may be int64 in one batch and int32 in the
-    other.
-    """
+    """Assert that all columns are equal, bit for bit, except that ids and positions may be int32 or int64."""
     assert batch.tokens.keys() == expected.tokens.keys()
     columns = {name: (batch.tokens[name], expected.tokens[name]) for name in batch.tokens}
     columns["unit_ids"] = (batch.unit_ids, expected.unit_ids)

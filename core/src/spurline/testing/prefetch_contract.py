@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from spurline.data.batch import TrainingBatch
+from spurline.data.collators.layout import Segment, lay_out
 from spurline.protocols.prefetch import BuildBatch, Prefetch
 
 
@@ -127,10 +129,6 @@ def _wait_for(condition: Callable[[], bool], seconds: float) -> bool:
 
 def numbered_batch(step: int) -> TrainingBatch:
     """Return a batch of one row of three tokens, each the number of the step."""
-    import numpy as np
-
-    from spurline.data.collators.layout import Segment, lay_out
-
     segment = Segment(np.full(3, step, np.int32), np.ones(3, np.uint8), 0, f"sample-{step}")
     return lay_out([[segment]], 3, 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,6 @@ import pytest
 @pytest.fixture
 def spurline_chat_file(tmp_path: Path) -> Path:
     """Return a chat JSONL file of 64 short rows."""
-    import json
-
     path = tmp_path / "chat.jsonl"
     rows = [
         {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spurline.errors import RunDirectoryError, RunFailedError, UserError
-from spurline.files import own_file, regular_file, replace_file, write_failure
+from spurline.files import own_file, regular_file, replace_file, write_errors
 from spurline.protocols.tracker import RunInfo
 from spurline.trackers.configs import JsonlTrackerConfig
 
@@ -34,7 +34,6 @@ class JsonlTracker:
     """Appends each step's metrics to `metrics.jsonl`."""
 
     def __init__(self, config: JsonlTrackerConfig) -> None:
-        self._config = config
         self._file: FileIO | None = None
 
     def start(self, info: RunInfo) -> None:
@@ -47,29 +46,23 @@ class JsonlTracker:
         cut_back(path, info.first_step - 1)
         # Find an unreadable line now, not when the report is drawn at the end of the run.
         read_metrics(path)
-        try:
+        with write_errors(path):
             self._file = open(path, "ab", buffering=0, opener=own_file)  # noqa: SIM115 - closed by `close`
-        except OSError as error:
-            raise write_failure(path, error) from error
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line, which survives a crash of this process. Raises RunFailedError if the disk is full."""
         assert self._file is not None, "JsonlTracker.log before start or after close"
         line = encode_line(step, metrics)
-        try:
+        with write_errors(Path(self._file.name)):
             # There is one write call, so that a kill leaves at most this line incomplete.
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise write_failure(Path(self._file.name), error) from error
 
     def flush(self) -> None:
         """Force all lines to the disk, so that they survive a power cut. Raises RunFailedError if that fails."""
         assert self._file is not None, "JsonlTracker.flush before start or after close"
-        try:
+        with write_errors(Path(self._file.name)):
             os.fsync(self._file)
-        except OSError as error:
-            raise write_failure(Path(self._file.name), error) from error
 
     def close(self) -> None:
         if self._file is not None:

@@ -48,7 +48,7 @@ def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def quantity(value: float) -> str:
-    """Format a number as three significant digits with a unit prefix: 950, 12.3k, 1.20M."""
+    """Format a number with three significant digits and a unit prefix: 950, 12.3k, 1.20M."""
     if not math.isfinite(value):
         return str(value)
     for size, prefix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -70,7 +70,7 @@ def clock(seconds: float) -> str:
 
 
 def score(value: float) -> str:
-    """Return a loss, norm or score: four significant digits, trailing zeros kept."""
+    """Format a loss, norm or score with four significant digits, including trailing zeros."""
     if value == 0:
         return "0"
     return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")

@@ -1,1 +1,1 @@
-"""A batch becomes optimizer steps."""
+"""Turn batches into optimizer steps."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,14 +37,13 @@ def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
     al. 2025, arXiv:2510.13786).
     """
     uids = batch.segments["uid"]
-    rows = np.repeat(np.arange(batch.num_rows), uids.counts())
-    within_row = np.arange(len(uids.values)) - uids.offsets[rows]
     prompts = {uid: number for number, uid in enumerate(dict.fromkeys(uids.values.tolist()), start=1)}
     # Number 0 is reserved for padding, whose weights are 0.
-    prompt_of_segment = torch.zeros(batch.num_rows * numbers_per_row(batch), dtype=torch.int64)
-    segments = torch.from_numpy(rows * numbers_per_row(batch) + within_row + 1)
-    prompt_of_segment[segments] = torch.tensor([prompts[uid] for uid in uids.values.tolist()], dtype=torch.int64)
-    return _equal_shares(batch, prompt_of_segment[segment_numbers(batch)])
+    places = torch.arange(numbers_per_row(batch))
+    is_segment = (places > 0) & (places <= torch.from_numpy(uids.counts()).unsqueeze(1))
+    prompt_of_segment = torch.zeros(is_segment.shape, dtype=torch.int64)
+    prompt_of_segment[is_segment] = torch.tensor([prompts[uid] for uid in uids.values.tolist()], dtype=torch.int64)
+    return _equal_shares(batch, prompt_of_segment.flatten()[segment_numbers(batch)])
 
 
 def fixed_norm(length: int) -> Reduce:

@@ -55,6 +55,10 @@ class Segment:
     turn: int = 0
     extra: Mapping[str, NDArray[Any]] = field(default_factory=dict[str, NDArray[Any]])
 
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
 
 def lay_out(
     rows: Sequence[Sequence[Segment]], length: int, pad_token_id: int, info: Mapping[str, float] | None = None
@@ -70,7 +74,10 @@ def lay_out(
     num_tokens = sum(len(segment.tokens) for segments in rows for segment in segments)
     return TrainingBatch(
         tokens=columns,
-        segments=_metadata(rows),
+        segments={
+            name: Ragged.from_rows([[getattr(segment, name) for segment in segments] for segments in rows], dtype)
+            for name, dtype in SEGMENT_COLUMNS.items()
+        },
         unit_ids=torch.arange(len(rows), dtype=torch.int64),
         is_padding_row=torch.tensor([not segments for segments in rows], dtype=torch.bool),
         info={**layout_info(num_tokens, len(rows), length), **(info or {})},
@@ -90,26 +97,19 @@ def _write_row(
     segments: Sequence[Segment], length: int, pad_token_id: int, extra: Mapping[str, Any]
 ) -> dict[str, list[Any]]:
     """Return the columns of one row as lists. `extra` maps each extra column to its padding value."""
-    input_ids, segment_ids, position_ids = [pad_token_id] * length, [0] * length, [0] * length
-    loss_weights = [0.0] * length
-    extra_columns = {name: [padding] * length for name, padding in extra.items()}
+    paddings = {"input_ids": pad_token_id, "segment_ids": 0, "position_ids": 0, "loss_weights": 0.0, **extra}
+    row = {name: [padding] * length for name, padding in paddings.items()}
     for number, segment in enumerate(segments, start=1):
         tokens, weights = segment.tokens.tolist(), segment.loss_weights.tolist()
         for offset in range(len(tokens)):
             column = segment.start + offset
-            input_ids[column] = tokens[offset]
-            segment_ids[column] = number
-            position_ids[column] = offset
-            loss_weights[column] = weights[offset] if offset > 0 else 0.0
-            for name, values in extra_columns.items():
-                values[column] = segment.extra[name][offset]
-    return {
-        "input_ids": input_ids,
-        "segment_ids": segment_ids,
-        "position_ids": position_ids,
-        "loss_weights": loss_weights,
-        **extra_columns,
-    }
+            row["input_ids"][column] = tokens[offset]
+            row["segment_ids"][column] = number
+            row["position_ids"][column] = offset
+            row["loss_weights"][column] = weights[offset] if offset > 0 else 0.0
+            for name in extra:
+                row[name][column] = segment.extra[name][offset]
+    return row
 
 
 def _shared_extra_columns(rows: Sequence[Sequence[Segment]]) -> dict[str, Any]:
@@ -129,19 +129,6 @@ def _to_tensor(rows: list[list[Any]], dtype: torch.dtype, length: int) -> Tensor
     if not rows:
         return torch.zeros((0, length), dtype=dtype)
     return torch.from_numpy(np.array(rows, dtype=torch.empty(0, dtype=dtype).numpy().dtype))
-
-
-def _metadata(rows: Sequence[Sequence[Segment]]) -> dict[str, Ragged]:
-    read = {
-        "uid": lambda segment: segment.uid,
-        "sample": lambda segment: segment.sample,
-        "turn": lambda segment: segment.turn,
-        "length": lambda segment: len(segment.tokens),
-    }
-    return {
-        name: Ragged.from_rows([[read[name](segment) for segment in segments] for segments in rows], dtype)
-        for name, dtype in SEGMENT_COLUMNS.items()
-    }
 
 
 def sample_segments(samples: TokenView) -> list[Segment]:

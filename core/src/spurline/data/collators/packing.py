@@ -19,7 +19,7 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
-    """Return rows of sample positions: first all rows of rank 0, then those of rank 1, and so on; as many for each."""
+    """Return rows of sample positions. All ranks have equally many rows, and the rows of rank 0 come first."""
     if algorithm == "multifit":
         rows = multifit(lengths, capacity, num_ranks)
     else:
@@ -69,7 +69,7 @@ def _decreasing(
 
 
 def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Pack by first-fit-decreasing, with a capacity that is as low as it can roughly be without adding rows.
+    """Pack by first-fit-decreasing, with roughly the lowest capacity that needs no further rows.
 
     The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
     over these rows (Coffman, Garey and Johnson 1978). Unlike these authors, `even_capacities` does not bisect.

@@ -133,13 +133,11 @@ class LengthGroupedOrder(EpochOrder):
         size = self.samples.per_step
         first = min(-epoch * len(mixture) % size, len(mixture))
         last = first + (len(mixture) - first) // size * size
-        batches = self._by_length(shuffled[first:last]).reshape(-1, size)
+        whole = shuffled[first:last]
+        pools = np.arange(len(whole)) // self._pool
+        batches = whole[np.lexsort((self._lengths[whole], pools))].reshape(-1, size)
         batches = batches[permutation(len(batches), self.seed, epoch, stream=_OF_BATCHES)]
         return np.concatenate([shuffled[:first], batches.ravel(), shuffled[last:]])
-
-    def _by_length(self, samples: Indices) -> Indices:
-        pools = np.arange(len(samples)) // self._pool
-        return samples[np.lexsort((self._lengths[samples], pools))]
 
 
 class CurriculumOrder(EpochOrder):

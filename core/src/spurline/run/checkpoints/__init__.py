@@ -1,1 +1,1 @@
-"""The state of a run on disk, and how a run goes on from it."""
+"""Save the state of a run to disk, and resume a run from it."""

@@ -90,18 +90,6 @@ class Checkpoint:
         }
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A complete checkpoint that still has its hidden name."""
-
-    step: int
-    path: Path
-
-    def discard(self) -> None:
-        """Remove the checkpoint unless it was published."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
 class CheckpointStore:
     """The checkpoints of one run directory. The caller holds the directory's lock."""
 
@@ -110,12 +98,13 @@ class CheckpointStore:
 
     def save(self, step: int, write: Write, facts: Mapping[str, Any], best: int | None = None) -> Path:
         """Write one checkpoint and make it the latest, by `prepare` and `publish`."""
-        return self.publish(self.prepare(step, write, facts), best)
+        return self.publish(step, self.prepare(step, write, facts), best)
 
-    def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Prepared:
-        """Write one checkpoint under a hidden name, complete and durable, with these facts in its manifest.
+    def prepare(self, step: int, write: Write, facts: Mapping[str, Any]) -> Path:
+        """Write one complete and durable checkpoint under a hidden name, and return its folder.
 
-        Raises CheckpointWriteError if the disk cannot be written. Earlier checkpoints then stay intact.
+        The manifest includes `facts`. Raises CheckpointWriteError if the disk cannot be written. Earlier checkpoints
+        then stay intact.
         """
         temporary = self.root / f".writing-{self._folder(step).name}-{os.getpid()}-{next(_attempts)}"
         try:
@@ -135,31 +124,31 @@ class CheckpointStore:
             if isinstance(error, (OSError, CheckpointWriteError)):
                 raise self._write_failure(step, error) from error
             raise
-        return Prepared(step, temporary)
+        return temporary
 
-    def publish(self, prepared: Prepared, best: int | None = None) -> Path:
-        """Make the checkpoint the latest, and return its folder. `best` is the step with the best evaluation.
+    def publish(self, step: int, prepared: Path, best: int | None = None) -> Path:
+        """Make the prepared checkpoint the latest, and return its folder. `best` is the step with the best evaluation.
 
         Raises CheckpointWriteError if the disk cannot be written.
         """
-        final = self._folder(prepared.step)
+        final = self._folder(step)
         try:
             # Delete an earlier checkpoint of this step last, since it may be the only checkpoint.
             replaced = self._put_away(final) if os.path.lexists(final) else None
-            prepared.path.rename(final)
+            prepared.rename(final)
             if replaced is not None:
                 remove(replaced)
             sync_file(self.root)
             write_text(self.root / LATEST, final.name + "\n")
             self.point_to_best(best)
         except OSError as error:
-            raise self._write_failure(prepared.step, error) from error
+            raise self._write_failure(step, error) from error
         finally:
-            prepared.discard()
+            shutil.rmtree(prepared, ignore_errors=True)
         return final
 
     def point_to_best(self, step: int | None) -> None:
-        """Write the name of this step's checkpoint to the file `best`; None removes the file."""
+        """Write the name of this step's checkpoint to the file `best`. None removes the file."""
         if step is None:
             (self.root / BEST).unlink(missing_ok=True)
         elif not (self.root / BEST).exists() or self._named(BEST) != self._folder(step):
@@ -207,9 +196,9 @@ class CheckpointStore:
         return moved
 
     def latest(self, option: str = "--resume") -> Checkpoint | None:
-        """Return the newest checkpoint, verified; None if there is none.
+        """Return the newest checkpoint, verified, or None if there is none.
 
-        Raises CheckpointError if it is damaged. The error names a good checkpoint and the option that selects it.
+        Raises CheckpointError if it is damaged. The error names a good checkpoint, and how to select it with `option`.
         """
         # Do not use the file `latest`: after a kill in `publish`, it may not name the newest complete checkpoint.
         candidates = self.paths()
@@ -278,7 +267,7 @@ class CheckpointStore:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint folder and compare every file with the size and digest in the manifest.
 
-    Files that the backend verifies itself are not read here; see `Checkpoint.unverified`. Raises CheckpointError.
+    Files that the backend verifies itself are not read here (see `Checkpoint.unverified`). Raises CheckpointError.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a checkpoint folder.")

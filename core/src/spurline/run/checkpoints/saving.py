@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,12 @@ from spurline.errors import CheckpointWriteError, RunDirectoryLostError
 from spurline.plugins.run_view import RunState
 from spurline.protocols.backend import TakesSnapshots
 from spurline.run.build import Components
-from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Prepared, Write, Written
+from spurline.run.checkpoints.checkpoint import BACKEND, CheckpointStore, Write, Written
 from spurline.run.checkpoints.resume import stateful_components
 from spurline.run.checkpoints.state_files import copied_state, write_state
 from spurline.run.directory import RunDirectory
 from spurline.run.evaluations.evaluation import fingerprints
+from spurline.threads import call_on_daemon
 
 WAIT_LIMIT_S = 3600.0
 """Longest time that a run waits for a checkpoint that is being written."""
@@ -81,13 +84,13 @@ class CheckpointContents:
         best = course["best"]["step"] if course.get("best") else None
         return cls(step, write, facts, best, loaded.config.checkpoint.keep_last)
 
-    def save(self, store: CheckpointStore) -> Path:
-        """Write the checkpoint, make it the latest, and return its folder."""
-        return self.publish(store, store.prepare(self.step, self.write, self.facts))
+    def prepare(self, store: CheckpointStore) -> Path:
+        """Write the checkpoint under a hidden name, and return that folder."""
+        return store.prepare(self.step, self.write, self.facts)
 
-    def publish(self, store: CheckpointStore, prepared: Prepared) -> Path:
+    def publish(self, store: CheckpointStore, prepared: Path) -> Path:
         """Make the prepared checkpoint the latest, delete older ones that need not be kept, and return its folder."""
-        path = store.publish(prepared, self.best)
+        path = store.publish(self.step, prepared, self.best)
         store.prune(self.keep_last, self.best)
         return path
 
@@ -105,35 +108,27 @@ class Writing:
     def __init__(self, contents: CheckpointContents, store: CheckpointStore) -> None:
         self.step = contents.step
         self._contents, self._store = contents, store
-        self._done = threading.Event()
         self._path: Path | None = None
-        self._error: BaseException | None = None
         self._publishing = threading.Lock()
         self._is_abandoned = False
         # If the disk hangs, a daemon thread does not keep the process alive. The next start removes unfinished files.
-        threading.Thread(target=self._run, name="spurline-checkpoint", daemon=True).start()
+        self._done = call_on_daemon("spurline-checkpoint", self._write)
 
-    def _run(self) -> None:
-        try:
-            prepared = self._store.prepare(self.step, self._contents.write, self._contents.facts)
-            with self._publishing:
-                if self._is_abandoned:
-                    prepared.discard()
-                else:
-                    self._path = self._contents.publish(self._store, prepared)
-        except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
-        finally:
-            self._done.set()
+    def _write(self) -> None:
+        prepared = self._contents.prepare(self._store)
+        with self._publishing:
+            if self._is_abandoned:
+                shutil.rmtree(prepared, ignore_errors=True)
+            else:
+                self._path = self._contents.publish(self._store, prepared)
 
     def is_done(self, wait_s: float = 0.0) -> bool:
         """Wait up to `wait_s` seconds for the writing to end, and return whether it has ended."""
-        return self._done.wait(wait_s)
+        return bool(futures.wait([self._done], wait_s).done)
 
     def result(self) -> Path:
         """Return the folder of the finished checkpoint, or raise the error that ended the writing."""
-        if self._error is not None:
-            raise self._error
+        self._done.result()
         assert self._path is not None, f"step {self.step} was abandoned"
         return self._path
 
@@ -148,15 +143,10 @@ class Writing:
 
 
 class Saving:
-    """Saves checkpoints. Its methods are called on the loop's thread only.
+    """Saves checkpoints, and records them in `state`. Its methods are called on the loop's thread only.
 
-    Args:
-        loaded: The config.
-        directory: The run directory.
-        components: The components whose state is saved.
-        state: The progress of the run. This class sets its `checkpoint` and `saved_step`.
-        course: A function that returns facts about the run so far, for the manifest. Its argument is the metrics of
-            the last step if this step still must be evaluated, else None.
+    `course` returns facts about the run so far, for the manifest. Its argument is the metrics of the last step if that
+    step has not been evaluated yet, else None.
     """
 
     def __init__(
@@ -188,7 +178,7 @@ class Saving:
 
         Args:
             step: The step that has just been trained.
-            pending: The metrics of the step if it still must be evaluated and recorded, else None.
+            pending: The metrics of the step if it has not been evaluated and recorded yet, else None.
             beside: Whether to copy the state now, and write the copy on another thread while training goes on.
         """
         self.take_written(wait=True)
@@ -203,7 +193,7 @@ class Saving:
             self._writing = Writing(contents, self._store)
         else:
             contents = CheckpointContents.of(step, self._components, self._loaded, course, copied=False)
-            self._saved(step, contents.save(self._store))
+            self._saved(step, contents.publish(self._store, contents.prepare(self._store)))
         self._saved_at = time.monotonic()
 
     def save_before(self, error: Exception, step: int, pending: Mapping[str, float]) -> None:

@@ -26,7 +26,7 @@ from spurline.protocols.stateful import StateParts
 from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 
 _REFERENCE = "__array__"
-"""Key that refers to an array in the structure; its value is the name of the array."""
+"""Key that refers to an array in the structure. Its value is the name of the array."""
 _PARTS = "__parts__"
 """Key that refers to a `StateParts`. Its value is the index of the `StateParts`, which is also its folder's name."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}

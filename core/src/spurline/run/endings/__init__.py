@@ -1,1 +1,1 @@
-"""How a run ends: when it is done, when it is asked to, and when it fails."""
+"""Stop a run on request, and describe how it ended."""

@@ -56,10 +56,7 @@ class RunResult:
 def explained(error: BaseException, state: RunState, how: str) -> BaseException:
     """Return the error that ended a run. Some errors get a text or note on the last checkpoint and how to continue.
 
-    Args:
-        error: The error.
-        state: The progress of the run.
-        how: A sentence on how to continue.
+    `how` is a sentence on how to continue.
     """
     kept = state.checkpoint
     where = f"The last checkpoint is {kept}." if kept else "There is no checkpoint."

@@ -36,7 +36,7 @@ class ScheduledEvaluation:
     """One evaluation of a run.
 
     Attributes:
-        name: Key under `evaluations`; empty for `data.eval`.
+        name: Key under `evaluations`, or an empty text for `data.eval`.
         every_steps: Steps between two evaluations. If None, it runs only at the end of the run.
         at_start: Whether the model is also evaluated before the first step.
         held_out: The evaluation itself.

@@ -114,12 +114,10 @@ class BestSoFar:
         """Value of the metric at that step."""
 
     def restore(self, saved: Mapping[str, Any] | None, kept_steps: set[int], *, same_data: bool) -> list[str]:
-        """Restore the best evaluation from a checkpoint. If it no longer counts, return notes that say why.
+        """Restore the best evaluation from `saved`, the facts in a checkpoint's manifest.
 
-        Args:
-            saved: The result of `facts` that the checkpoint's manifest contains.
-            kept_steps: Steps of the checkpoints in this run_dir.
-            same_data: Whether the held-out data is unchanged since the checkpoint.
+        If it no longer counts, return a note that says why. It counts only if its checkpoint is one of `kept_steps` and
+        the held-out data is unchanged (`same_data`).
         """
         config = self._config
         if config is None or saved is None:
@@ -204,7 +202,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Return why the run is over; None while it goes on. The evaluation before training never ends the run."""
+        """Return why the run is over, or None while it goes on. The evaluation before training never ends the run."""
         config = self._config
         if config is None or self._last is None or self._last[0] == 0 or self._best is None:
             return None
