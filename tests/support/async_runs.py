@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 from living_processes import living_below
 from run_helpers import Config, Trained, assert_same_weights, deterministic, read_metrics, train
+from schedule_driver import counts_of, trained_by
 
 from spurline.run.checkpoints.state_files import read_state
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
@@ -76,13 +77,13 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     newest = sorted((run_dir / "checkpoints").glob("step-*"))[-1]
     scheduler = Scheduler(SchedulerLimits(0, 1, 1, "fifo", 1, 1))
     scheduler.load_state_dict(read_state(newest / "components" / "source" / "async_rollouts"))
-    counts = scheduler.counts()
+    counts = counts_of(scheduler)
     assert [counts[name] for name in ("pending", "running", "buffered")] == [0, 0, 0]
     recorded: dict[int, int] = {}
     for step, group in recorded_groups(config):
         assert group.draw not in recorded, f"draw {group.draw} was trained at {recorded[group.draw]} and {step}"
         recorded[group.draw] = step
-    assert recorded == scheduler.trained()
+    assert recorded == trained_by(scheduler)
     assert set(Counter(recorded.values()).values()) == {config["source"]["prompts_per_step"]}
     kept = {attempt.draw: attempt.step for attempt in KeptRollouts(run_dir).attempts() if attempt.status == "trained"}
     assert kept == recorded

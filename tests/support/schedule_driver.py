@@ -39,9 +39,19 @@ def run_schedule(schedule: Schedule, make_scheduler: Callable[..., Scheduler] = 
     return _Driver(schedule, make_scheduler).run()
 
 
+def counts_of(scheduler: Scheduler) -> dict[str, int]:
+    """Return the number of prompts in each state, by the name of the state."""
+    return {state.name.lower(): len(scheduler.in_state(state)) for state in State}
+
+
+def trained_by(scheduler: Scheduler) -> dict[int, int]:
+    """Return the step that trained each trained prompt, by draw."""
+    return {draw: int(scheduler._states[draw]) for draw in scheduler.in_state(State.TRAINED)}
+
+
 def assert_nothing_lost(scheduler: Scheduler) -> None:
     """Assert that each drawn prompt is in exactly one state, and that all counts agree."""
-    counts = scheduler.counts()
+    counts = counts_of(scheduler)
     assert sum(counts.values()) == scheduler.num_drawn, counts
     assert (counts["running"], counts["buffered"]) == (scheduler.num_running, scheduler.num_buffered), counts
     ended = counts["trained"] + counts["filtered"] + counts["given_up"] + counts["skipped"]
@@ -176,7 +186,7 @@ class _Driver:
         assert self.scheduler.taken == self.step, f"step {self.step}: {self.scheduler}"
         self.running, self.counted = [], saved["counted"]
         self.ran.versions = dict(saved["versions"])
-        trained = set(self.scheduler.trained())
+        trained = set(trained_by(self.scheduler))
         self.ran.batches = {batch: draws for batch, draws in self.ran.batches.items() if batch < self.step}
         self.ran.ages = {draw: age for draw, age in self.ran.ages.items() if draw in trained}
         self.ran.filled_up &= trained
@@ -208,12 +218,12 @@ class _Driver:
 
     def _finished(self) -> Ran:
         """Assert that each draw has ended and every batch is whole."""
-        counts = self.ran.counts = self.scheduler.counts()
+        counts = self.ran.counts = counts_of(self.scheduler)
         if self.ran.exhausted:
             return self.ran
         assert counts["running"] == counts["buffered"] == counts["pending"] == 0, counts
         assert counts["trained"] == self.limits.num_batches * self.limits.batch_size, counts
-        for draw, step in self.scheduler.trained().items():
+        for draw, step in trained_by(self.scheduler).items():
             assert draw in self.ran.batches[step - 1], (draw, step)
         for state in (State.FILTERED, State.GIVEN_UP, State.SKIPPED):
             for draw in self.scheduler.in_state(state):

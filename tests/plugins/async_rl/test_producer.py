@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_driver import counts_of, trained_by
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import DataError, RunFailedError
@@ -158,9 +159,9 @@ def test_every_prompt_ends_once_and_every_step_gets_its_groups_whatever_is_kille
     groups = ScriptedGroups(fates, delays)
     producer = asyncio.run(asyncio.wait_for(train(groups, given_limits, checkpoints), 60))
     scheduler = producer.scheduler
-    trained = scheduler.trained()
+    trained = trained_by(scheduler)
     assert Counter(trained.values()) == dict.fromkeys(range(1, 5), given_limits.batch_size)
-    counts = scheduler.counts()
+    counts = counts_of(scheduler)
     assert (counts["pending"], counts["running"], counts["buffered"]) == (0, 0, 0)
     filled_up = {draw for draw in trained if groups.fate(draw) == EQUAL}
     for draw in range(scheduler.num_drawn):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from schedule_driver import assert_nothing_lost
+from schedule_driver import assert_nothing_lost, counts_of, trained_by
 
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 
@@ -75,7 +75,7 @@ def test_counts_follow_every_move_and_sum_up_to_what_was_drawn():
     start(scheduler)
     scheduler.draw()
     names = ["pending", "running", "buffered", "trained", "filtered", "given_up", "skipped"]
-    assert scheduler.counts() == dict.fromkeys(names, 1)
+    assert counts_of(scheduler) == dict.fromkeys(names, 1)
     assert scheduler.num_ended == 4
     assert_nothing_lost(scheduler)
 
@@ -143,7 +143,7 @@ def test_after_a_restart_groups_that_were_under_way_are_pending_and_the_rest_is_
     again.load_state_dict(saved)
     assert again.in_state(State.PENDING) == [2]
     assert (again.in_state(State.BUFFERED), again.in_state(State.FILTERED)) == ([3], [1])
-    assert (again.trained(), again.taken, again.version) == ({0: 1}, 1, 1)
+    assert (trained_by(again), again.taken, again.version) == ({0: 1}, 1, 1)
     assert again.filtered == [1]
     assert again.draw() == 2
     again.skip(2)

@@ -83,7 +83,7 @@ def test_a_run_that_goes_on_is_told_from_a_killed_one_although_both_ask_at_nearl
 
     async def main() -> float:
         with pytest.raises(ConfigError, match="belongs to run another run, which goes on"):
-            await ServerLease(Worker(), "http://a", "this run", tell=lambda _: None).begin()
+            await ServerLease(Worker().workers, "http://a", "this run").begin()
         return asyncio.get_running_loop().time()
 
     assert run_virtually(main()) < 10

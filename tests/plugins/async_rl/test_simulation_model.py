@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_driver import assert_nothing_lost, limits, outcomes
+from schedule_driver import assert_nothing_lost, counts_of, limits, outcomes
 
 from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
@@ -97,7 +97,7 @@ def test_the_bound_holds_and_nothing_is_lost_on_a_virtual_clock(setup: Setup):
     except RunFailedError:
         assert any(setup.fate(draw).outcome == "quarantined" for draw in range(200))
         return
-    given, counts = setup.limits, model.scheduler.counts()
+    given, counts = setup.limits, counts_of(model.scheduler)
     assert counts["trained"] == given.num_batches * given.batch_size
     assert counts["running"] == counts["buffered"] == counts["pending"] == 0
     for step, age, _ in trained_work(model):

@@ -1,7 +1,7 @@
-"""Run the agent of an attempt: a Python function, or a program. A supervisor ends all processes of a program.
+"""Run the agent of an attempt, which is a Python function or a program.
 
-When an attempt runs out of time, an async function is cancelled and a program is ended. A plain function cannot be
-stopped: its thread goes on, but its further requests are refused.
+If an attempt runs out of time, its async function is cancelled, or a supervisor ends all processes of its program. A
+plain function cannot be stopped. Its thread continues, but the server refuses its further requests.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Session:
     """The data that an agent gets for one attempt at one prompt."""
 
     base_url: str
-    """The attempt's own address, for any OpenAI client. All requests to it become part of the attempt's trajectory. It
-    serves nothing once the attempt has ended."""
+    """Base URL of this attempt, for any OpenAI client. The model's answers there are the turns of the attempt's
+    trajectory. When the attempt has ended, requests get an error."""
     api_key: str = field(repr=False)
     model: str
     row: Mapping[str, Any]
@@ -67,7 +67,7 @@ class Session:
     uid: str
     """The id of the prompt."""
     sample: int
-    """Number of this attempt at the prompt, from 0."""
+    """The number of this attempt at the prompt, from 0."""
     location: str
     """Position of the row in its data, for error messages."""
 
@@ -106,10 +106,10 @@ async def _run_program(
     command: Sequence[str], variables: Mapping[str, str], memory_bytes: int, session: Session
 ) -> Any:
     """Return the value of the last line that the program prints."""
-    # The program gets address and key in its environment.
+    # The environment has the address and the key, so they are left out here.
     task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
     environment = {**variables, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
-    # Files are used instead of pipes, since a full pipe would block the program.
+    # A full pipe would block the program, so files are used instead.
     with TemporaryFile() as given, TemporaryFile() as printed, TemporaryFile() as complaints:
         given.write(json.dumps(task, default=str).encode() + b"\n")
         given.seek(0)
@@ -179,7 +179,7 @@ def _ending(code: int) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
-    """Let the supervisor end the program and its processes: first by SIGTERM, later by SIGKILL."""
+    """Let the supervisor end the program and its processes, first with SIGTERM and later with SIGKILL."""
     if process.returncode is None:
         for number in (signal.SIGTERM, signal.SIGCONT):
             with suppress(ProcessLookupError):
@@ -190,7 +190,7 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
         except TimeoutError as error:
             raise RunFailedError(
                 f"The agent's program was killed, but some of its processes still run {_KILL_TIMEOUT_S:g} s later. "
-                f"Look at the children of process {process.pid}. That process still tries to kill them."
+                f"They are children of process {process.pid}, which still tries to kill them."
             ) from error
     if process.returncode is not None and process.returncode < 0:
         mark = f"OPENAI_BASE_URL={base_url}"

@@ -229,7 +229,7 @@ def sampling_error(name: str, value: str, instead: str) -> ApiError:
 
 
 def _require_few_values(raw: bytes, max_bytes: int) -> None:
-    """Raise ApiError if the body may contain so many JSON values that parsing would take long."""
+    """Raise ApiError if the body may have so many JSON values that parsing it would block other threads too long."""
     most = max(1024, max_bytes // _BYTES_PER_VALUE)
     count = sum(map(raw.count, (b"[", b"{", b":", b",")))
     if count > most:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HarnessConfig(EnvironmentConfig):
-    """An agent that talks to the model through an OpenAI-compatible endpoint, given its base URL."""
+    """An agent that talks to the model through an OpenAI-compatible endpoint. It gets the endpoint's base URL."""
 
     retired: ClassVar[tuple[str, ...]] = (
         "max_buffered_bytes",
@@ -35,8 +35,8 @@ class HarnessConfig(EnvironmentConfig):
     """The agent: `my_module:my_function` or `file.py:my_function`. It gets a session (base URL, key, row) and returns
     the attempt's rewards."""
     command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A program with its arguments, instead of `agent`. It is started for each attempt, and reads the row as JSON from
-    its standard input. The last line that it prints is the rewards as JSON."""
+    """A program with its arguments, instead of `agent`. It is started for each attempt, and reads a JSON object with
+    the row from its standard input. The last line that it prints must be the rewards as JSON."""
     pass_env: Annotated[tuple[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], ...], OnResume.FREE] = ()
     """Names of environment variables that the program gets, besides harmless ones such as PATH, HOME and LANG. It gets
     no other variables, since they may contain keys and tokens."""

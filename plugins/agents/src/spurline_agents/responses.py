@@ -70,7 +70,7 @@ class Answering:
     """Answers requests of any session.
 
     `read_chat` and `read_completion` read a request, count its turns and encode its prompt. They may run on a thread,
-    since a large prompt takes long. They return the body, and a function that generates the choices. `write_chat` and
+    because a large prompt takes long. They return the body, and a function that generates the choices. `write_chat` and
     `write_completion` return the choices as a JSON object.
     """
 
@@ -168,7 +168,6 @@ class Answering:
         return ids
 
     def write_chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the JSON object of a chat completion."""
         written: list[dict[str, Any]] = []
         for choice in choices:
             logprobs = None
@@ -184,7 +183,6 @@ class Answering:
         return {**_completion("chat.completion", body, choices, written), **prompt_ids}
 
     def write_completion(self, body: CompletionBody, choices: Sequence[Choice]) -> dict[str, Any]:
-        """Return the JSON object of a text completion."""
         written: list[dict[str, Any]] = []
         for choice in choices:
             logprobs = None
@@ -210,7 +208,7 @@ class Answering:
 
 @contextmanager
 def _errors_as_api_errors() -> Generator[None, None, None]:
-    """Turn errors in reading messages, and errors of the chat template, into ApiError."""
+    """Turn errors of messages and of the chat template into ApiError."""
     try:
         yield
     except PrefixError:
@@ -229,7 +227,7 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # Each prompt counts once, however many choices it has.
+    # The choices of one prompt share its tokens, so its tokens count once.
     prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
     completion = sum(len(choice.result.token_ids) for choice in choices)
     return {

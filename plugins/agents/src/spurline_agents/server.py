@@ -185,7 +185,11 @@ class HarnessServer:
             session = self._sessions.get(request.match_info.get("session", ""))
             if session is None:
                 raise
-            return _fail(session, error).response()
+            session.fail(error)
+            if isinstance(error, PrefixError):
+                return ApiError(400, str(error), param="messages", code="history_rewritten").response()
+            text = f"{session.where}: the attempt has failed: {error}"
+            return ApiError(500, text, code="attempt_failed").response()
         finally:
             self._idle_since[request.protocol] = asyncio.get_running_loop().time()
 
@@ -220,7 +224,7 @@ class HarnessServer:
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
         write: Callable[[BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Generate the answer to a request and send it. Its turns count as received when the last part is sent."""
+        """Generate the answer to a request and send it. Its turns count as received before its last part is sent."""
         session = self._session(request)
         if len(session.calls) >= _MOST_CALLS:
             raise ApiError(
@@ -322,11 +326,3 @@ def _parts(body: Body, answer: dict[str, Any]) -> list[bytes]:
 
 def _no_session() -> ApiError:
     return ApiError(404, "This session does not exist: its attempt has ended.", code="unknown_session")
-
-
-def _fail(session: LiveSession, error: Exception) -> ApiError:
-    """End the attempt with this error, and return the error for the client."""
-    session.fail(error)
-    if isinstance(error, PrefixError):
-        return ApiError(400, str(error), param="messages", code="history_rewritten")
-    return ApiError(500, f"{session.where}: the attempt has failed: {error}", code="attempt_failed")

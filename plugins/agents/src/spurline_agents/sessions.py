@@ -36,7 +36,7 @@ _REFUSALS = 16
 
 
 def _identity(message: Mapping[str, Any]) -> Any:
-    """Return the parts of a message that must be equal if two messages are to count as the same.
+    """Return the parts of a message by which it is recognized.
 
     Clients change other parts of an assistant message when they send it back, and some strip white space.
     """

@@ -8,5 +8,5 @@ from spurline.terminal import printable
 
 
 def tell(message: str) -> None:
-    """Print a message to stderr. Control characters, as an engine's log may have them, are printed as escapes."""
+    """Print a message to stderr, with control characters as escapes, because an engine's log may contain them."""
     print(printable(message), file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """Rollout engine `child_process`, which runs engine `in_process` in child processes.
 
-So generation never delays the event loop or the training of the parent process. `ChildMember` in the parent and
-`Child` in the child process exchange messages.
+Generation then never delays the event loop or the training of the parent process. `ChildMember` in the parent process
+and `Child` in the child process exchange messages.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from spurline.child import ChildProcess, Parent
@@ -53,7 +54,7 @@ class ChildMember:
 
     def __init__(self, number: int, config: ChildProcessEngineConfig, run: RunConfig) -> None:
         self.name = name = f"engine {number}"
-        # torch reads OMP_NUM_THREADS when it is imported.
+        # torch reads OMP_NUM_THREADS when the child imports it.
         self._environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
         if (gpu := shared_gpu(run, number)) is not None:
             self._environment[VISIBLE] = gpu
@@ -209,7 +210,8 @@ class Child:
         number = message["id"]
         try:
             if message["do"] == "generate":
-                await self._running.generate(_request(message["request"]), partial(self._tell, number))
+                assert self.engine is not None, "not started"
+                await self.engine.generate(_request(message["request"]), partial(self._tell, number))
             else:
                 if message["do"] == "start":
                     await self._start(message["run"], ChildProcessEngineConfig.model_validate(message["config"]))
@@ -221,14 +223,7 @@ class Child:
             kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "failed")
             self._send(number, error=text, kind=kind)
 
-    @property
-    def _running(self) -> InProcessEngine:
-        assert self.engine is not None, "not started"
-        return self.engine
-
     async def _start(self, run: Mapping[str, Any], config: ChildProcessEngineConfig) -> None:
-        import torch
-
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         loaded = load_config(run, recorded=True)
@@ -257,7 +252,7 @@ class Child:
             weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
             places = tuple(place for place in bucket.places if place.name in dict(weights))
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
-        await command.apply(self._running)
+        await command.apply(self.engine)
         if isinstance(command, FinishUpdate):
             self._broadcasts.end_update()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AnyHttpUrl, Field, TypeAdapter, ValidationError
+from pydantic import AnyHttpUrl, Field, ValidationError
 
 from spurline.config.section import OnResume
 from spurline.errors import Problem
@@ -41,7 +40,7 @@ class PoolConfig(RolloutEngineConfig):
     """Seconds an engine may take to pause before it is replaced."""
     update_timeout_s: Annotated[float, OnResume.FREE] = Field(default=120.0, gt=0)
     """Seconds an engine may take for one bucket of weights, or to begin or finish an update, before it is replaced.
-    Should be less than weight_sync.timeout_s."""
+    This should be less than weight_sync.timeout_s."""
     close_timeout_s: Annotated[float, OnResume.FREE] = Field(default=60.0, gt=0)
     """Seconds an engine may take to end before its processes are killed."""
     max_restarts: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
@@ -123,14 +122,8 @@ class PoolConfig(RolloutEngineConfig):
 
 
 def server_url(url: str) -> str:
-    """Return the URL of a server without the version of the API, with which URLs of OpenAI's API end."""
+    """Return the URL of a server without `/v1`, with which the URLs of OpenAI's API end."""
     return url.rstrip("/").removesuffix("/v1")
-
-
-def _is_base_url(url: str) -> bool:
-    with suppress(ValidationError):
-        return bool(TypeAdapter(AnyHttpUrl).validate_python(url))
-    return False
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
@@ -221,7 +214,7 @@ class ChildProcessEngineConfig(PoolConfig):
 
 
 _OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
-"""Settings that apply to servers. The time limits apply too."""
+"""Settings that apply to servers, besides the time limits."""
 CPU_KV_CACHE_GB = 4.0
 """The number that `kv_cache_gb: null` means on a CPU."""
 
@@ -242,7 +235,8 @@ class VllmEngineConfig(PoolConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and computation; `auto` is bfloat16 on GPUs and float32 on CPUs."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Largest number of tokens of prompt and response. null: the model's context, or less if the cache is small."""
+    """Largest number of tokens of prompt and response. null means the model's context, or less if the cache is
+    small."""
     gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
     """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -265,11 +259,11 @@ class VllmEngineConfig(PoolConfig):
     """More engine arguments of vLLM by their Python names, such as `{max_num_batched_tokens: 8192}`. They override all
     other settings."""
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
-    """`mode: server`: base URL of each server, such as `http://node1:8000`. Start each server with
+    """Base URL of each server for `mode: server`, such as `http://node1:8000`. Start each server with
     VLLM_SERVER_DEV_MODE=1, `--logprobs-mode processed_logprobs` and
     `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
     api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
-    """`mode: server`: name of the environment variable with the API key of the servers, if they need one."""
+    """Name of the environment variable with the API key of the servers (`mode: server`), if they need a key."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -357,7 +351,9 @@ class VllmEngineConfig(PoolConfig):
         if len({server_url(url) for url in self.urls}) < len(self.urls):
             yield Problem("urls", "lists a server twice. Remove one, since each engine needs a server of its own.")
         for url in self.urls:
-            if not _is_base_url(url):
+            try:
+                AnyHttpUrl(url)
+            except ValidationError:
                 yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")
         if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
             yield Problem(

@@ -74,7 +74,7 @@ _GIVEN_UP_CLOSE_S = 5.0
 _LOOK_S = 0.002
 """Seconds between two looks at the tokens of a request."""
 _BEGINNING_S = 0.5
-"""An update waits at most this long for the first token of a request that is to cross it."""
+"""Seconds that an update may wait for the first token of a request that begins before it and ends after it."""
 _HANDING_OVER_S = 1.0
 """Seconds in which the member of a dead engine may add its last tokens to `Progress`."""
 
@@ -124,7 +124,7 @@ class PooledEngine(ControlledEngine):
         self.has_ended = False
         # True if the engine died because a command failed while it was alive.
         self.has_refused = False
-        # True while the engine still carries out a command of an update that has gone on without it.
+        # True while the engine still carries out a command of an update that continues without it.
         self.is_late = False
         # True if the engine did not generate with the weights that it had confirmed.
         self.is_rejected = False
@@ -234,7 +234,7 @@ class PooledEngine(ControlledEngine):
         if self._end.done():
             raise EngineDiedError(self.reason)
         loop = asyncio.get_running_loop()
-        # With a task, the caller need not wait for a member that stops slowly.
+        # The member runs in a task, so that the caller need not wait if the member stops slowly.
         work = loop.create_task(self._member.generate(request, progress))
         awaited = _Awaited(request.name, progress, work, loop.create_future(), loop.time())
         work.add_done_callback(awaited.settle)
@@ -256,11 +256,11 @@ class PooledEngine(ControlledEngine):
 
     @property
     def is_crossing(self) -> bool:
-        """Return whether a request of `begin_crossing` has not been taken."""
+        """Return whether `begin_crossing` has begun a request whose tokens were not taken yet."""
         return self._crossing is not None
 
     async def begin_crossing(self, request: GenerationRequest) -> None:
-        """Begin this request, and return when it has its first token, or after a while."""
+        """Begin a request before an update. Return when it has its first token, or after `_BEGINNING_S`."""
         if self.state != "ready" or self._crossing is not None:
             return
         progress = Progress()
@@ -268,13 +268,13 @@ class PooledEngine(ControlledEngine):
         work.add_done_callback(_retrieve)
         self._crossing = (progress, work)
         began = asyncio.get_running_loop().time()
-        # A busy engine may let it wait, and the update must not wait with it.
+        # A busy engine may let the request wait, but the update must not wait longer.
         await self._until_crossing(
             lambda: len(progress) > 0 or asyncio.get_running_loop().time() - began > _BEGINNING_S
         )
 
     async def take_crossed(self, version: int, num_tokens: int) -> Progress:
-        """End the request of `begin_crossing` when it has so many tokens of this version. Return its tokens."""
+        """End the request of `begin_crossing` when `num_tokens` of its tokens have this version. Return all tokens."""
         assert self._crossing is not None
         progress, work = self._crossing
         await self._until_crossing(lambda: progress.count_of(version) >= num_tokens)
@@ -314,8 +314,8 @@ class PooledEngine(ControlledEngine):
             # The engine has dropped its weights.
             self._become("awaiting")
 
-    def leave_behind(self, answer: asyncio.Future[None]) -> None:
-        """End the part of this engine in an update. It awaits weights when it has answered the command."""
+    def leave_update(self, answer: asyncio.Future[None]) -> None:
+        """Let the update continue without this engine, which awaits weights again after this answer to a command."""
 
         def rejoin(answer: asyncio.Future[None]) -> None:
             _retrieve(answer)

@@ -33,8 +33,8 @@ _REMEMBERED = 8192
 _LONGEST_BREAK_S = 60.0
 """Longest wait before an engine is started again. The wait is 1 s at first, and doubles with each failed start."""
 _PATIENCE_S, _PATIENCE = 5.0, 3.0
-"""In an update, when half of the engines have answered a command, the others may take this much longer: the larger one
-of so many seconds, and of this multiple of the time so far."""
+"""In an update, when half of the engines have answered a command, the others may take `_PATIENCE_S` seconds more. If
+`_PATIENCE` times the time so far is longer, they may take that long."""
 _FIRST_TRIES = 3
 """If no engine has ever started, the run ends after this many failed starts of one engine."""
 
@@ -50,9 +50,8 @@ class Router:
         prompt = name.partition(" sample ")[0]
         chosen = min(engines, key=lambda engine: engine.load)
         home = self._homes.get(prompt)
-        for engine in engines:
-            if engine is home and engine.load <= chosen.load + _SLACK:
-                chosen = engine
+        if home is not None and home in engines and home.load <= chosen.load + _SLACK:
+            chosen = home
         self._homes[prompt] = chosen
         self._homes.move_to_end(prompt)
         if len(self._homes) > _REMEMBERED:
@@ -171,7 +170,7 @@ class EnginePool(ControlledEngine):
             return self._result_of(engine, request, progress, reason)
 
         await self._until(request.name, lambda: not self._held)
-        # Dead engines are not waited for, because their replacements need the thread that waits for these answers.
+        # Do not wait for dead engines. Their replacements need the thread that waits for these answers.
         ready = [engine for engine in self._ready() if members is None or engine in members]
         answers = await asyncio.gather(*map(answer, ready))
         return {engine.name: found for engine, found in zip(ready, answers, strict=True) if found is not None}
@@ -213,9 +212,9 @@ class EnginePool(ControlledEngine):
     async def control(self, command: Command) -> None:
         """Send the command to all engines that take part in its hold.
 
-        This does not wait for an engine that dies. A new engine takes its place and awaits the weights, so it never
-        generates with old weights. Nor does an update wait for an engine that stands still. It gets the weights later,
-        by itself. After `Sleep`, no process has device memory, not even a process of a dead engine.
+        The call does not wait for an engine that dies. A new engine replaces it and awaits the weights, so it never
+        generates with old weights. An update does not wait for a very slow engine, which gets the weights later, in a
+        publish of its own. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -249,7 +248,7 @@ class EnginePool(ControlledEngine):
     async def _answers(
         self, engines: Sequence[PooledEngine], command: Command
     ) -> tuple[list[BaseException | None], list[PooledEngine]]:
-        """Send the command to these engines. Return their errors, and the engines that the update leaves behind."""
+        """Send the command to these engines. Return their errors, and the engines that are too slow for the update."""
         loop = asyncio.get_running_loop()
         began, limit_s = loop.time(), None
         answers = [asyncio.ensure_future(engine.control(command)) for engine in engines]
@@ -267,7 +266,7 @@ class EnginePool(ControlledEngine):
             raise
         behind = {engine: answer for engine, answer in zip(engines, answers, strict=True) if answer in late}
         for engine, answer in behind.items():
-            engine.leave_behind(answer)
+            engine.leave_update(answer)
             tell(f"{engine.name} takes long to {command}. The other engines go on, and it gets these weights later.")
         answered = [answer for answer in answers if answer not in late]
         return await asyncio.gather(*answered, return_exceptions=True), [*behind]

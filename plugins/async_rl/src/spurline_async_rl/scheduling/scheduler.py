@@ -21,12 +21,12 @@ that may train the group, because its oldest tokens can have version v. If batch
 So the batches t, t + 1, ..., d have room for these groups, and no deadline is before t.
 
 Admission keeps (1). A new group has the latest deadline of all, v + S. It is admitted only if there are fewer than
-(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. So does a
-restart, and giving groups back: these groups are admitted again before all others, with later deadlines.
+(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. A restart
+and giving groups back do the same, because these groups are admitted again before all others, with later deadlines.
 
 After batch t is taken, (1) must hold for t + 1, that is, with d - t in place of d - t + 1.
 - `window` takes the groups with the earliest deadlines first, and waits until (1) would hold for the groups that are
-  left. This is so as soon as the groups with the earliest deadlines are finished, so the wait ends.
+  left. It holds as soon as the groups with the earliest deadlines are finished, so the wait ends.
 - `fifo` takes groups in draw order, which is also their order of admission. A group that is admitted behind
   p < (v + S - t + 1) * B others never has more than p groups ahead of it, even after a restart. So it is trained no
   later than in batch t + p // B <= v + S.
@@ -97,14 +97,6 @@ class SchedulerLimits:
     depth: Depth = "full"
     at_bound: AtBound = "wait"
 
-    def most_untrained(self, version: int, taken: int) -> int:
-        """Return how many groups may be untrained after `taken` batches, if engines have weights of `version`.
-
-        These groups fill all batches up to batch version + S, the last one that may train on tokens of this version.
-        """
-        last = min(version + self.max_staleness, self.num_batches - 1)
-        return (last - taken + 1) * self.batch_size
-
 
 class Scheduler:
     """The states of all prompts of one run, in four bytes each. A draw is the number of a prompt in draw order, from 0.
@@ -152,7 +144,7 @@ class Scheduler:
         return sorted(self._filtered)
 
     def draw(self) -> int:
-        """Return the pending prompt to start next: the earliest one that a restart interrupted, else a new one."""
+        """Return the pending prompt to start next. It is the earliest that must start again, or else a new prompt."""
         if not self._pending:
             if self.num_drawn == len(self._states):
                 self._states = np.concatenate([self._states, np.zeros_like(self._states)])
@@ -193,14 +185,14 @@ class Scheduler:
         self._note_depth()
 
     def give_back(self, draw: int) -> None:
-        """Generate a group again that is running or buffered."""
+        """Make a running or buffered group pending, so that it is generated again."""
         self._move(draw, State.PENDING)
         self._running.pop(draw, None)
         self._buffered.pop(draw, None)
         self._pending = deque(sorted([*self._pending, draw]))
 
     def discard_filtered(self, draw: int) -> None:
-        """Never train the filtered group, even if draws run out. It takes no room, so it could not begin again."""
+        """Drop a filtered group, so that it is never trained. It cannot start again: others may have its room."""
         self._filtered.remove(draw)
         self._num_given_up += 1
 
@@ -256,16 +248,8 @@ class Scheduler:
 
     def in_state(self, state: State) -> list[int]:
         """Return the draws in this state, ascending."""
-        return np.flatnonzero(self._kinds() == state).tolist()
-
-    def trained(self) -> dict[int, int]:
-        """Return the step that trained each trained prompt, by draw."""
-        return {draw: int(self._states[draw]) for draw in self.in_state(State.TRAINED)}
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of prompts in each state, by the name of the state."""
-        kinds = self._kinds()
-        return {state.name.lower(): int((kinds == state).sum()) for state in State}
+        kinds = np.minimum(self._states[: self.num_drawn], State.TRAINED)
+        return np.flatnonzero(kinds == state).tolist()
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -285,7 +269,7 @@ class Scheduler:
         assert not self.num_drawn, f"restored into a scheduler that has run: {self}"
         states = np.array(state["ledger"]["states"], np.int32)
         buffered, fillers = state["buffered"], state["fillers"]
-        num_given_up = int(state["left_out"]) - len(fillers)
+        self._num_given_up = int(state["left_out"]) - len(fillers)
         states[states == State.RUNNING] = State.PENDING
         if not keep_groups:
             states[states == State.BUFFERED] = State.PENDING
@@ -297,7 +281,6 @@ class Scheduler:
         self._pending = deque(self.in_state(State.PENDING))
         self._buffered = {int(draw): int(version) for draw, version in buffered}
         self._filtered = [int(draw) for draw in fillers]
-        self._num_given_up = num_given_up
         # Earlier checkpoints have no depth.
         if "depth" in state:
             self.depth.load_state_dict(state["depth"])
@@ -309,9 +292,6 @@ class Scheduler:
         for state, held in queues.items():
             known, kept = self.in_state(state), sorted(held)
             assert known == kept, f"draws {kept} are held as {state.name.lower()}, but {known} have this state: {self}"
-
-    def _kinds(self) -> NDArray[np.int32]:
-        return np.minimum(self._states[: self.num_drawn], State.TRAINED)
 
     def _move(self, draw: int, state: State | int) -> None:
         """Change the state of a prompt. A positive state is the step that trains it."""
@@ -329,7 +309,9 @@ class Scheduler:
     def _has_room(self) -> bool:
         """Return whether `max_running`, the bound and `draw_limit` allow one more group."""
         limits = self.limits
-        room = limits.most_untrained(self.version, self.taken)
+        # Untrained groups fill all batches up to the last one that may train on tokens of this version.
+        last = min(self.version + limits.max_staleness, limits.num_batches - 1)
+        room = (last - self.taken + 1) * limits.batch_size
         beyond_this_batch = room - limits.batch_size
         return (
             self.num_running < limits.max_running

@@ -36,7 +36,7 @@ def simulate(
     group_seconds: Annotated[
         float | None, typer.Option(min=1e-6, help="Mean time of a group, until its slowest attempt ends.")
     ] = None,
-    sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times: sigma of their logarithm.")] = 0.0,
+    sigma: Annotated[float, typer.Option(min=0, max=4, help="Spread of group times, as sigma of a lognormal.")] = 0.0,
     saturation: Annotated[
         int | None,
         typer.Option(min=1, help="Groups that saturate one engine. Default: the groups per engine in the config."),

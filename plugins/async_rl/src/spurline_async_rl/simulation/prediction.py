@@ -77,7 +77,8 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
     def predict(knobs: Knobs) -> Prediction:
         run, first = steady_run(workload, knobs, num_steps)
         figures = figures_of(run, first)
-        generation, training = workload.generation_per_s(knobs, 1 + max(run.work)), workload.training_per_s
+        generation = workload.generation_per_s(knobs, 1 + max(run.work))
+        training = workload.batch_size / workload.train_s.mean
         efficiency = figures.groups_per_second / min(generation, training)
         return Prediction(knobs, figures, generation, training, efficiency)
 

@@ -165,11 +165,6 @@ class Workload:
         kept = 1 - self.filtered - self.quarantined
         return kept * knobs.max_running * self.speed(knobs.max_running, knobs.engines) / mean
 
-    @property
-    def training_per_s(self) -> float:
-        """Return how many groups are trained in a second without waiting and publishing."""
-        return self.batch_size / self.train_s.mean
-
 
 def workload_of(
     knobs: Knobs,
@@ -222,10 +217,10 @@ def workload_of(
     still = whole if pause_s is None else pause_s
     if still > whole:
         raise UserError(
-            f"--pause-seconds {still:g}: engines cannot stand still longer than a publish, which takes {whole:g} s. "
+            f"--pause-seconds {still:g}: engines cannot pause for longer than a publish, which takes {whole:g} s. "
             "Raise --publish-seconds."
         )
-    told = f"{whole:g} s for a publish, engines standing still for {still:g} s of it, as given"
+    told = f"{whole:g} s for a publish, in which engines pause for {still:g} s, as given"
     return workload.but(told, transfer_s=whole - still, pause_s=still)
 
 
@@ -262,7 +257,7 @@ def measured_workload(run_dir: Path) -> Workload:
     paused_share = pause_s / publish_s if publish_s else 0.0
 
     def generating_s(group: GroupSpan) -> float:
-        """Return the seconds of a group, less the time in which engines stood still."""
+        """Return the seconds of a group, without the time in which engines paused."""
         overlaps = (min(span.ended, group.ended) - max(span.began, group.began) for span in publishes)
         return max(1e-3, group.seconds - paused_share * sum(overlap for overlap in overlaps if overlap > 0))
 
@@ -287,7 +282,7 @@ def measured_workload(run_dir: Path) -> Workload:
             f"{len(groups):,} groups of {run_dir}, {fmean(group_s):.3g} s each on average, the longest "
             f"{max(group_s):.3g} s; {filtered:.1%} were filtered, {quarantined:.1%} given up",
             f"{len(train_s):,} steps of {fmean(train_s):.3g} s without waiting and publishing; publishing took "
-            f"{publish_s:.3g} s, and engines stood still for {pause_s:.3g} s of that",
+            f"{publish_s:.3g} s, and engines paused for {pause_s:.3g} s of this time",
             f"at most {most} groups ran on one engine; with more, each gets slower (--saturation changes this)",
         ],
     )

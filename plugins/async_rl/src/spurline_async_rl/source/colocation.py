@@ -126,4 +126,4 @@ class Colocation:
         # An engine that is starting can sleep only after its start.
         limit = self._engine.longest_start_s + GRACE_S
         with ends_the_run(what):
-            self._loop.run(work, limit, what, every_s=self._watchdog_s)
+            self._loop.wait(self._loop.start(work), limit, what, every_s=self._watchdog_s)

@@ -30,11 +30,13 @@ class ProofConfig(Section):
     """
 
     every: int = Field(default=1, ge=0)
-    """Publishes from one proof to the next; 0 for no proofs. The first publish to an engine is always proven."""
+    """Number of publishes from one proof to the next. If it is not 0, the first publish to an engine is always proven.
+    0 means no proofs."""
     on_undelivered: Literal["restart", "stop", "warn"] = "restart"
-    """Action for an engine that does not have the published weights. `restart` starts it again, generates again
-    what it has made since its last proof, and ends the run if that happens to the new engine too. `stop` ends the run.
-    `warn` prints a warning. With colocated engines and those of other packages, `restart` ends the run too."""
+    """Action for an engine that does not have the published weights. `restart` starts the engine again and repeats the
+    groups with tokens that it has generated since its last proof. If the new engine lacks the weights too, the run
+    ends. `stop` ends the run. `warn` prints a warning. For colocated engines and for engines of other packages,
+    `restart` ends the run."""
 
 
 class AsyncRolloutsConfig(PromptSourceConfig):
@@ -175,7 +177,13 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"is {self.depth}, but must be from {self.prompts_per_step} (prompts_per_step) to {most}. Change it, "
                 "or set depth: auto.",
             )
-        yield from self._off_policy_problems(run)
+        if self.max_staleness > 0 and self.correction is None and not run.loss.uses_rollout_logprobs:
+            yield Problem(
+                "max_staleness",
+                f"is {self.max_staleness}, so tokens come from older weights, but nothing corrects for that: "
+                f"loss: {run.loss.name} does not use the logprobs of the rollouts. Set source.correction: tis, which "
+                "turns ppo into decoupled PPO, or max_staleness: 0.",
+            )
         engines = self.engine.num_engines
         if engines > self.groups_at_once * self.samples_per_prompt:
             yield Problem(
@@ -183,16 +191,6 @@ class AsyncRolloutsConfig(PromptSourceConfig):
                 f"is {engines}, but only {self.groups_at_once} groups of {self.samples_per_prompt} attempts run at a "
                 "time. Lower it, or raise max_concurrent_groups.",
             )
-
-    def _off_policy_problems(self, run: RunConfig) -> Iterable[Problem]:
-        if self.max_staleness == 0 or self.correction is not None or run.loss.uses_rollout_logprobs:
-            return
-        yield Problem(
-            "max_staleness",
-            f"is {self.max_staleness}, so tokens come from older weights, but nothing corrects for that: "
-            f"loss: {run.loss.name} does not use the logprobs of the rollouts. Set source.correction: tis, which turns "
-            "ppo into decoupled PPO, or max_staleness: 0.",
-        )
 
 
 class RecordedRolloutsConfig(AsyncRolloutsConfig):

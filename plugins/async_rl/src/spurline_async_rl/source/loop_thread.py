@@ -41,10 +41,6 @@ def ends_the_run(what: str) -> Generator[None]:
         ) from error
 
 
-async def _calling(function: Callable[..., T], *arguments: Any) -> T:
-    return function(*arguments)
-
-
 class LoopThread:
     """A thread with an event loop. The first use starts the thread. All methods are called from other threads."""
 
@@ -53,21 +49,9 @@ class LoopThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
-    def run(
-        self,
-        coroutine: Coroutine[Any, Any, T],
-        timeout_s: float,
-        what: str,
-        *,
-        every_s: float | None = None,
-        waits_for: Callable[[], str] | None = None,
-    ) -> T:
-        """Return the coroutine's result. While it runs, print a message every `every_s` seconds.
-
-        Raises:
-            RunFailedError: If the coroutine takes longer than `timeout_s`. It is cancelled then.
-        """
-        return self.wait(self.start(coroutine), timeout_s, what, every_s=every_s, waits_for=waits_for)
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Run the coroutine and return its result, with the time limit of `wait`."""
+        return self.wait(self.start(coroutine), timeout_s, what)
 
     def wait(
         self,
@@ -78,7 +62,11 @@ class LoopThread:
         every_s: float | None = None,
         waits_for: Callable[[], str] | None = None,
     ) -> T:
-        """Return the result of a future of `start`, as `run` does."""
+        """Return the result of a future of `start`. Print a message every `every_s` seconds until then.
+
+        Raises:
+            RunFailedError: If the future takes longer than `timeout_s`. It is cancelled then.
+        """
         began = time.monotonic()
         try:
             while True:
@@ -104,13 +92,16 @@ class LoopThread:
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
         """Start a function on the loop, and return the future of its result."""
-        return self.start(_calling(function, *arguments))
 
-    def call(self, function: Callable[..., T], *arguments: Any, timeout_s: float = 120.0) -> T:
-        """Run a function on the loop, and return its result."""
+        async def calling() -> T:
+            return function(*arguments)
+
+        return self.start(calling())
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function on the loop, and return its result. Raises RunFailedError if this takes 120 s."""
         name = getattr(function, "__name__", "a call")
-        what = f"The event loop of the rollouts is blocked: {name}"
-        return self.run(_calling(function, *arguments), timeout_s, what)
+        return self.wait(self.submit(function, *arguments), 120.0, f"The event loop of the rollouts is blocked: {name}")
 
     def responds(self, timeout_s: float) -> bool:
         """Return whether the loop answers in time. If not, a task blocks it."""
@@ -143,18 +134,17 @@ class LoopThread:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             ready: concurrent.futures.Future[asyncio.AbstractEventLoop] = concurrent.futures.Future()
+
+            def live() -> None:
+                with asyncio.Runner() as runner:
+                    ready.set_result(runner.get_loop())
+                    runner.get_loop().run_forever()
+
             # A daemon thread cannot keep a failed run alive, even if some code blocks the loop.
-            self._thread = threading.Thread(target=self._live, args=(ready,), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=live, name=self._name, daemon=True)
             self._thread.start()
             self._loop = ready.result(30.0)
         return self._loop
-
-    @staticmethod
-    def _live(ready: concurrent.futures.Future[asyncio.AbstractEventLoop]) -> None:
-        with asyncio.Runner() as runner:
-            loop = runner.get_loop()
-            ready.set_result(loop)
-            loop.run_forever()
 
 
 class QuietCollector:

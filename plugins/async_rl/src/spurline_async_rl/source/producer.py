@@ -120,7 +120,7 @@ class Producer:
     def distrust(self, engine: str, version: int) -> None:
         """Generate all groups again that have tokens of this engine with weights newer than this version.
 
-        Running groups follow when they end.
+        Running groups are checked when they end.
         """
         self._distrusted[engine] = version
         tainted = [draw for draw, group in self._groups.items() if self._is_tainted(group)]

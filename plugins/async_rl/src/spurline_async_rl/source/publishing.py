@@ -67,11 +67,13 @@ class Publisher:
             self._loop.run(self._engine.wait_for_one(), self._engine.longest_start_s + GRACE_S, waiting)
         if self._proof is not None:
             self._proof.before_publish(engines)
-        publishing = self._sync.publish(version, backend, [self._engine] if engines is None else engines)
         self._timeline.began("publish")
         with ends_the_run(what):
+            publishing = self._loop.start(
+                self._sync.publish(version, backend, [self._engine] if engines is None else engines)
+            )
             limit_s, waits_for = self._sync.timeout_s + GRACE_S, lambda: self._sync.waits_for
-            report = self._loop.run(publishing, limit_s, what, every_s=self._watchdog_s, waits_for=waits_for)
+            report = self._loop.wait(publishing, limit_s, what, every_s=self._watchdog_s, waits_for=waits_for)
         self._timeline.ended("publish")
         if self._proof is not None:
             self._proof.ask(version, engines)
@@ -84,9 +86,9 @@ class Publisher:
 def choose_sync(
     given: WeightSyncConfig | None, engine: RolloutEngine, registry: Registry, on_gpu: bool
 ) -> WeightSyncConfig:
-    """Return `given`, the `weight_sync` of the config, or if it is None the engine's first transport that works here.
+    """Return `given`, or if it is None, the config of the engine's first transport that works here.
 
-    `on_gpu` is true if the trainer's weights are on GPUs.
+    `given` is the config's `weight_sync`. `on_gpu` is true if the trainer's weights are on GPUs.
 
     Raises:
         ConfigError: If the engine takes no weights, or does not support the transport.

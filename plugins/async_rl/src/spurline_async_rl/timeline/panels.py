@@ -34,7 +34,7 @@ _AGES = (("staleness/mean", "mean", "--series-1"), ("staleness/max", "oldest tok
 _WAITS = (
     ("time/wait_rollouts", "waiting for a batch", "--series-6"),
     ("time/sync", "publishing weights", "--series-1"),
-    ("time/sync_pause", "engines stand still", "--series-2"),
+    ("time/sync_pause", "engines paused", "--series-2"),
 )
 _LEVELS = (
     ("async/running", "under way", "--series-2"),

@@ -244,7 +244,7 @@ class BucketSync:
         names = _receivers(engines)
         self.waits_for = f"{listing(names) if names else f'{len(engines)} engine(s)'} {what}"
         answers = await asyncio.gather(*map(command.apply, engines), return_exceptions=True)
-        # Other errors are raised before a BucketLostError: a bucket is sent again only if nothing else went wrong.
+        # Raise other errors before a BucketLostError, because a bucket is sent again only if nothing else went wrong.
         for answer in sorted(filter(None, answers), key=lambda answer: isinstance(answer, BucketLostError)):
             raise answer
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import os
 import secrets
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from spurline.errors import BucketLostError, RunFailedError, listing
+from spurline.threads import call_on_daemon
 from spurline_async_rl.weights.buckets import BucketSync, end_of, pack, room, unpack, weights_on_gpu
 from spurline_async_rl.weights.configs import CollectiveSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
-"""Keys of a bucket's `where`: the `Meeting` and [version, number], or instead why the previous bucket was lost."""
+"""Keys of a bucket's `where`. It has the `Meeting` and [version, number], or only why the previous bucket was lost."""
 _DEFAULT_LIMIT_S = 60.0
 _JOIN_AND_SEND = 2.5
 """Joining and sending end within this multiple of the time limit, unless a call hangs. NCCL hangs if a process dies."""
@@ -119,7 +119,8 @@ class BroadcastMaker:
         # Several makers may exist for a meeting, one after the other, so the name of the group is random.
         self._meeting = replace(Meeting(**meeting), group=f"{sender}.{secrets.token_hex(4)}")
         self._group: ExchangeGroup | None = None
-        self._sent: Future[None] | None = None
+        # The broadcast of the last bucket, which returns its error.
+        self._sent: Future[Exception | None] | None = None
         self._sent_at = 0.0
         self._buffer: Tensor | None = None
 
@@ -128,16 +129,15 @@ class BroadcastMaker:
         held = list(weights)
         if (failure := self._failure()) is not None:
             return WeightBucket(CollectiveSync.transport, (), {_FAILED: failure})
-        device = torch.device(self._meeting.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._buffer, places = pack(held, self._buffer, device)
+        self._buffer, places = pack(held, self._buffer, torch.device(self._meeting.device))
         held.clear()
         where: dict[str, Any] = {_MEETING: asdict(self._meeting), _NUMBER: [version, number]}
-        if device.type == "cuda":
+        if self._buffer.is_cuda:
             torch.cuda.current_stream().synchronize()
         if self._meeting.receivers:
-            self._sent = self._send(self._buffer[: _size_of(places)])
+            self._sent_at = time.monotonic()
+            # The call may hang.
+            self._sent = call_on_daemon("spurline-broadcast", self._broadcast, self._buffer[: _size_of(places)])
         return WeightBucket(CollectiveSync.transport, places, where)
 
     def taken(self) -> None:
@@ -157,30 +157,21 @@ class BroadcastMaker:
             return None
         limit_s = _JOIN_AND_SEND * self._meeting.limit_s
         try:
-            error = self._sent.exception(max(0.0, self._sent_at + limit_s - time.monotonic()))
+            error = self._sent.result(max(0.0, self._sent_at + limit_s - time.monotonic()))
         except StillRunningError:
             return f"the sender did not come back from a broadcast within {limit_s:g} s."
-        return None if error is None else f"{error}"
+        return None if error is None else str(error)
 
-    def _send(self, buffer: Tensor) -> Future[None]:
-        """Send the buffer on a daemon thread, because the call may hang."""
-        done: Future[None] = Future()
-        self._sent_at = time.monotonic()
-        name = "spurline-broadcast"
-        threading.Thread(target=self._broadcast, args=(done, buffer), daemon=True, name=name).start()
-        return done
-
-    def _broadcast(self, done: Future[None], buffer: Tensor) -> None:
+    def _broadcast(self, buffer: Tensor) -> Exception | None:
         if buffer.is_cuda:
             torch.cuda.set_device(buffer.device)
         try:
             self._group = self._group or ExchangeGroup(self._meeting, 0)
             self._group.broadcast(buffer)
-        except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+        except Exception as error:  # noqa: BLE001 - returned
             # The frames in the traceback would keep the buffer alive.
-            done.set_exception(error.with_traceback(None))
-        else:
-            done.set_result(None)
+            return error.with_traceback(None)
+        return None
 
 
 class BroadcastReader:
@@ -194,8 +185,9 @@ class BroadcastReader:
         self._last: Sequence[int] = ()
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of a buffer that the next bucket overwrites; [] if this worker got the
-        same bucket before.
+        """Return the weights, as views of a buffer that the next bucket overwrites.
+
+        If this worker has received the same bucket before, return [].
 
         Raises:
             BucketLostError: If the bucket does not arrive.

@@ -32,7 +32,7 @@ _LOOK_S = 0.1
 _HERE, _GOT, _FAILED = "here", "got", "failed"
 """Keys of the store. `here/RANK` says that a member has joined, and `got/RANK` how many broadcasts it has received."""
 _SLOWER = {"cpu": 1.5, "cuda": 10}
-"""torch's time limit is ours times this factor. It is longer, because NCCL ends the whole process at torch's limit."""
+"""torch's time limit is `limit_s` times this factor, because NCCL ends the whole process at torch's time limit."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ system frees it when the last process that uses it ends or is killed. All bucket
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterable
@@ -21,8 +22,6 @@ from spurline_models.weight_buckets import WeightBucket
 
 _PATH, _FILE, _SIZE = "path", "file", "bytes"
 """Keys of a bucket's `where`."""
-_STEP = 1 << 20
-"""The size of the memory is a multiple of this."""
 
 
 class SharedMemorySync(BucketSync):
@@ -64,7 +63,7 @@ class MemoryMaker:
         if self._file < 0:
             self._file = os.memfd_create(f"spurline-weights-{os.getpid()}")
         if self._memory is None or size > self._size:
-            self._size = max(self._size, -(-size // _STEP) * _STEP)
+            self._size = max(self._size, size)
             os.ftruncate(self._file, self._size)
             self._memory = _mapped(self._file, self._size)
         try:
@@ -86,8 +85,7 @@ class MemoryReader:
         self._memory: Tensor | None = None
 
     def read(self, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-        """Return the weights, as views of the memory. They are valid until the engine answers that it has
-        loaded the bucket.
+        """Return the weights, as views of the memory. The trainer overwrites it when the engine has loaded the bucket.
 
         Raises:
             RunFailedError: If the memory cannot be reached.
@@ -100,25 +98,19 @@ class MemoryReader:
     @staticmethod
     def _mapping(path: str, file: int, size: int) -> Tensor:
         try:
-            descriptor = os.open(path, os.O_RDWR)
+            with open(path, "r+b", buffering=0) as opened:
+                # The owner may have ended, and another process may have its id now.
+                if os.fstat(opened.fileno()).st_ino != file:
+                    raise OSError(errno.ESTALE, "it is another file now")
+                return _mapped(opened.fileno(), size)
         except OSError as error:
-            raise _unreachable(path, error.strerror) from error
-        try:
-            # The owner may have ended, and another process may have its id now.
-            if os.fstat(descriptor).st_ino != file:
-                raise _unreachable(path, "it is another file now")
-            return _mapped(descriptor, size)
-        finally:
-            os.close(descriptor)
+            raise RunFailedError(
+                f"This engine cannot open the shared memory with the weights, {path}: {error.strerror}. Trainer and "
+                "engine must run on one machine, in one container and as one user. Otherwise set source.weight_sync: "
+                "disk."
+            ) from error
 
 
 def _mapped(file: int, size: int) -> Tensor:
     """Return the memory of the file, uint8 [size]. It is unmapped when its last view is freed."""
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-
-
-def _unreachable(path: str, why: str | None) -> RunFailedError:
-    return RunFailedError(
-        f"This engine cannot open the shared memory with the weights, {path}: {why}. Trainer and engine must run on "
-        "one machine, in one container and as one user. Otherwise set source.weight_sync: disk."
-    )

@@ -102,11 +102,13 @@ class AdapterUpdate:
         """Prepare for an adapter with these settings (see `TakesWeights.begin_adapter_update`) for vLLM's model runner.
 
         Raises:
-            RunFailedError: If vLLM does not support adapters of this kind.
+            RunFailedError: If the engine was started without adapters, or vLLM does not support this adapter.
         """
         from vllm.lora.peft_helper import PEFTHelper
 
-        self._manager: Any = lora_manager(runner)
+        if not hasattr(runner, "lora_manager"):
+            raise RunFailedError("This engine was started without adapters, but only an adapter was sent.")
+        self._manager: Any = runner.lora_manager._adapter_manager
         try:
             self._settings: Any = PEFTHelper.from_dict(dict(settings))
             self._settings.validate_legal(self._manager.lora_config)
@@ -140,7 +142,10 @@ class AdapterUpdate:
 
     def _check(self) -> None:
         targets = _own_targets(self._manager.model, self._settings.target_modules)
-        modules = [module for module in _adaptable(self._manager) if _is_target(module, targets)]
+        # vLLM joins some modules of the original model in one layer.
+        packed = self._manager.packed_modules
+        adaptable = (part for name in self._manager.modules for part in packed.get(name) or [name])
+        modules = [module for module in adaptable if _is_target(module, targets)]
         expected = {f"{module}.lora_{part}" for module in modules for part in "AB"}
         names = {self._own_name(name): name for name in self._tensors}
         if unknown := [name for own, name in names.items() if own not in expected]:
@@ -161,18 +166,6 @@ class AdapterUpdate:
         except ValueError:
             return name
         return f"{module}.lora_{'A' if is_a else 'B'}"
-
-
-def lora_manager(runner: Any) -> Any:
-    """Return vLLM's manager of adapters. Raises RunFailedError if the engine was started without adapters."""
-    if not hasattr(runner, "lora_manager"):
-        raise RunFailedError("This engine was started without adapters, but only an adapter was sent.")
-    return runner.lora_manager._adapter_manager
-
-
-def _adaptable(manager: Any) -> list[str]:
-    """Return the modules of the original model that can have an adapter. vLLM joins some of them in one layer."""
-    return [part for name in manager.modules for part in manager.packed_modules.get(name) or [name]]
 
 
 def _is_target(module: str, targets: str | Sequence[str]) -> bool:

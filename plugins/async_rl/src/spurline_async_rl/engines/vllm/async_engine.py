@@ -125,12 +125,18 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End the engine's processes. If this call is cancelled, kill them."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         if self._starting is not None:
             self._starting.give_up()
         if self._llm is None:
             return
         llm, self._llm = self._llm, None
-        self._end_output(llm)
+        # vLLM's shutdown would stop the output handler last. Until then, the handler might print a traceback.
+        if llm.output_handler is not None:
+            llm.output_handler.cancel()
+        # Requests that wait for tokens must end.
+        llm.output_processor.propagate_error(EngineDeadError())
         try:
             # vLLM's default timeout is 5 s. Then it kills the processes, which would leave shared memory behind.
             await in_thread(partial(llm.shutdown, timeout=self._spec.config.close_timeout_s))
@@ -138,17 +144,6 @@ class AsyncEngine:
             self.processes.kill()
             # `__del__` would call `shutdown` again, perhaps while the interpreter shuts down.
             llm.shutdown = lambda timeout=None: None
-
-    def _end_output(self, llm: Any) -> None:
-        """Stop the output handler, and end requests that wait for tokens.
-
-        vLLM's shutdown would stop the handler last. Until then the handler might print a traceback.
-        """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        if llm.output_handler is not None:
-            llm.output_handler.cancel()
-        llm.output_processor.propagate_error(EngineDeadError())
 
     def _listen(self) -> None:
         from spurline_async_rl.engines.vllm.step_outputs import TokenStreams

@@ -39,6 +39,7 @@ class VllmMember:
         self.name = name
         self.num_workers = engine.num_workers
         self.weights_dtype: str | None = None
+        self.wait_dead, self.close = engine.wait_ended, engine.close
         self._engine = engine
         self._tokenizer = tokenizer
         self._version = 0
@@ -81,12 +82,6 @@ class VllmMember:
         if command.ends:
             self._gate.open(command.hold)
 
-    async def wait_dead(self) -> str:
-        return await self._engine.wait_ended()
-
-    async def close(self) -> None:
-        await self._engine.close()
-
 
 class VllmEngine(EnginePool):
     """A pool of vLLM engines. `mode` and `placement` make its members local engines, Ray actors or servers."""
@@ -96,9 +91,8 @@ class VllmEngine(EnginePool):
         self._vllm_config = config
         self._run = run
         self._spec = engine_spec(config, run)
-        self._model_tokenizer = tokenizer
         self._cluster = None
-        # How often each server was connected. A new connection has a new name.
+        # The number of connections to each server so far. A new connection has a new name.
         self._connections: Counter[str] = Counter()
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
@@ -149,7 +143,7 @@ class VllmEngine(EnginePool):
             self._connections[url] += 1
             again = f" (connection {self._connections[url]})" if self._connections[url] > 1 else ""
             make_api = partial(self._api_of, url)
-            return ServerMember(f"server {url}{again}", make_api, self._model_tokenizer, owner=self._owner)
+            return ServerMember(f"server {url}{again}", make_api, self._tokenizer, owner=self._owner)
         each = config.tensor_parallel_size
         if self._cluster is None:
             gpus = own_gpus(self._run, number, config.engines, each)
@@ -159,7 +153,7 @@ class VllmEngine(EnginePool):
             engine = AsyncEngine(replace(self._spec, gpus=gpus, log=None if shown else log))
         else:
             engine = self._cluster.engine(self._spec, number)
-        return VllmMember(f"engine {number}", engine, self._model_tokenizer)
+        return VllmMember(f"engine {number}", engine, self._tokenizer)
 
 
 def _require(package: str, reason: str, fix: str) -> None:

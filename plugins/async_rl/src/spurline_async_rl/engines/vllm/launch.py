@@ -89,13 +89,12 @@ class EngineSpec:
 
 def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     """Return the spec of this run's engines. Raises ModelError as `engine_adapter` does."""
-    adapter = engine_adapter(config, run)
     ranks = run.backend.rank_request()
     return EngineSpec(
         config,
         run.model,
         notes_experts=run.source.facts.replays_experts,
-        adapter=adapter,
+        adapter=engine_adapter(config, run),
         peers_elsewhere=config.is_elsewhere or (ranks is not None and ranks.launch == "ray"),
     )
 
@@ -211,7 +210,6 @@ class EngineProcesses:
                 os.close(descriptor)
 
     def kill(self) -> None:
-        """Kill all processes that still run."""
         for process in self._all:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -259,8 +257,7 @@ class EngineStart:
         others = self._others
         if others is not None:
             mine = [child.pid for child in _engine_cores() if child.pid is not None and child.pid not in others]
-            if mine:
-                EngineProcesses(mine).kill()
+            EngineProcesses(mine).kill()
 
     def _check(self) -> None:
         if self._given_up:

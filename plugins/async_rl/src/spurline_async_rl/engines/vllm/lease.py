@@ -12,14 +12,15 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from spurline.errors import ConfigError, SpurlineError
 from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.terminal import tell
 
 LEASE_S = 60.0
-"""A run that was killed blocks its servers for this many seconds, for all runs but its own continuation."""
+"""Seconds that a claim lasts. If a run is killed, only the resumed run can use its servers within this time."""
 _ASK_AGAIN_S = 2.0
 """Seconds between two calls that extend a claim."""
 _CONNECTIONS = 8
@@ -27,7 +28,7 @@ _CONNECTIONS = 8
 
 
 class ClaimLostError(EngineDiedError):
-    """A server has, or may have, the weights of another run, or those with which it was started."""
+    """A server may have lost the weights of this run, because another run used it or it was started again."""
 
 
 class WorkerClaim:
@@ -60,33 +61,26 @@ class WorkerClaim:
             self._owner = ""
 
 
-class CallsWorkers(Protocol):
-    """Calls a method of `WorkerExtension` in every worker of a server."""
-
-    async def workers(self, method: str, *arguments: Any) -> list[Any]: ...
-
-
 class ServerLease:
     """The claim of this run on one server.
 
     Args:
+        workers: Calls a method of `WorkerExtension`, given by its name and arguments, in every worker of the server.
         url: The URL of the server, for messages.
         owner: The name of the run, for messages of other runs.
-        tell: Called with a message if the run has to wait for the claim of another run.
     """
 
-    def __init__(self, api: CallsWorkers, url: str, owner: str, tell: Callable[[str], None]) -> None:
-        self._api = api
+    def __init__(self, workers: Callable[..., Awaitable[list[Any]]], url: str, owner: str) -> None:
+        self._workers = workers
         self._url = url
         self._owner = owner
-        self._tell = tell
         self._claims: Sequence[str] = ()
         self._extended_at = -math.inf
         self._extended = asyncio.Event()
 
     @property
     def is_valid(self) -> bool:
-        """Return whether no other run can have used the server since the last call."""
+        """Return whether the claim still lasts, so that no other run can have used the server since the last call."""
         return _now() - self._extended_at < LEASE_S
 
     async def until_valid(self) -> None:
@@ -110,9 +104,7 @@ class ServerLease:
                 break
             owner, rest_s = others[0]["owner"], max(answer["rest_s"] for answer in others)
             if latest_end == math.inf:
-                self._tell(
-                    f"{self._url} belongs to run {owner}. If that run was killed, its claim ends in {rest_s:.0f} s."
-                )
+                tell(f"{self._url} belongs to run {owner}. If that run was killed, its claim ends in {rest_s:.0f} s.")
             elif asked + rest_s > latest_end:
                 # The claim ends later than it could have ended at an earlier answer, so the run has extended it.
                 raise self._config_error(
@@ -171,7 +163,7 @@ class ServerLease:
                 num_failures = 0
 
     async def _extend(self, method: str = "", *arguments: Any) -> list[dict[str, Any]]:
-        return await self._api.workers("spurline_call", self._owner, LEASE_S, method, *arguments)
+        return await self._workers("spurline_call", self._owner, LEASE_S, method, *arguments)
 
     def _note_extended(self, at: float) -> None:
         self._extended_at = max(self._extended_at, at)
@@ -182,5 +174,5 @@ class ServerLease:
 
 
 def _now() -> float:
-    """Return the seconds of a clock that also counts the time for which a machine sleeps."""
+    """Return the seconds of a clock that also runs while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

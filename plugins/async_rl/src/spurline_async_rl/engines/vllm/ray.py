@@ -91,18 +91,15 @@ class EngineCluster:
             if self._failure is not None:
                 raise self._failure
             if self._places is None:
-                self._places = self._reserve_all()
+                self._cluster.open()
+                setting, limit_s = "source.engine.engines", self._request.room_timeout_s
+                try:
+                    self._places = room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
+                except Exception as error:
+                    # The starts of all other engines raise the same error.
+                    self._failure = error
+                    raise
             return self._places.pop(0) if self._places else None
-
-    def _reserve_all(self) -> list[Place]:
-        self._cluster.open()
-        setting, limit_s = "source.engine.engines", self._request.room_timeout_s
-        try:
-            return room_for(self._cluster, self._need, setting, limit_s, given_up=self._closing.is_set)
-        except Exception as error:
-            # The starts of all other engines raise the same error.
-            self._failure = error
-            raise
 
     def _leave(self) -> None:
         # A thread of a cancelled start may hold the lock and still reserve places.
@@ -154,9 +151,8 @@ class EngineActor:
         self._tasks[request_id] = asyncio.create_task(self._generate(request_id, deltas))
 
     async def abort(self, request_id: str) -> None:
-        task = self._tasks.get(request_id)
-        if task is not None:
-            task.cancel()
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()
 
     async def control(self, command: Command, mark: str) -> None:
         await self._engine.control(command)
@@ -258,6 +254,8 @@ class RayEngine:
             return str(error)
 
     async def close(self) -> None:
+        import ray
+
         actor, self._actor = self._actor, None
         try:
             if actor is not None:
@@ -265,19 +263,14 @@ class RayEngine:
                 with contextlib.suppress(Exception):
                     await actor.close.remote()
         finally:
-            self._end(actor)
-
-    def _end(self, actor: Any) -> None:
-        """Kill the actor and its processes."""
-        import ray
-
-        if self._reader is not None:
-            self._reader.cancel()
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
-        if self._place is not None and ray.is_initialized():
-            self._cluster.release(self._place)
-            self._place = None
+            if self._reader is not None:
+                self._reader.cancel()
+            if actor is not None and ray.is_initialized():
+                # This kills the processes of the actor too.
+                ray.kill(actor)
+            if self._place is not None and ray.is_initialized():
+                self._cluster.release(self._place)
+                self._place = None
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
         """Call a method of the actor and return its answer. Raises EngineDiedError if the actor has died."""

@@ -278,8 +278,6 @@ class ServerMember:
         self._owner = owner
         self._make_api = make_api
         self._api: ServerApi | None = None
-        self._claim: ServerLease | None = None
-        self._model, self._max_model_len = "", 0
         self.num_workers = 1
         self.weights_dtype: str | None = None
         self._tokenizer = tokenizer
@@ -289,18 +287,17 @@ class ServerMember:
 
     async def start(self) -> None:
         self._api = self._make_api()
-        self._claim = ServerLease(self._api, self._api.url, self._owner, tell=tell)
-        served = await self._api.model()
-        self._model, self._max_model_len = served.name, served.max_model_len
+        self._lease = ServerLease(self._api.workers, self._api.url, self._owner)
+        self._served = served = await self._api.model()
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
             tell(f"{self.name} {_OPEN}")
-        await self._claim.begin()
+        await self._lease.begin()
         # An earlier run may have left the server paused.
         await self._api.resume()
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._max_model_len)
+        response = VllmResponse(request, progress, self._tokenizer, max_model_len=self._served.max_model_len)
         while True:
             await self._gate.wait()
             await self._lease.until_valid()
@@ -321,7 +318,9 @@ class ServerMember:
     async def control(self, command: Command) -> None:
         if command.begins:
             self._gate.shut(command.hold)
-            await self._cut_streams()
+            for stream in self._streams:
+                stream.cancel()
+            await asyncio.gather(*self._streams, return_exceptions=True)
             # A run must not pause the server of another run.
             await self._lease.call()
             await self._opened.pause()
@@ -359,15 +358,10 @@ class ServerMember:
             raise EngineDiedError(f"{self.name} is closed")
         return self._api
 
-    @property
-    def _lease(self) -> ServerLease:
-        assert self._claim is not None, "not started"
-        return self._claim
-
     async def _stream(self, name: str, response: VllmResponse) -> FinishReason | None:
-        """Return the reason for the end of the response, or None if the claim of the server has run out before."""
+        """Return why the response has ended, or None if the claim of the server ran out before the response ended."""
         try:
-            async with contextlib.aclosing(self._opened.complete(self._model, response.rest())) as deltas:
+            async with contextlib.aclosing(self._opened.complete(self._served.name, response.rest())) as deltas:
                 async for delta in deltas:
                     if not self._lease.is_valid:
                         return None
@@ -377,11 +371,6 @@ class ServerMember:
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         raise EngineDiedError(f"{self.name} stopped in the middle of a response")
-
-    async def _cut_streams(self) -> None:
-        for stream in self._streams:
-            stream.cancel()
-        await asyncio.gather(*self._streams, return_exceptions=True)
 
 
 async def end_claims(apis: Sequence[ServerApi], owner: str) -> None:

@@ -60,7 +60,10 @@ class WorkerExtension:
         Args:
             owner: The name of the run.
             lease_s: The claim of the run lasts this many seconds from now on.
-            method: Empty to extend the claim only.
+            method: The name of the method. If it is empty, only the claim is extended.
+
+        Returns:
+            The answer of `WorkerClaim.extend`, and the method's result under `answer`.
         """
         answer: dict[str, Any] = _CLAIM.extend(owner, lease_s)
         if method and "claim" in answer:
@@ -83,7 +86,7 @@ class WorkerExtension:
         if hasattr(self.model_runner, "lora_manager"):
             raise RunFailedError("This engine was started for adapters, but was sent whole weights.")
         self._spurline_broadcasts.end_update()
-        model = self._spurline_model()
+        model = self.model_runner.get_model()
         _forget_half_an_update(model)
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
@@ -99,8 +102,14 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
+        readers: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
+            "collective": self._spurline_broadcasts.read,
+            "shared_memory": _MEMORY.read,
+            "disk": read_file,
+            "cuda_ipc": read_handles,
+        }
         try:
-            weights = self._spurline_read(bucket)
+            weights = readers[bucket.transport](bucket)
         except BucketLostError as error:
             # The error is returned, because vLLM would change the class of a raised error.
             return {LOST: str(error)}
@@ -108,7 +117,9 @@ class WorkerExtension:
             if self._spurline_adapter is not None:
                 self._spurline_adapter.add(weights)
             else:
-                self._spurline_model().load_weights(_copies(weights))
+                # The sender overwrites the memory before vLLM has a whole layer, so vLLM gets copies.
+                copies = ((name, tensor.clone()) for name, tensor in weights)
+                self.model_runner.get_model().load_weights(copies)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return None
@@ -123,38 +134,20 @@ class WorkerExtension:
         if adapter is not None:
             adapter.install()
             return []
-        model = self._spurline_model()
+        model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             missing = list(_layers_without_weights(model))
             finalize_layerwise_reload(model, self.model_runner.model_config)
             _refresh_tied_head(model)
         return missing
 
-    def _spurline_model(self) -> Any:
-        return self.model_runner.get_model()
-
     @cached_property
     def _spurline_broadcasts(self) -> BroadcastReader:
         return BroadcastReader(self.rank, self.device)
 
-    def _spurline_read(self, bucket: WeightBucket) -> Iterable[tuple[str, Tensor]]:
-        readers: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
-            "collective": self._spurline_broadcasts.read,
-            "shared_memory": _MEMORY.read,
-            "disk": read_file,
-            "cuda_ipc": read_handles,
-        }
-        return readers[bucket.transport](bucket)
-
 
 _MEMORY = MemoryReader()
 _CLAIM = WorkerClaim()
-
-
-def _copies(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Copy tensors, because the sender overwrites their memory before vLLM has a whole layer."""
-    for name, tensor in tensors:
-        yield name, tensor.clone()
 
 
 def _layers_without_weights(model: nn.Module) -> Iterator[str]:
