@@ -43,7 +43,7 @@ def flat_samples(view: TokenView) -> FlatSegments:
         begins=begins,
         lengths=lengths,
         values={"loss_weights": FlatColumn(_read_only(store.loss_mask), begins + skips, skips)},
-        uids=lambda positions: _strings([store.uid(index) for index in indices[positions].tolist()]),
+        uids=lambda positions: np.array([store.uid(index) for index in indices[positions].tolist()], object),
         samples=nothing,
         turns=nothing,
         name=lambda position: f"Sample {view.uid(position)}",
@@ -69,7 +69,7 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
         begins=begins,
         lengths=lengths,
         values=values,
-        uids=lambda positions: _strings([uids[position] for position in positions.tolist()]),
+        uids=lambda positions: np.array([uids[position] for position in positions.tolist()], object),
         samples=samples,
         turns=numbers,
         name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
@@ -85,12 +85,6 @@ def _read_only(values: NDArray[Any]) -> NDArray[Any]:
 
 def _starts(lengths: Table) -> Table:
     return np.cumsum(lengths) - lengths
-
-
-def _strings(values: list[str]) -> NDArray[Any]:
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
 
 
 class FastPaddedCollator:

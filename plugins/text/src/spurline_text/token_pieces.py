@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,11 +32,8 @@ class TokenPieces:
         """Whether the vocabulary is byte-level: each byte of a text has its own character in the names of tokens."""
         self._known: dict[int, bytes] = {}
 
-    def of(self, token_id: int) -> bytes:
-        """Return the bytes of a token. An id that is not in the vocabulary gives `<token N>`."""
-        return self.of_all([token_id])[0]
-
-    def of_all(self, token_ids: list[int]) -> list[bytes]:
+    def of_all(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Return the bytes of each token. An id that is not in the vocabulary gives `<token N>`."""
         unknown = [token_id for token_id in token_ids if token_id not in self._known]
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):
@@ -65,9 +62,7 @@ class TokenPieces:
 
 def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return how the vocabulary writes bytes and spaces. For kind `other`, the tokenizer must decode each token."""
-    if not tokenizer.is_fast:
-        return "other"
-    decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
+    decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None  # type: ignore[attr-defined]
     if decoder is None:
         return "other"
     names = _names(json.loads(decoder.__getstate__()))

@@ -12,7 +12,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# New names for metrics whose names are used by the counters.
+# Other names for the metrics whose own names belong to the counters.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
 

@@ -7,6 +7,7 @@ evaluation draws its own batches from a SampleSet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -51,11 +52,9 @@ class ColumnsOfRows:
         for sample, value in enumerate(self.values(name)):
             if value is None:
                 continue
-            try:
+            with suppress(TypeError, ValueError, OverflowError):
                 # The values of a CSV file are text.
                 numbers[sample] = float(value)
-            except (TypeError, ValueError, OverflowError):
-                numbers[sample] = np.nan
             if not np.isfinite(numbers[sample]):
                 raise DataError(
                     f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
