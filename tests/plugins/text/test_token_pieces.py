@@ -23,14 +23,15 @@ def pieces(spurline_tiny_model: Path) -> TokenPieces:
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_the_bytes_of_tokens_make_up_the_text(pieces: TokenPieces, text: str) -> None:
     ids = pieces._tokenizer.encode(text, add_special_tokens=False)
-    whole = pieces.of_all(ids)
+    whole = [pieces.of(token_id) for token_id in ids]
     assert text_of(whole) == pieces._tokenizer.decode(ids)
 
 
 def test_special_tokens_are_told_from_text(pieces: TokenPieces) -> None:
     ids = pieces._tokenizer.encode("<|im_end|>a")
     assert [pieces.is_special(token_id) for token_id in ids] == [True, False]
-    assert pieces.of_all([ids[0], 10**6]) == [b"<|im_end|>", b"<token 1000000>"]
+    assert pieces.of(ids[0]) == b"<|im_end|>"
+    assert pieces.of(10**6) == b"<token 1000000>"
 
 
 def test_sentencepiece_vocabularies_have_spaces_and_bytes() -> None:
@@ -38,7 +39,7 @@ def test_sentencepiece_vocabularies_have_spaces_and_bytes() -> None:
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     found = TokenPieces(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
-    assert found.of_all([0, 1, 2]) == [b" a", b"\xf0", b"\x9f"]
+    assert [found.of(token_id) for token_id in range(3)] == [b" a", b"\xf0", b"\x9f"]
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def prune(
 ) -> None:
     """Remove entries without a readable manifest, and the files of killed writers.
 
-    Runs on this machine keep reading the entries that they have open. A run on another machine that reads a removed
+    A run on this machine can still read a removed entry that it has open. A run on another machine that reads a removed
     entry over NFS is killed.
     """
     from spurline_collation_fast.cache.entry import Manifest

@@ -26,7 +26,7 @@ from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placeme
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
-"""The positions of samples, row by row; the offset of each row in them; and the first column of each sample, 0."""
+"""Positions of the samples, row by row; the offset of each row in them; and the first column of each sample."""
 
 
 def flat_samples(view: TokenView) -> FlatSegments:

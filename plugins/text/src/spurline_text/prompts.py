@@ -117,8 +117,8 @@ def prompt_and_reference(
     """Return the prompt of a row as text and tokens, and its reference answer.
 
     Args:
-        row: The row.
-        config: Settings of its dataset.
+        row: A row of a dataset.
+        config: Settings of the dataset.
         tokenizer: Renders and encodes the prompt.
         data: Settings of the section `data`.
         location: Location of the row, for errors.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,11 @@ class TokenPieces:
         """Whether the vocabulary is byte-level: each byte of a text has its own character in the names of tokens."""
         self._known: dict[int, bytes] = {}
 
-    def of_all(self, token_ids: Sequence[int]) -> list[bytes]:
-        """Return the bytes of each token. An id that is not in the vocabulary gives `<token N>`."""
+    def of(self, token_id: int) -> bytes:
+        """Return the bytes of a token. An id that is not in the vocabulary gives `<token N>`."""
+        return self.of_all([token_id])[0]
+
+    def of_all(self, token_ids: list[int]) -> list[bytes]:
         unknown = [token_id for token_id in token_ids if token_id not in self._known]
         names: list[Any] = self._tokenizer.convert_ids_to_tokens(unknown) if unknown else []  # type: ignore[assignment]
         for token_id, name in zip(unknown, names, strict=True):

@@ -37,7 +37,7 @@ from spurline_text.encoding import RowEncoder
 from spurline_text.tokenization import block_of_outcomes
 
 _STARTED = 2
-"""Number of later chunks that are already started while the block of a chunk is awaited."""
+"""Number of later chunks that are already started while the caller waits for the block of a chunk."""
 _WAITING = 2
 """Number of submitted chunks for each worker: one that it encodes, and one that waits in the queue."""
 _LOOK_S = 1.0
@@ -141,7 +141,7 @@ class BlockEncoder:
 
 
 class UnsharableDataError(Exception):
-    """Raised if a dataset or tokenizer cannot be sent to another process. The message says why."""
+    """Raised if a dataset or tokenizer cannot be sent to another process. The message gives the reason."""
 
 
 class WorkerPool:
@@ -153,7 +153,7 @@ class WorkerPool:
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
         self._encoder, self._num_workers = encoder, num_workers
-        # Maps process ids to workers. Entering the context replaces it by the executor's own dict.
+        # Workers by process id. Entering the context replaces this dict by the executor's own dict.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
@@ -172,8 +172,8 @@ class WorkerPool:
         # The results of the workers are no longer needed.
         for process in list(self._processes.values()):
             process.kill()
-        # The executor's thread may wait for the second half of a block from a killed worker. The thread sees the end of
-        # the pipe, and `shutdown` returns, only when all write ends are closed. This process holds one write end.
+        # The executor's thread may wait for the second half of a block from a killed worker, and `shutdown` waits for
+        # the thread. The thread sees the end of the pipe when all write ends are closed. This process has one of them.
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)

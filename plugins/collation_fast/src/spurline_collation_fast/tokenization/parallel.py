@@ -20,7 +20,7 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder, remove
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.blocks import (
@@ -85,7 +85,7 @@ class ParallelTokenization:
                     "token cache: the chat template prints the date, so these tokens are for today's runs only."
                 )
             if config.force_recache:
-                cache.discard(key)
+                remove(cache.folder / key.digest)
             elif (found := cache.open(key)) is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
             cache.check_writable()
@@ -119,7 +119,7 @@ class ParallelTokenization:
         encoder.check_formats()
         collector, notes = SampleCollector(datasets, sink), list[str]()
         sizes = [len(item.dataset) for item in datasets]
-        # An error must not leave worker processes behind, so the generator is closed at once.
+        # Close the generator at once after an error, so that no worker processes remain.
         made = _blocks(encoder, sizes, self._config.workers, notes)
         with show_progress(sum(sizes)) as advance, closing(made) as blocks:
             for block in blocks:

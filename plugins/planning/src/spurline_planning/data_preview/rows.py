@@ -165,7 +165,7 @@ def _sequences(batch: TrainingBatch, row: int, pieces: TokenPieces) -> Iterator[
 def _sequence(
     uid: str, kind: str, ids: Sequence[int], weights: Sequence[float], pieces: TokenPieces, notes: Sequence[str] = ()
 ) -> ShownSequence:
-    texts = tuple(map(_visible, shown(pieces.of_all(ids))))
+    texts = tuple(map(_visible, shown(map(pieces.of, ids))))
     special = tuple(map(pieces.is_special, ids))
     return ShownSequence(uid, kind, texts, tuple(ids), tuple(weights), special, tuple(notes))
 

@@ -189,9 +189,6 @@ class ChatRenderer:
             conversation: Messages and tools of a row.
             train_on: `last_assistant` or `all_assistants`. It has no effect if `conversation.first_trained` is set.
 
-        Returns:
-            The text and its trained spans.
-
         Raises:
             BadRowError: If the template refuses the messages.
             TemplateRewritesHistory: If the exact position of a trained turn in the text cannot be found.

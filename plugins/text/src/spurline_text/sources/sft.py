@@ -165,10 +165,7 @@ def note_of_shared(
 ) -> list[str]:
     """Return a list with a note on held-out rows whose hash is also a training row's hash, or an empty list.
 
-    Args:
-        held_out: Hashes of the held-out rows.
-        trained: Hashes of the training rows.
-        location: Returns the location of a held-out row.
+    `location` returns the location of a held-out row.
     """
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):

@@ -94,8 +94,7 @@ class _Block:
 
     Attributes:
         number: Number of blocks before this one.
-        begin: Positions of the streams at the beginning of the block.
-        tokenized: The samples.
+        begin: State of each window before the block was read.
         order: The training order of the samples.
         left_out: Number of rows without a sample, from the first block to this block.
     """
