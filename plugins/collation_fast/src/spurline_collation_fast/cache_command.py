@@ -106,7 +106,7 @@ def prune(
 def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
     """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print their names.
 
-    Returns four numbers: entries, removed entries, freed bytes, and entries that could not be read or removed.
+    Return four numbers: entries, removed entries, freed bytes, and entries that could not be read or removed.
     """
     from spurline_collation_fast.cache.entry import DamagedEntry
     from spurline_collation_fast.cache.folder import entry_paths, remove

@@ -228,7 +228,7 @@ def _empty_rows(num_rows: int, capacity: int) -> Table:
 
 
 def _fit_evenly(lengths: Table, order: Table, capacity: int, num_ranks: int, row_of: Table) -> int:
-    """Pack samples as core's `packing.multifit` does. Returns the number of rows."""
+    """Pack samples as core's `packing.multifit` does, and return the number of rows."""
     total, longest = int(lengths.sum()), int(lengths.max(initial=0))
     num_rows = round_up(max(-(-total // capacity), 1), num_ranks)
     while True:

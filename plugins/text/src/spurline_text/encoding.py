@@ -230,7 +230,7 @@ class RowEncoder:
     def _finish(
         self, row: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
     ) -> Sequence[Sample | Dropped]:
-        """Apply the rules for the first token, for samples without loss and for `max_length`."""
+        """Mask the first token, and drop, cut or refuse the sample by the settings `max_length` and `too_long`."""
         limit = self._data.max_length
         # Nothing precedes the first token, so nothing can predict it.
         mask[:1] = 0

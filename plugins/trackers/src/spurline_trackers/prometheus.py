@@ -31,7 +31,6 @@ class PrometheusTracker:
 
     def start(self, info: RunInfo) -> None:
         """Listen for scrapes. Raises ConfigError if the port is taken."""
-        assert self._server is None, "PrometheusTracker is already started"
         run = self._library.Info("spurline_run", "The run.", registry=self._registry)
         run.info({"name": info.run_dir.resolve().name})
         self._show("planned_steps", info.total_steps)

@@ -24,7 +24,7 @@ from spurline.terminal import printable
 
 _CLOSE_WAIT_S = 30.0
 _LONGEST_QUEUE = 10_000
-"""Steps that may wait for a slow store. A step takes a few kilobytes."""
+"""Maximum number of steps that wait for a slow store. A step takes a few kilobytes."""
 
 
 class SendingTracker(ABC):
@@ -55,7 +55,6 @@ class SendingTracker(ABC):
 
     def start(self, info: RunInfo) -> None:
         """Open the store. Raises ConfigError if it cannot be opened."""
-        assert self._thread is None, f"{type(self).__name__} is already started"
         try:
             self.open_run(info)
         except ConfigError:

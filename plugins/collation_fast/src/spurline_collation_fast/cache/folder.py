@@ -118,10 +118,10 @@ class TokenCache:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """Make and lock the folder of a writer. Returns the folder and the file descriptor that holds the lock."""
+    """Make and lock the folder of a writer. Return the folder and the file descriptor that holds the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_WRITING, dir=parent))
-        # Another process may sweep the folder away before it is locked.
+        # Another process may remove the folder by `sweep` before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
             # On a file system without locks this has no effect. `sweep` then cannot lock the folder and keeps it.

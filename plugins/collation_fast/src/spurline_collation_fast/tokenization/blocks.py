@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import types
 from collections import deque
@@ -28,6 +27,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spurline.child import end_with
 from spurline.config.run_config import DataConfig
 from spurline.config.section import Section
 from spurline.data.token_store import SampleBlock
@@ -237,21 +237,15 @@ _encoder: BlockEncoder | None = None
 
 
 def _begin(pickled_encoder: bytes) -> None:
-    """Prepare a worker: keep the pickled encoder, use one thread, end when the parent ends."""
+    """Prepare a worker: keep the pickled encoder, use one thread, and end with the parent."""
     global _pickled_encoder
     _pickled_encoder = pickled_encoder
     # The workers run in parallel, so each needs only one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # The parent handles Ctrl-C and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    parent: Any = multiprocessing.parent_process()
+    end_with(parent.pid)
 
 
 def _encode(chunk: Chunk) -> SampleBlock:

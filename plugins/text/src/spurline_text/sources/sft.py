@@ -30,7 +30,7 @@ from spurline_text.tokenization import open_datasets, plain_text_notes, share_re
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
-"""Largest number of samples to compare with held-out samples. A comparison of more would delay the run's start."""
+"""Number of samples that are compared with held-out samples. Comparing more would delay the start of the run."""
 
 
 @dataclass(frozen=True)

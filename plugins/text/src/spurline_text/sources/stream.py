@@ -57,7 +57,7 @@ class _Window:
         raise AssertionError("the rows in a window change")
 
     def fill(self, limit: int, *, within_pass: bool) -> None:
-        """Replace the rows by the next `limit` rows. If `within_pass` is true, stop at the end of a pass.
+        """Replace the rows by the next `limit` rows of the stream. If `within_pass` is true, stop at the end of a pass.
 
         Raises DataError if the stream has no rows.
         """
