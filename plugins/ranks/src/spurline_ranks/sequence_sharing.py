@@ -56,7 +56,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss are sorted, so the positions in a part are a slice. Only `tolist` waits for the device.
+        # Positions with loss are sorted, so the positions in a part are a slice. `tolist` waits for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])

@@ -17,7 +17,7 @@ from __future__ import annotations
 LINE = 64
 """Bytes of a cache line."""
 AHEAD = 4
-"""Number of segments between a segment and its fetch. A core can wait for about this many cache lines at once."""
+"""A segment is fetched this many segments before it is read. A core can wait for about as many cache lines at once."""
 FETCHED_LINES = 16
 """Cache lines to fetch at the beginning of each segment. The processor fetches the following lines by itself."""
 
