@@ -67,6 +67,10 @@ class TokenCache:
             os.utime(entry / MANIFEST)
         return replace(found, notes=tuple(self.notes))
 
+    def discard(self, key: CacheKey) -> None:
+        """Remove the entry of this key, if it exists. Raises OSError if it cannot be removed."""
+        remove(self.folder / key.digest)
+
     def check_writable(self) -> None:
         """Raise OSError if no entry can be written."""
         self.folder.mkdir(parents=True, exist_ok=True)

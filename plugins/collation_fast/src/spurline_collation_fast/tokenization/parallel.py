@@ -20,7 +20,7 @@ from spurline.config.run_config import DataConfig
 from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
-from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder, remove
+from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
 from spurline_collation_fast.cache.key import cache_key, prints_date
 from spurline_collation_fast.configs import ParallelTokenizationConfig
 from spurline_collation_fast.tokenization.blocks import (
@@ -85,7 +85,7 @@ class ParallelTokenization:
                     "token cache: the chat template prints the date, so these tokens are for today's runs only."
                 )
             if config.force_recache:
-                remove(cache.folder / key.digest)
+                cache.discard(key)
             elif (found := cache.open(key)) is not None:
                 return replace(found, notes=(*found.notes, f"tokens read from the cache: {cache.folder / key.digest}"))
             cache.check_writable()
