@@ -64,7 +64,7 @@ def test_ranks_meet_in_every_group_of_the_layout_and_leave_nothing_behind(
 @pytest.mark.processes
 def test_ranks_that_cannot_start_are_a_finding_with_what_to_do(tmp_path: Path) -> None:
     [finding] = found(tmp_path, device="cuda", ranks=64).values()
-    assert finding.value == "64 were asked for, and did not start"
+    assert finding.value == "64 were requested, but did not start"
     assert finding.fix.startswith("backend.ranks asks for 64 ranks with a GPU each")
 
 

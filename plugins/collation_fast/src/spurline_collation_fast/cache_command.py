@@ -84,7 +84,7 @@ def prune(
 ) -> None:
     """Remove entries without a readable manifest, and the files of killed writers.
 
-    Runs on this machine keep reading the entries that they have open. A run on another machine that reads a removed
+    A run on this machine can still read a removed entry that it has open. A run on another machine that reads a removed
     entry over NFS is killed.
     """
     from spurline_collation_fast.cache.entry import Manifest
@@ -106,7 +106,7 @@ def prune(
 def _remove_where(folder: Path, reason_of: Callable[[Path], str | None]) -> tuple[int, int, int, int]:
     """Remove the entries for which `reason_of` returns a reason or raises DamagedEntry, and print their names.
 
-    Returns four numbers: entries, removed entries, freed bytes, and entries that could not be read or removed.
+    Return four numbers: entries, removed entries, freed bytes, and entries that could not be read or removed.
     """
     from spurline_collation_fast.cache.entry import DamagedEntry
     from spurline_collation_fast.cache.folder import entry_paths, remove

@@ -26,7 +26,7 @@ from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placeme
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
-"""The positions of samples, row by row; the offset of each row in them; and the first column of each sample, 0."""
+"""Positions of the samples, row by row; the offset of each row in them; and the first column of each sample."""
 
 
 def flat_samples(view: TokenView) -> FlatSegments:
@@ -43,7 +43,7 @@ def flat_samples(view: TokenView) -> FlatSegments:
         begins=begins,
         lengths=lengths,
         values={"loss_weights": FlatColumn(_read_only(store.loss_mask), begins + skips, skips)},
-        uids=lambda positions: _strings([store.uid(index) for index in indices[positions].tolist()]),
+        uids=lambda positions: np.array([store.uid(index) for index in indices[positions].tolist()], object),
         samples=nothing,
         turns=nothing,
         name=lambda position: f"Sample {view.uid(position)}",
@@ -69,7 +69,7 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
         begins=begins,
         lengths=lengths,
         values=values,
-        uids=lambda positions: _strings([uids[position] for position in positions.tolist()]),
+        uids=lambda positions: np.array([uids[position] for position in positions.tolist()], object),
         samples=samples,
         turns=numbers,
         name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
@@ -85,12 +85,6 @@ def _read_only(values: NDArray[Any]) -> NDArray[Any]:
 
 def _starts(lengths: Table) -> Table:
     return np.cumsum(lengths) - lengths
-
-
-def _strings(values: list[str]) -> NDArray[Any]:
-    array = np.empty(len(values), object)
-    array[:] = values
-    return array
 
 
 class FastPaddedCollator:
@@ -234,7 +228,7 @@ def _empty_rows(num_rows: int, capacity: int) -> Table:
 
 
 def _fit_evenly(lengths: Table, order: Table, capacity: int, num_ranks: int, row_of: Table) -> int:
-    """Pack samples as core's `packing.multifit` does. Returns the number of rows."""
+    """Pack samples as core's `packing.multifit` does, and return the number of rows."""
     total, longest = int(lengths.sum()), int(lengths.max(initial=0))
     num_rows = round_up(max(-(-total // capacity), 1), num_ranks)
     while True:

@@ -42,7 +42,7 @@ class AsyncPrefetch:
         self._building: int | None = None
         self._has_overrun = False
         self._metrics: dict[str, float] = {}
-        # If a caller starts a run while it handles an error, that error is not the error that ends the run.
+        # A caller may start a run while it handles an error. `close` must not take that error for the run's error.
         self._handled_outside = sys.exc_info()[1]
 
     def start(self, step: int) -> None:
@@ -77,7 +77,7 @@ class AsyncPrefetch:
         return dict(self._metrics)
 
     def close(self) -> None:
-        """Release the batches that were built ahead, and end the thread. May be called again.
+        """Release the batches that were built ahead, and end the thread. It may be called again.
 
         If a build hangs or a buffer cannot be released, this raises an error. If another error is ending the run, this
         adds a note to that error instead.

@@ -5,10 +5,10 @@ loop over tokens. All columns of a batch are parts of one buffer, which is reuse
 warm memory is several times faster to write than fresh pages. If nobody releases a batch, its memory is freed like the
 memory of any other object.
 
-Nothing here copies to a device. Code that starts a copy of a column, as the local backend does from pinned memory, must
-wait for the copy before the batch is released: another thread may write the next batch into the same memory at once.
-The training loop releases a batch after the backend has returned the metrics of its step. By then all copies are
-complete.
+This module copies nothing to a device. Code that starts such a copy from a column, as the local backend does from
+pinned memory, must wait for the copy before the batch is released, because another thread may then write the next batch
+into the same memory. The training loop releases a batch after the backend has returned the metrics of its step. By then
+all copies are complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FlatColumn(NamedTuple):
 
 
 class FlatSegments(NamedTuple):
-    """n segments that are not placed in rows yet. The kernels read these flat arrays. All arrays are read-only.
+    """Flat arrays that describe n segments before they are placed in rows. The kernels only read them.
 
     Attributes:
         tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`.
@@ -86,7 +86,7 @@ class Placement(NamedTuple):
 
 
 class Lease:
-    """Columns in memory that a pool lends until they are released. Any thread may release them, more than once too."""
+    """Columns in a pool's memory, in use until they are released. Any thread may release them, and more than once."""
 
     def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
         self._pool = pool
@@ -127,7 +127,7 @@ class BufferPool:
 
     def _take(self, size: int) -> Buffer:
         with self.lock:
-            # The buffer that was released last is the likeliest to be in a cache of the processor.
+            # The buffer that was released last is the most likely to be in the processor's cache.
             for place in reversed(range(len(self.free))):
                 if len(self.free[place]) >= size:
                     return self.free.pop(place)

@@ -70,7 +70,7 @@ class DpoConfig(LossConfig):
     """Loss function of the margin between the answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036),
     and `hinge` the loss of SLiC (arXiv:2305.10425)."""
     label_smoothing: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, lt=0.5)
-    """Share of pairs that are assumed to be labelled in the wrong order; only for `sigmoid` (Mitchell 2023)."""
+    """Assumed share of pairs whose answers are in the wrong order; only for `sigmoid` (Mitchell 2023)."""
     sft_weight: Annotated[float, OnResume.BY_NAME] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the chosen answer's mean negative log-likelihood in the loss (RPO, arXiv:2404.19733)."""
 

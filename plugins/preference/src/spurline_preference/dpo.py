@@ -34,8 +34,8 @@ from spurline_preference.configs import DpoConfig
 class PairIndex:
     """The segments of the chosen and the rejected answer of each pair in a micro-batch, found by column `pair_ids`.
 
-    The number of pairs follows from the number of segments, so that computing it does not wait for the device. No
-    source makes a pair without one of its answers. Its loss would be NaN, so that the update would be refused.
+    The number of pairs is computed from the number of segments, which does not wait for the device. If an answer of a
+    pair were missing, the loss of the pair would be NaN, and the update would be refused. No source makes such a pair.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:

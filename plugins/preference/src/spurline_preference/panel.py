@@ -1,4 +1,4 @@
-"""Show how training on pairs separates the chosen and the rejected answers, for runs whose loss compares them."""
+"""Plot how well a run that trains on pairs separates the chosen from the rejected answers."""
 
 from __future__ import annotations
 

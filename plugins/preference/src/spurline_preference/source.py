@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import xxhash
 from numpy.typing import NDArray
-from torch import Tensor
 
 from spurline.data.batch import Ragged, TrainingBatch, sums_by_number
 from spurline.data.collators.packing import round_up
@@ -35,7 +34,7 @@ from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.source import Samples, SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_preference.configs import PreferenceSourceConfig
-from spurline_text.rows.messages import Message, read_messages
+from spurline_text.rows.messages import read_messages
 from spurline_text.rows.rows import BadRowError, RowView
 from spurline_text.sources.sft import SampleSet, SftSource
 from spurline_text.tokenization import DerivedDataset, distinct_labels
@@ -90,9 +89,7 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
     answers = {name: [answer] if isinstance(answer, Mapping) else answer for name, answer in answers.items()}
     prompt = view.get("prompt")
     if is_turn:
-        extra = view.text("input") if view.get("input") is not None else ""
-        text = view.text("instruction")
-        prompt = f"{text}\n\n{extra}" if extra else text
+        prompt = view.instruction()
         if isinstance(answers[side], str):
             return [{"role": "user", "content": prompt}], [{"role": "assistant", "content": answers[side]}]
     if prompt is None and "messages" in view:
@@ -100,7 +97,9 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
     if isinstance(answers[side], str) or (prompt is not None and not isinstance(prompt, str)):
         return (view.require("prompt") if prompt is None else prompt), answers[side]
     whole = {name: read_messages(answers[name], view.label(name)) for name in SIDES}
-    shared = _num_shared(whole["chosen"], whole["rejected"])
+    # The last message is the answer, so it is not compared.
+    pairs = zip(whole["chosen"][:-1], whole["rejected"][:-1], strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     if shared:
         return whole[side][:shared], whole[side][shared:]
     if prompt is None:
@@ -110,12 +109,6 @@ def _split(view: RowView, side: Side, *, is_turn: bool) -> tuple[Any, Any]:
             "a column with the messages that come before the answers, and name it with `columns: {prompt: NAME}`.",
         )
     return [{"role": "user", "content": prompt}], whole[side]
-
-
-def _num_shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """Count the leading messages that both conversations share. The last message is the answer and never counts."""
-    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def join_pairs(
@@ -166,8 +159,9 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
     """
     ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
     table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
-    pairs = _pair_numbers(batch)
-    # Padding has the pair number 0. Entry 0 of the table has bounds that keep none of its tokens.
+    # Number the pairs of the batch from 1. The pair number of padding is 0, and row 0 below keeps no token of it.
+    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
+    pairs = torch.where(ids > 0, ids.long() + before, 0)
     length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
     chosen, rejected = positions < length, positions >= start
     kept = chosen | rejected
@@ -182,15 +176,8 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
     return replace(batch, tokens={**batch.tokens, **columns}, segments=_two_for_one(batch.segments, table))
 
 
-def _pair_numbers(batch: TrainingBatch) -> Tensor:
-    """Return the number of the joint segment of each token, int64 [R, L], counted from 1. Padding has 0."""
-    ids = batch.tokens["segment_ids"].long()
-    before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
-    return torch.where(ids > 0, ids + before, 0)
-
-
 def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> dict[str, Ragged]:
-    """Return the metadata of the answers. `sample` is 0 for a chosen answer and 1 for a rejected answer."""
+    """Return the metadata of each answer. `sample` is 0 for a chosen and 1 for a rejected answer."""
     chosen, start = table.T
     halves: dict[str, Any] = {
         "length": np.stack([chosen, segments["length"].values - start], axis=1).ravel(),
@@ -205,7 +192,7 @@ def _two_for_one(segments: Mapping[str, Ragged], table: NDArray[np.int64]) -> di
 
 
 class PairSet(SampleSet):
-    """A set of samples in which each sample is a pair. A row with an unusable answer is left out and counted."""
+    """A `SampleSet` whose samples are pairs. A row with an unusable answer is left out and counted."""
 
     answer = "chosen"
 
@@ -252,7 +239,7 @@ class PairSet(SampleSet):
         facts = super().summary()
         num_pairs = len(self._pairs)
         alone = len(self._tokenized.store) - len(SIDES) * num_pairs
-        # These answers are usable, and the other answers of their pairs are not.
+        # These answers are usable, but the other answers of their rows are not.
         dropped = {**facts["dropped"], **({"other_answer_left_out": alone} if alone else {})}
         notes = [f"{num_pairs:,} pairs of a chosen and a rejected answer", *facts["notes"]]
         return {**facts, "pairs": num_pairs, "dropped": dropped, "notes": notes}
@@ -282,7 +269,7 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> NDArray[np.int64]:
 
 
 class PreferenceSource(SftSource):
-    """The source `sft` with pairs as samples."""
+    """A source whose samples are pairs of answers, in the same order as in the source `sft`."""
 
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context

@@ -1,1 +1,1 @@
-"""Processes that work for this one."""
+"""Ranks: processes that train one model together, on this machine or on a Ray cluster."""

@@ -1,6 +1,7 @@
-"""Run the controller's side of a backend with ranks: divide rows among them, call them, and join their answers.
+"""Train a model in ranks: divide rows among them, call their methods, and join their answers.
 
-A rank is a process that trains with others. Weights and process groups exist only in the ranks.
+A rank is a process that trains with others. This module runs in the controller, the process of the training loop, which
+has no weights and no process groups.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class RankBackend:
         try:
             self._ranks.call("build")
         except BaseException:
-            # The caller has no object that it could close.
+            # The caller gets no backend that it could close.
             self._ranks.close()
             raise
 
@@ -143,7 +144,7 @@ class RankBackend:
         _raise_first(self._ranks.call("load", str(path.absolute())))
 
     def yield_device(self, *, keep_weights: bool) -> None:
-        # Set this before the call, which may fail after some tensors have moved.
+        # Set this first, since the call may fail after some tensors have moved.
         self._is_device_given = True
         self._ranks.call("yield_device", keep_weights)
 
@@ -171,7 +172,7 @@ class RankBackend:
         )
 
     def _wires(self, dealing: Dealing) -> Sequence[Mapping[str, Any]]:
-        """Return the share of the batch that each rank gets, as plain data."""
+        """Return each rank's share of the batch, as plain data."""
         wires = [share.to_wire() for share in dealing.shares]
         return [wires[self._config.share_of(rank)] for rank in range(self._ranks.size)]
 

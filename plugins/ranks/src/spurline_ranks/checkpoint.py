@@ -26,12 +26,10 @@ from spurline_models.saved_weights import SavedTensors, check_frozen, check_weig
 from spurline_models.weights import digest_of_samples, sampled_positions
 from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
 
-_POLICY: Role = "policy"
-
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The folder of a model in a checkpoint. `of` reads only headers; `put_into` and `read_saved` read values."""
+    """The folder of a model in a checkpoint. `of` reads only headers. `put_into` and `read_saved` read values."""
 
     backend: ClassVar[str]
     """The name of the backend that writes such folders."""
@@ -41,7 +39,7 @@ class StoredModel:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of the files. Raises CheckpointError if they are damaged, or another backend wrote them."""
+        """Read the headers. Raises CheckpointError if files are damaged, or if another backend wrote them."""
         facts = read_facts(folder, cls.backend, cls._format())
         index = PieceIndex.of(folder)
         lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
@@ -107,9 +105,10 @@ class StoredModel:
             folder.mkdir(exist_ok=True)
             if facts is not None:
                 write_facts(folder, {"format": cls._format(), **facts})
+            written = write_pieces(folder, rank, pieces)
         except OSError as error:
             raise CheckpointWriteError(str(error)) from error
-        return {f"{folder.name}/{name}": digest for name, digest in write_pieces(folder, rank, pieces).items()}
+        return {f"{folder.name}/{name}": digest for name, digest in written.items()}
 
     @property
     def weights(self) -> list[str]:
@@ -146,15 +145,15 @@ class StoredModel:
 
         `frozen_dtype` is the dtype in which ranks hold frozen weights.
         """
-        verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith(f"{_POLICY}/")})
-        stored = cls.of(folder / _POLICY)
+        verify_files(folder, {name: digest for name, digest in digests.items() if name.startswith("policy/")})
+        stored = cls.of(folder / "policy")
         tensors = stored.index.tensors
 
         def read(name: str) -> Tensor:
             return stored.index.read(name, Box.whole(tensors[name].shape))
 
         layout = {name: tensors[name].on_meta for name in stored.weights}
-        return SavedTensors(folder / _POLICY, layout, read, stored.facts["frozen_weights"], frozen_dtype)
+        return SavedTensors(folder / "policy", layout, read, stored.facts["frozen_weights"], frozen_dtype)
 
     @classmethod
     def _format(cls) -> str:

@@ -67,10 +67,10 @@ class ClusterConfig(Section):
 
 
 def cluster_needs(run: RunConfig) -> list[ClusterNeed]:
-    """Return what this run needs on its cluster.
+    """Return the CPUs and GPUs that this run needs on its cluster, for its ranks and its engines.
 
-    The section of a component has a method `cluster_need(run)` if it may need a cluster. Ranks come first: they
-    need whole machines, and engines take parts of machines.
+    The section of a component has a method `cluster_need(run)` if it may need a cluster. Ranks come first, because
+    they need whole machines, and engines only parts of machines.
     """
     asked = [getattr(section, "cluster_need", None) for _, section in sections_within(run)]
     needs = [need for ask in asked if ask is not None and (need := ask(run)) is not None]

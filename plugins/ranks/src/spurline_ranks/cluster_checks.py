@@ -1,6 +1,7 @@
 """Check that the machines of a cluster have the same software and share the run directory, before weights are loaded.
 
-A process on each machine reports what is there. A difference raises ConfigError with the machines. Imports no torch.
+A process on each machine reports its software. If machines differ, ConfigError names them. This module does not import
+torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reserve room (CPUs and GPUs) on a Ray cluster for all processes that a run places there, before anything loads.
 
-Code that starts actors calls `room_for`. This returns the room that is reserved for a `ClusterNeed`, or reserves room
-if there is none yet. Only runs that place something on Ray import this module.
+Code that starts actors calls `room_for`, which returns the room that is reserved for a `ClusterNeed`, or reserves it.
+Only runs that place something on Ray import this module.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, free_of
 from spurline_ranks.ray_node import NodeActor
 
 _SLICE_S = 2.0
-"""Maximum seconds of one blocking call that waits for Ray. Ctrl-C has no effect during the call."""
+"""Maximum seconds of one blocking wait for Ray, during which Ctrl-C has no effect."""
 _ANSWER_TIMEOUT_S = 300.0
 """Seconds that a machine has to start a process and answer a question."""
 

@@ -58,7 +58,7 @@ class RankBackendConfig(ModelBackendConfig):
     """Maximum tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row
     is never divided. null puts all rows of a step in one micro-batch."""
     logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Number of token positions for which a rank has logits in memory at the same time."""
+    """Number of token positions whose logits a rank has in memory at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads of each rank. null divides the cores of a machine among its ranks."""
     deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False
@@ -196,7 +196,7 @@ class RankBackendConfig(ModelBackendConfig):
         """Environment variables that the ranks need from the start."""
         if not self.deterministic:
             return {}
-        # Matrix products on a GPU are deterministic only with a fixed workspace.
+        # Matrix products on a GPU are deterministic only if their workspace has a fixed size.
         name = "CUBLAS_WORKSPACE_CONFIG"
         return {name: os.environ.get(name, ":4096:8")}
 

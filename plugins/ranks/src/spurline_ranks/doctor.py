@@ -45,7 +45,7 @@ def examine(config: RankBackendConfig, run: RunConfig, worker: str) -> Iterator[
             stack.enter_context(room_on_cluster(run))
             ranks = open_ranks(request, worker, (plain_run(run),), limits, cluster)
         except SpurlineError as error:
-            yield Finding("ranks", f"{config.num_ranks} were asked for, and did not start", _words(error))
+            yield Finding("ranks", f"{config.num_ranks} were requested, but did not start", _words(error))
             return
         stack.callback(ranks.close)
         try:
@@ -67,7 +67,7 @@ def _ask(ranks: RankGroup, seconds: float) -> Iterator[Finding]:
 
 
 def access_to(request: ClusterRequest) -> Finding:
-    """Find out whether the cluster requires a token. A cluster without a token is safe only in a private network."""
+    """Report whether the cluster requires a token. A cluster without a token is safe only in a private network."""
     from spurline_ranks.ray_cluster import RayCluster
 
     with closing(RayCluster(request)) as cluster:
@@ -135,7 +135,7 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Return by name the backend's groups with this rank, or None for a group of one rank. All ranks call this."""
+        """Return the backend's groups with this rank by name. A group of one rank may be None. All ranks call this."""
         return {}
 
     def look(self) -> dict[str, Any]:

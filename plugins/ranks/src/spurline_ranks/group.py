@@ -1,6 +1,6 @@
-"""Processes that compute together, called ranks: start them, call a method on all of them, and end them.
+"""Start ranks (processes that compute together), call a method on all of them, and end them.
 
-The subclasses of `RankGroup` know how to start and reach the processes.
+The subclasses of `RankGroup` start the processes on this machine or on a cluster, and exchange messages with them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from spurline_models.machine import check_ray
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
 
 START = "start"
-"""The name in messages for the start, in which processes begin, join each other and make their workers."""
+"""Name of the start in messages. During the start, the ranks join each other and make their workers."""
 PATIENCE_S = 60.0
-"""Seconds between the lines that are printed while no answer arrives. A line names the ranks without an answer."""
+"""Seconds between two lines that are printed during a wait. A line names the ranks that have not answered."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class Place:
         world: The number of ranks.
         local_rank: The rank's number on its machine.
         node: The machine's name.
-        doing: A function that takes a text about the rank's work, such as `micro-batch 5 of 8`. Messages about long
-            waits show the text.
+        doing: A function that records the rank's current work as text, such as `micro-batch 5 of 8`. Messages about
+            long waits show the text.
     """
 
     rank: int
@@ -77,7 +77,7 @@ def open_ranks(
     limits: TimeLimits,
     cluster: ClusterRequest | None = None,
 ) -> RankGroup:
-    """Start ranks; return when they have joined each other and made their workers.
+    """Start ranks. This function returns when the ranks have joined each other and made their workers.
 
     Args:
         request: The number of ranks, their devices, and where to start them.
@@ -120,14 +120,14 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Wait for outcomes of these ranks; return the first outcomes that arrive, or {} after `timeout_s`."""
+        """Return the first outcomes of these ranks that arrive, or {} if none arrives within `timeout_s`."""
 
     @abstractmethod
     def _identity(self, rank: int) -> Identity: ...
 
     @abstractmethod
     def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Ask each rank what it does, and since when. Ranks that do not answer soon are left out."""
+        """Ask each rank for its current work, and since when it does it. Ranks that do not answer soon are left out."""
 
     @abstractmethod
     def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
@@ -139,14 +139,14 @@ class RankGroup(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """Kill all ranks and wait until none is left. May be called again, and while another thread waits in `call`."""
+        """Kill all ranks and wait for their end. It may be called again, and while another thread waits in `call`."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Close files and connections after the last call. May be called again."""
+        """Close files and connections after the last call. It may be called again."""
 
     def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method of the worker on all ranks, and wait for all answers. May be called on any thread.
+        """Call a method of the worker on all ranks, and wait for all answers. Any thread may call this.
 
         Args:
             method: The name of the worker's method, or of a method of its attribute, such as `publishing.make`.
@@ -175,7 +175,7 @@ class RankGroup(ABC):
                 raise
 
     def close(self) -> None:
-        """End all ranks by force; return when none is left. May be called again."""
+        """Kill all ranks, and wait until they have ended. It may be called again."""
         # A thread in `call` holds the lock. It wakes up when the ranks have ended.
         self._ended = self._ended or "the ranks were closed."
         self._end()
@@ -183,7 +183,7 @@ class RankGroup(ABC):
             self._release()
 
     def _start(self) -> list[Any]:
-        """Return what all ranks answer while they start. Constructors of subclasses call this, and close on errors."""
+        """Return the answers of all ranks to the start. Constructors of subclasses call this, and close on errors."""
         with self._lock:
             return self._collect(START, self._limits.start_s, time.monotonic())
 
@@ -219,7 +219,7 @@ class RankGroup(ABC):
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
         who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
-        # A rank that fails so late has probably waited for another rank until the exchange timed out.
+        # A rank that fails this late has probably waited for another rank until the exchange timed out.
         if others and time.monotonic() - began >= self._limits.collective_s:
             error.add_note(self._where_they_stand(others)[0])
         raise error
@@ -230,7 +230,7 @@ class RankGroup(ABC):
         raise who.failed(f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}", call)
 
     def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return what missing ranks do, as text with stacks, and the first rank that does not tell it, or None."""
+        """Return a text with the work and the stacks of missing ranks, and the first rank that reports no work."""
         doing = self._doing(missing)
         stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
         silent = next((rank for rank in missing if rank not in doing), None)
@@ -251,7 +251,7 @@ def _failures(outcomes: Mapping[int, Outcome]) -> dict[int, Raised | Died]:
 
 
 def _may_follow_from_another(failure: Raised | Died) -> bool:
-    """Return whether the failure may be an exchange that broke because another rank failed."""
+    """Return whether the failure may be a consequence of another rank's failure, such as a broken exchange."""
     return isinstance(failure, Raised) and failure.error is None
 
 

@@ -1,4 +1,4 @@
-"""Write the logs of processes, and read what a process has written last and where a process hangs."""
+"""Write the logs of processes, and read the end of a log and the stacks of a process that hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 
 
 def write_into(log: str) -> None:
-    """Send the output of this process and of its later children to this file. The folder is made if needed."""
+    """Redirect the output of this process, and of its later children, to this file. See `begin_log`."""
     file = begin_log(log)
     for stream in (1, 2):
         os.dup2(file, stream)
@@ -31,7 +31,7 @@ def write_into(log: str) -> None:
 
 
 def begin_log(log: str) -> int:
-    """Open this file for the output of a process. The folder is made if needed.
+    """Open this file for the output of a process, and return the file descriptor. Missing folders are made.
 
     Earlier output stays in the file. A line marks the beginning of the new output.
     """
@@ -54,7 +54,7 @@ def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
 
 
 def stacks_of(pid: int, log: int, limit_s: float) -> str:
-    """Let a process write the stacks of its threads into its open log. Return the stacks, or why there are none."""
+    """Make a process write the stacks of its threads into its open log. Return the stacks, or why there are none."""
     begin = size = os.fstat(log).st_size
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)

@@ -51,7 +51,7 @@ Outcome = Value | Raised | Died
 
 
 def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the controller. If it cannot be pickled, return the error as the outcome."""
+    """Return the outcome as bytes for the controller. If it cannot be pickled, that error becomes the outcome."""
     try:
         return packed(outcome)
     except Exception as error:  # noqa: BLE001 - raised where the call was made
@@ -81,7 +81,7 @@ class Identity:
         return f"rank {self.rank} of {self.world} (process {self.pid} on {self.node})"
 
     def failed(self, text: str, call: str, traceback: str = "") -> RankFailedError:
-        """Return the error that blames this rank."""
+        """Return a RankFailedError that names this rank."""
         return RankFailedError(text, self.rank, self.node, self.pid, call, traceback)
 
 

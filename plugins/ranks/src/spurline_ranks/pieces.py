@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function does this
 
 from spurline.digests import FileDigest
-from spurline.errors import CheckpointWriteError, DamagedCheckpointError
+from spurline.errors import DamagedCheckpointError
 from spurline.tensor_files import Values, write_tensor_file
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
@@ -71,7 +71,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor that is to be written.
+    """A part of a tensor, to write into a file.
 
     Attributes:
         key: The name of the tensor.
@@ -123,21 +123,18 @@ def held_pieces(tensors: Mapping[str, Tensor], *, first: bool) -> Iterator[Piece
 def write_pieces(
     folder: Path, rank: int, pieces: Iterable[Piece], part_bytes: int = PART_BYTES
 ) -> dict[str, FileDigest]:
-    """Write the pieces of one process block by block, and return when they are safe on the disk.
+    """Write the pieces of one process file by file, and force each file to disk.
 
     Returns:
         The digests of the files by name.
 
     Raises:
-        CheckpointWriteError: If files cannot be written.
+        OSError: If files cannot be written.
     """
     digests: dict[str, FileDigest] = {}
-    try:
-        for number, part in enumerate(_parts(pieces, part_bytes)):
-            name = f"rank-{rank:05d}.part-{number:03d}.safetensors"
-            digests[name] = _write_part(folder / name, part)
-    except OSError as error:
-        raise CheckpointWriteError(str(error)) from error
+    for number, part in enumerate(_parts(pieces, part_bytes)):
+        name = f"rank-{rank:05d}.part-{number:03d}.safetensors"
+        digests[name] = _write_part(folder / name, part)
     return digests
 
 
@@ -199,7 +196,7 @@ class PieceIndex:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     _opened: dict[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
-    """Open files that values were read from. This must be empty when the index is sent to another process."""
+    """Open files, by name. An index with open files cannot be sent to another process."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:

@@ -38,7 +38,7 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 2.0
-"""Seconds that a rank has to tell what it does, or to write its stacks."""
+"""Seconds that a rank has to report its work, or to write its stacks."""
 _FORK_TIMEOUT_S = 60.0
 
 
@@ -128,7 +128,7 @@ class _Process:
         self.send(packed((dict(os.environ), path, os.getcwd(), order)))
 
     def send(self, *messages: bytes) -> bool:
-        """Send the messages of one call. If the rank does not read them in time, report it as `Died`; return False."""
+        """Send the messages of one call. If the rank does not read them in time, report `Died` and return False."""
         try:
             for message in messages:
                 self._connection.send_bytes(message)
@@ -142,7 +142,7 @@ class _Process:
         return True
 
     def ask(self) -> None:
-        """Ask the rank what it is doing; `said` returns the answer."""
+        """Ask the rank for its current work. `said` returns the answer."""
         self._answers = SimpleQueue()
         with suppress(OSError):
             self._connection.send_bytes(packed((None, None)))
@@ -215,8 +215,8 @@ class _Server:
                 take=self._take,
                 on_end=self._note_end,
                 pass_fds=[theirs.fileno()],
-                # Some libraries look for GPUs on import. This keeps them from initializing CUDA, which would then not
-                # work in forks.
+                # Some libraries look for GPUs on import. This setting keeps them from initializing CUDA, which would
+                # make CUDA unusable in forks.
                 environment={"PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
             )
 

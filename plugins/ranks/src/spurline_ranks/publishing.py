@@ -1,8 +1,8 @@
-"""Make buckets of weights in the ranks. Weights never pass through the controller.
+"""Publish weights from the ranks in buckets. Weights never pass through the controller.
 
 Data flow: parts of weights -> one whole bucket at a time, in the first rank, the bucket's owner or all ranks -> a
-`BucketMaker` there -> a description of the bucket, which the controller passes on. Each call makes one bucket, so a
-consumer may stop after any bucket.
+`BucketMaker` in these ranks -> a description of the bucket -> controller. Each call makes one bucket, so a consumer may
+stop after any bucket.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def buckets_of_ranks(ranks: RankGroup, version: int, choice: MakerChoice, first:
 def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
     """Join the descriptions of the same weights from several processes.
 
-    They may differ only in mappings inside `where`. These are merged, and the first value of each key is kept.
+    The descriptions may differ only in mappings inside `where`. These mappings are merged, and the first value of each
+    key is kept.
     """
     first, *others = buckets
     where = dict(first.where)
@@ -50,7 +51,7 @@ def join_buckets(buckets: Sequence[WeightBucket]) -> WeightBucket:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The buckets for a `MakerChoice`, and the ranks that make each. `maker` is None if this rank makes none."""
+    """The buckets for a `MakerChoice`, and the ranks that make each bucket. `maker` is None if this rank makes none."""
 
     gathering: WeightGathering
     dtype: torch.dtype | None

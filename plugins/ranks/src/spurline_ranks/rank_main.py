@@ -24,7 +24,7 @@ from spurline_ranks.outcomes import Raised, Value, pack
 
 @dataclass(frozen=True)
 class RankOrder:
-    """The data that a process needs to become a rank.
+    """Everything that a process needs to become a rank.
 
     Attributes:
         request: The request for all ranks.
@@ -56,7 +56,7 @@ class RankMain:
         self._worker: Any = None
 
     def start(self) -> bytes:
-        """Join the others and make the worker; return the packed outcome."""
+        """Join the other ranks, make the worker, and return the packed outcome."""
         try:
             os.environ.update(self._order.environment)
             self._join()
@@ -70,7 +70,7 @@ class RankMain:
         return pack(Value(None))
 
     def call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """Call a method of the worker; return the packed outcome."""
+        """Call a method of the worker, and return the packed outcome."""
         self.say(f"in `{method}`")
         try:
             return pack(Value(attrgetter(method)(self._worker)(*arguments)))

@@ -1,4 +1,4 @@
-"""The server process, from which ranks of this machine are forked. It has imported everything that is slow to import.
+"""Run the server, a process that imports all slow modules once and then forks the ranks of this machine.
 
 For each rank the controller sends a connection and a log file over a socket. The server answers with the id of the new
 process, and later reports the exit code of the process. Every rank has a process session of its own, so that only the
@@ -43,7 +43,7 @@ def _serve(parent: Parent, control: socket.socket) -> tuple[int, int] | None:
     """Fork ranks until the controller is gone.
 
     Returns:
-        The connection and the log as open files, in each forked rank. None in the server, when the controller is gone.
+        In a forked rank, the file descriptors of its connection and its log. In the server, None.
     """
     # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

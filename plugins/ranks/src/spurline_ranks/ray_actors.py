@@ -41,7 +41,7 @@ _PING_TIMEOUT_S = 15.0
 _TELLING_S = 10.0
 """Seconds to wait until Ray reports the end of a process."""
 _WATCH = "watch"
-"""Ray concurrency group with its own thread, so that an actor can tell what it does while it computes."""
+"""Ray concurrency group with its own thread, so that an actor can report its work while it computes."""
 _LOST = Died("was lost with its machine, which no longer answers,")
 
 
@@ -66,14 +66,14 @@ class RankActor:
         return packed(Value((os.getpid(), os.readlink("/proc/self/fd/2"), store)))
 
     def start(self, order: RankOrder, log: str | None) -> bytes:
-        """Redirect output to `log` unless it is None, join the other ranks and make the worker; return the outcome."""
+        """Write output to `log` unless it is None, join the other ranks, make the worker, and return the outcome."""
         if log is not None:
             write_into(log)
         self._main = RankMain(order)
         return self._main.start()
 
     def call(self, method: str, arguments: bytes) -> bytes:
-        """Call a method of the worker with a packed tuple of arguments; return the outcome."""
+        """Call a method of the worker with a packed tuple of arguments, and return the outcome."""
         assert self._main is not None
         return self._main.call(method, unpacked(arguments))
 

@@ -35,7 +35,7 @@ CONNECT_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 5.0
 """Seconds within which the head of a cluster must answer at its address."""
 _RESTART = (
-    "Look at `ray status`; stop what is left of a cluster with `ray stop`, or set cluster.address or RAY_ADDRESS to "
+    "Look at `ray status`. Stop the rest of an old cluster with `ray stop`, or set cluster.address or RAY_ADDRESS to "
     "another cluster."
 )
 _STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
@@ -60,13 +60,13 @@ class RayCluster:
     _lock: ClassVar = threading.Lock()
     _holds: ClassVar[list[RayCluster]] = []
     _has_joined: ClassVar = False
-    """Whether this class initialized Ray. If other code did, that code also shuts Ray down."""
+    """Whether this class initialized Ray, and so shuts it down. Otherwise other code does both."""
 
     def __init__(self, request: ClusterRequest) -> None:
         self._request = request
 
     def open(self) -> None:
-        """Join the cluster. May be called again.
+        """Join the cluster. It may be called again.
 
         Raises:
             UserError: If there is no cluster, it does not answer, or this process has joined another cluster.
@@ -87,7 +87,7 @@ class RayCluster:
             RayCluster._holds.append(self)
 
     def close(self) -> None:
-        """Leave the cluster if this process has no other open client. May be called again."""
+        """Leave the cluster if this process has no other open client. It may be called again."""
         with RayCluster._lock:
             if self not in RayCluster._holds:
                 return
@@ -124,7 +124,7 @@ class RayCluster:
         nodes: list[Node] = []
         for node in alive:
             name, identity = node["NodeManagerHostname"], node["NodeID"]
-            # In tests several nodes run on one machine.
+            # In tests, several nodes run on one machine and have the same name.
             told = name if there[name] == 1 else f"{name} ({identity[:8]})"
             nodes.append(Node(identity, told, node["Resources"], free.get(identity, {})))
         return sorted(nodes, key=lambda node: (node.name, node.id))

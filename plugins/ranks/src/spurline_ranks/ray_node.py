@@ -28,23 +28,23 @@ class NodeActor:
         return None if os.getppid() != self._raylet else [pid for pid in pids if not _is_there(pid)]
 
     def run(self, function: str, arguments: tuple[Any, ...]) -> bytes:
-        """Call `module:function`; return the packed outcome."""
+        """Call `module:function`, and return the packed outcome."""
         try:
             return pack(Value(resolve_name(function)(*arguments)))
         except Exception as error:  # noqa: BLE001 - raised where it was asked
             return pack(Raised.of(error))
 
     def last_words(self, log: str) -> str | None:
-        """Return the end of what a rank wrote; None if Ray has ended on this machine."""
+        """Return the end of a rank's output, or None if Ray has ended on this machine."""
         return last_words(log) if os.getppid() == self._raylet else None
 
     def stacks(self, pid: int, log: str, limit_s: float) -> str:
-        """Return the stack of each thread of a rank; see `stacks_of`."""
+        """Return the stack of each thread of a rank. See `stacks_of`."""
         with open(log, "rb") as file:
             return stacks_of(pid, file.fileno(), limit_s)
 
     def end(self, pids: Sequence[int], limit_s: float) -> list[int]:
-        """Wait until ranks that Ray has killed have ended; return the ranks that have not ended within the limit.
+        """Wait until ranks that Ray has killed have ended. Return the ranks that have not ended within the limit.
 
         This also kills processes that Ray does not kill: stopped ranks, and other processes of a rank's group.
         """

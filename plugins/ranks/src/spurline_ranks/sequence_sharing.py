@@ -56,7 +56,7 @@ class SequenceSharing:
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
         source = stream.source + padding
-        # Positions with loss are sorted, so the positions of a part are a slice. `tolist` waits for the device.
+        # Positions with loss are sorted, so the positions in a part are a slice. `tolist` waits for the device.
         borders = torch.searchsorted(source, source.new_tensor([start, stop]))
         first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
         lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
@@ -75,7 +75,7 @@ class SequenceSharing:
         return part, mine
 
     def padded_length(self, num_tokens: int, multiple: int = 1) -> int:
-        """Return the length of a stream after padding, so that each rank gets an equal multiple of `multiple`."""
+        """Return the length of a padded stream: all ranks get the same length, a multiple of `multiple`."""
         unit = self._size * multiple
         return math.ceil(num_tokens / unit) * unit
 
@@ -137,14 +137,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        sent = grads[0].contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
-        return received, None
+        return _Exchange.apply(grads[0], ctx.group), None
 
 
 class _Join(torch.autograd.Function):
-    """Joins the ranks' parts of a vector. All ranks compute the same loss, so each takes the gradient of its part."""
+    """Joins the ranks' parts of a vector. All ranks compute the same loss, so a part's gradient needs no exchange."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, mine: slice, size: int, group: ProcessGroup) -> Tensor:

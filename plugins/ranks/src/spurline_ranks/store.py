@@ -10,10 +10,8 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
-_TIMEOUT = timedelta(minutes=5)
 
-
-def open_store(host: str, timeout: timedelta = _TIMEOUT) -> TCPStore:
+def open_store(host: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
     """Open a store that listens only at this address, at a free port. A plain `TCPStore` listens on all interfaces.
 
     If no interface of this machine has the address, as behind NAT, the opened store listens on all interfaces.

@@ -84,7 +84,7 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Return a bucket's whole weights on the device, {} if not in `destinations`. All ranks call this together."""
+        """Return a bucket's weights on the device in `destinations`, else {}. All ranks call this together."""
         groups = self._named.groups[slice(*bucket)]
         whole: dict[str, Tensor] = {}
         # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.
@@ -151,7 +151,7 @@ def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:
 
 
 def as_arrays(tensors: Iterable[tuple[str, Tensor]]) -> list[tuple[str, NDArray[Any]]]:
-    """Return tensors as numpy arrays, which other processes can read. bf16 becomes fp32."""
+    """Return tensors as fp32 numpy arrays, which can be sent to other processes."""
     return [(name, value.float().cpu().numpy()) for name, value in tensors]
 
 

@@ -110,7 +110,7 @@ class RankWorker:
         """Take one optimizer step, or change nothing if loss or gradient norm are not finite.
 
         Returns:
-            `loss` is the sum of weight * loss over all ranks, `updates` the number of optimizer steps until now,
+            `loss` is the sum of weight * loss over all ranks, `updates` is the number of optimizer steps so far,
             `rates` are the metrics of `Optimization.step`, and `part` is the `SumsPart`, or None on ranks without
             `_counts`. Times are in seconds.
         """
@@ -164,7 +164,7 @@ class RankWorker:
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def write_weights(self, folder: str, dtype: torch.dtype, max_file_bytes: int) -> OSError | None:
-        """Write whole weights as in `Backend.write_weights`; return the error of this rank, if there is one."""
+        """Write whole weights as in `Backend.write_weights`. Return the error of this rank, or None."""
         failure = self._gatherings["model"].write(Path(folder), dtype, max_file_bytes, self._place.doing)
         return None if failure is None else OSError(self._named(failure))
 
@@ -177,7 +177,7 @@ class RankWorker:
         self._memory.take()
 
     def save(self, path: str) -> Mapping[str, FileDigest] | CheckpointWriteError:
-        """Write this rank's part of all trained models; return digests by path, or the error."""
+        """Write this rank's part of all trained models. Return digests by path, or the error."""
         self._place.doing("writing a checkpoint")
         try:
             return self._save(Path(path))
@@ -185,7 +185,7 @@ class RankWorker:
             return CheckpointWriteError(self._named(error))
 
     def verify(self, digests: Mapping[str, FileDigest], path: str) -> CheckpointError | None:
-        """Check the digests of these files; return the error, if there is one."""
+        """Compare files with their digests. Return the error, or None if all files are unchanged."""
         self._place.doing(f"verifying {len(digests)} files of a checkpoint")
         try:
             verify_files(Path(path), digests)
@@ -198,14 +198,14 @@ class RankWorker:
         return {"policy": self._policy, **({} if self._critic is None else {"critic": self._critic})}
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
-        """Compute gradients, summed over the rows of all ranks; return the sums of this rank's own rows."""
+        """Compute gradients, summed over the rows of all ranks. Return the sums of this rank's own rows."""
         raise NotImplementedError
 
     def _drop_gradients(self, role: Role) -> None:
         """Free the gradients after an update."""
 
     def _save(self, path: Path) -> Mapping[str, FileDigest]:
-        """Write this rank's part into the folder; return digests by path. Raises CheckpointWriteError."""
+        """Write this rank's part into the folder, and return digests by path. Raises CheckpointWriteError."""
         raise NotImplementedError
 
     def _device_tensors(self) -> DeviceTensors:

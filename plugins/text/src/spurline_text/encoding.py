@@ -41,8 +41,8 @@ class Sample:
 
     Attributes:
         row: Number of the row in the dataset.
-        tokens: Token ids.
-        loss_mask: One entry per token, 0 on the first.
+        tokens: Token ids [T].
+        loss_mask: 1 for each token with loss, else 0 [T]. The first token never has loss.
         truncated: Whether the sample was cut to `max_length`.
         ignored: Kinds of content in the row that the chat template leaves out, and EMPTY_ANSWER if an answer is empty.
     """
@@ -75,7 +75,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows that were read and rendered, with texts to encode. `error` is the error of the row after them, or None."""
+    """Rows that were read and rendered, with their texts. `error` is the error of the next row, or None."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
@@ -87,9 +87,9 @@ class PreparedRows:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The encodings of the chats and of the plain texts in PreparedRows, both in order.
+    """The encodings of the chats and of the plain texts in PreparedRows, in the order of the rows.
 
-    If the encodings of the chats have no offsets, `by_bytes` makes their masks.
+    If `by_bytes` is None, the encodings of the chats have offsets. Otherwise `by_bytes` makes their masks.
     """
 
     by_bytes: TokenBytes | None
@@ -207,8 +207,7 @@ class RowEncoder:
             # Only a completion with a prompt is an answer.
             empty = (EMPTY_ANSWER,) if item.prompt and not item.completion.strip() else ()
             return _Text(text, ((len(item.prompt), len(text)),), is_chat=False, ends=item.ends, ignored=empty)
-        if self._tokenizer.chat_template is None:
-            require_chat_template(self._tokenizer, self._dataset.location(row))
+        require_chat_template(self._tokenizer, self._dataset.location(row))
         rendered = self._chat.render_for_training(item, self._data.train_on)
         require_text(rendered.text, values)
         empty = (EMPTY_ANSWER,) if _has_empty_answer(item, self._data.train_on) else ()
@@ -231,7 +230,7 @@ class RowEncoder:
     def _finish(
         self, row: int, tokens: NDArray[np.int32], mask: NDArray[np.uint8], ignored: tuple[str, ...] = ()
     ) -> Sequence[Sample | Dropped]:
-        """Apply the rules for the first token, for samples without loss and for `max_length`."""
+        """Mask the first token, and drop, cut or refuse the sample by the settings `max_length` and `too_long`."""
         limit = self._data.max_length
         # Nothing precedes the first token, so nothing can predict it.
         mask[:1] = 0
@@ -257,12 +256,9 @@ class RowEncoder:
 
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
     """Return whether a trained turn is empty. From an empty turn, the model would learn only to end its answer."""
-    for turn in conversation.trained_turns(train_on):
-        message = conversation.messages[turn]
-        # The template may write other keys, such as tool calls or reasoning.
-        if message.keys() <= {"role", "content"} and not str(message.get("content") or "").strip():
-            return True
-    return False
+    trained = (conversation.messages[turn] for turn in conversation.trained_turns(train_on))
+    # The template may write other keys, such as tool calls or reasoning.
+    return any(turn.keys() <= {"role", "content"} and not str(turn.get("content") or "").strip() for turn in trained)
 
 
 def _pieces(sample: Sample, limit: int) -> list[Sample]:

@@ -57,8 +57,9 @@ class Keeper:
         return self._kept(what, "", value.save_pretrained)
 
     def _kept(self, name: str, suffix: str, write: Callable[[Path], object]) -> str:
-        """Write a file or folder under a temporary name. Then give it a name with the digest of its content."""
-        # The name is unique across threads and containers. After a kill, the next run here removes temporary files.
+        """Write a file or folder under a temporary name, and rename it after the digest of its content."""
+        # The temporary name is unique across threads and containers. After a kill, the next run in this directory
+        # removes temporary files.
         temporary = self._folder / f".{name}.{uuid.uuid4().hex}.{os.getpid()}.tmp"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

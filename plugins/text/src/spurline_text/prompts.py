@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +96,10 @@ class GenerationExample:
 
 def question_key(row: Mapping[str, Any], config: DatasetConfig) -> int:
     """Return a hash of the question. If the row has no question in a known format, the whole row is hashed."""
-    try:
+    asked: Any = row
+    with suppress(DataError):
         question = read_question(row, config)
-    except DataError:
-        asked: Any = row
-    else:
-        is_chat = isinstance(question, ChatQuestion)
-        asked = question.messages[: question.answer_at] if is_chat else question.text
+        asked = question.messages[: question.answer_at] if isinstance(question, ChatQuestion) else question.text
     return xxhash.xxh3_64_intdigest(json.dumps(asked, sort_keys=True, default=str).encode())
 
 
@@ -117,8 +115,8 @@ def prompt_and_reference(
     """Return the prompt of a row as text and tokens, and its reference answer.
 
     Args:
-        row: The row.
-        config: Settings of its dataset.
+        row: A row of a dataset.
+        config: Settings of the dataset.
         tokenizer: Renders and encodes the prompt.
         data: Settings of the section `data`.
         location: Location of the row, for errors.

@@ -27,7 +27,7 @@ class StopTexts:
         self._unsettled: list[int] = []
 
     def completed_by(self, token: int) -> bool:
-        """Add the next token of the response. Returns whether the response now contains a stop text."""
+        """Add the next token of the response, and return whether the response now contains a stop text."""
         self._unsettled.append(token)
         # Many tokenizers decode the first token of a text differently, so earlier tokens are decoded too.
         before = self._decode(self._context)

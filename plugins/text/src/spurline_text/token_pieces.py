@@ -65,9 +65,7 @@ class TokenPieces:
 
 def _kind_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return how the vocabulary writes bytes and spaces. For kind `other`, the tokenizer must decode each token."""
-    if not tokenizer.is_fast:
-        return "other"
-    decoder = tokenizer.backend_tokenizer.decoder  # type: ignore[attr-defined]
+    decoder = tokenizer.backend_tokenizer.decoder if tokenizer.is_fast else None  # type: ignore[attr-defined]
     if decoder is None:
         return "other"
     names = _names(json.loads(decoder.__getstate__()))

@@ -81,22 +81,17 @@ def open_datasets(
     """
     opened: list[Dataset] = [registry.create("dataset", config) for config in configs]
     for dataset, config in zip(opened, configs, strict=True):
-        if config.columns:
-            _check_columns(dataset, config)
+        problem = unknown_column_problem(config.columns)
+        if config.columns and problem is None:
+            problem = absent_column_problem(config.columns, _first_rows(dataset))
+        if problem is not None:
+            raise DataError(f"{dataset.label}: {problem}")
     if row_limit is not None:
         opened = [FirstRows(dataset, row_limit) for dataset in opened]
     return [DatasetToTokenize(dataset, config) for dataset, config in zip(opened, configs, strict=True)]
 
 
-def _check_columns(dataset: Dataset, config: DatasetConfig) -> None:
-    problem = unknown_column_problem(config.columns)
-    if problem is None:
-        problem = absent_column_problem(config.columns, _first_rows(dataset, config))
-    if problem is not None:
-        raise DataError(f"{dataset.label}: {problem}")
-
-
-def _first_rows(dataset: Dataset, config: DatasetConfig) -> Iterator[Mapping[str, Any]]:
+def _first_rows(dataset: Dataset) -> Iterator[Mapping[str, Any]]:
     """Yield the first rows, except rows that cannot be read."""
     for row in range(min(len(dataset), _ROWS_WITH_COLUMNS)):
         try:
@@ -115,7 +110,7 @@ def plain_text_notes(
     """
     notes: list[str] = []
     for dataset, config in ((source.dataset, source.config) for source in sources):
-        view = RowView(next(_first_rows(dataset, config), {}), config.columns)
+        view = RowView(next(_first_rows(dataset), {}), config.columns)
         names = ["prompt", *([answer] if answer else [])]
         is_plain = all(isinstance(view.get(name), str) for name in names)
         is_chosen = config.format != "auto" or "instruction" in config.columns

@@ -26,7 +26,7 @@ _Config = TypeVar("_Config", bound=ProjectTrackerConfig)
 
 
 class ProjectTracker(SendingTracker, Generic[_Config]):
-    """Base class of trackers whose library represents a run by an object with a method `log`."""
+    """Base class of trackers whose library represents a run by an object with the methods `log` and `finish`."""
 
     def __init__(self, config: _Config) -> None:
         super().__init__()
@@ -40,11 +40,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
     def close_run(self, *, is_finished: bool) -> None:
         # Stdout is reserved for the progress of the run.
         with redirect_stdout(sys.stderr):
-            self.finish(is_finished=is_finished)
-
-    def finish(self, *, is_finished: bool) -> None:
-        """Tell the service that the run is over."""
-        self._run.finish()
+            self._run.finish()
 
 
 class WandbTracker(ProjectTracker[WandbTrackerConfig]):
@@ -121,9 +117,10 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
                 # With these settings, SwanLab asks no questions and does not record the output of the run.
                 settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
             )
-        # Remove SwanLab's hooks, which could wait at exit for a silent service. `finish` reports the end of the run.
+        # Remove SwanLab's hooks, which could wait at exit for a silent service. `close_run` reports the end of the run.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
 
-    def finish(self, *, is_finished: bool) -> None:
-        self._run.finish(state="success" if is_finished else "aborted")
+    def close_run(self, *, is_finished: bool) -> None:
+        with redirect_stdout(sys.stderr):
+            self._run.finish(state="success" if is_finished else "aborted")

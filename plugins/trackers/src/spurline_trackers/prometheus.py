@@ -12,7 +12,7 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# New names for metrics whose names are used by the counters.
+# Other names for the metrics whose own names belong to the counters.
 _RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
 
 
@@ -31,7 +31,6 @@ class PrometheusTracker:
 
     def start(self, info: RunInfo) -> None:
         """Listen for scrapes. Raises ConfigError if the port is taken."""
-        assert self._server is None, "PrometheusTracker is already started"
         run = self._library.Info("spurline_run", "The run.", registry=self._registry)
         run.info({"name": info.run_dir.resolve().name})
         self._show("planned_steps", info.total_steps)

@@ -24,7 +24,7 @@ from spurline.terminal import printable
 
 _CLOSE_WAIT_S = 30.0
 _LONGEST_QUEUE = 10_000
-"""Steps that may wait for a slow store. A step takes a few kilobytes."""
+"""Maximum number of steps that wait for a slow store. A step takes a few kilobytes."""
 
 
 class SendingTracker(ABC):
@@ -55,7 +55,6 @@ class SendingTracker(ABC):
 
     def start(self, info: RunInfo) -> None:
         """Open the store. Raises ConfigError if it cannot be opened."""
-        assert self._thread is None, f"{type(self).__name__} is already started"
         try:
             self.open_run(info)
         except ConfigError:
@@ -76,10 +75,10 @@ class SendingTracker(ABC):
             self._say(f"{_LONGEST_QUEUE} steps wait to be sent, so step {step} is left out. It is in metrics.jsonl.")
 
     def flush(self) -> None:  # noqa: B027 - not abstract: there is nothing to do
-        """Do nothing, because a checkpoint needs only metrics.jsonl, and the run itself flushes that file."""
+        """Do nothing. A checkpoint relies only on metrics.jsonl, which the run itself flushes."""
 
     def close(self) -> None:
-        """Send the waiting steps. Give up after a time limit. May be called twice, or without start."""
+        """Send the waiting steps, for at most 30 seconds. It may be called again, and without `start`."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -104,7 +103,7 @@ class SendingTracker(ABC):
 
 
 def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id from this file of the run directory. If the run is not resumed or has no id, return None."""
+    """Return the id from this file of the run directory. Return None if the run is not resumed or has no id."""
     path = info.run_dir / file
     return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
 
@@ -122,7 +121,7 @@ def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
-    """Import the tracker's library or one of its modules. If it is missing, ConfigError shows how to install it."""
+    """Import the library of tracker `name`, or one of its modules. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module(module or name)
     except ImportError as error:

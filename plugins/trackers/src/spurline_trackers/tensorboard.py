@@ -24,7 +24,6 @@ class TensorboardTracker:
 
     def start(self, info: RunInfo) -> None:
         """Open a new event file. TensorBoard then hides the steps of older files from `info.first_step` on."""
-        assert self._writer is None, "TensorboardTracker is already started"
         self._writer = self._writer_class(
             log_dir=str(info.run_dir / "tensorboard"), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )
@@ -33,14 +32,12 @@ class TensorboardTracker:
         self._writer.add_text("config", block, global_step=info.resume_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert self._writer is not None, "TensorboardTracker.log before start or after close"
         for name, value in metrics.items():
             if name != "step":
                 self._writer.add_scalar(name, value, global_step=step)
 
     def flush(self) -> None:
         """Write all values to disk, since a resume does not log the steps before its checkpoint again."""
-        assert self._writer is not None, "TensorboardTracker.flush before start or after close"
         self._writer.flush()
 
     def close(self) -> None:

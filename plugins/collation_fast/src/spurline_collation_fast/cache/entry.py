@@ -1,4 +1,4 @@
-"""One entry of the token cache: a folder of flat arrays and a manifest.
+"""Write and open an entry of the token cache: a folder with flat arrays and a manifest.
 
 Data flow: tokenization -> EntryWriter (a SampleSink) -> entry -> TokenStore over mapped files -> collator. The
 cache renames a finished folder into place, so an entry is whole or absent.
@@ -62,7 +62,7 @@ class CacheKey:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of an entry that are known without reading its arrays.
+    """The description of an entry, which can be read without its arrays.
 
     Attributes:
         key: Digest of the key, the name of the entry's folder.
@@ -174,7 +174,7 @@ def _check_places(
 
 
 class EntryWriter:
-    """Streams samples into the files of a new entry, and computes the digests of these files.
+    """Writes samples into the files of a new entry, and computes the digests of these files.
 
     Its methods raise DataError if the disk is full or fails. The caller then removes the folder.
     """

@@ -1,9 +1,9 @@
-"""The folder of the token cache: find an entry by its key, commit a new entry, list and remove entries.
+"""Find an entry of the token cache by its key, commit a new entry, and list and remove entries.
 
 Data flow: tokenization -> TokenCache -> Tokenized with a mapped store. Readers need no locks. A writer fills its
-own folder and renames it into place, and an entry is renamed before it is removed. So readers see a whole entry or
-no entry, on shared folders too. A process that has mapped a removed entry can still read it. Folders that are not
-entries have names that begin with a dot.
+own folder and renames it into place, and an entry is renamed before it is removed. So readers see either a whole entry
+or none, on shared folders too. A process that has mapped a removed entry can still read it. Names of folders that are
+not entries begin with a dot.
 """
 
 from __future__ import annotations
@@ -122,13 +122,13 @@ class TokenCache:
 
 
 def _locked_folder(parent: Path) -> tuple[Path, int]:
-    """Make and lock the folder of a writer. Returns the folder and the file descriptor that holds the lock."""
+    """Make and lock the folder of a writer. Return the folder and the file descriptor that holds the lock."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_WRITING, dir=parent))
-        # Another process may sweep the folder away before it is locked.
+        # Another process may remove the folder by `sweep` before it is locked.
         with suppress(FileNotFoundError):
             lock = os.open(path, os.O_RDONLY)
-            # On a file system without locks the folder stays unlocked, and `sweep` cannot lock and remove it either.
+            # On a file system without locks this has no effect. `sweep` then cannot lock the folder and keeps it.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_SH)
             if path.exists():

@@ -50,16 +50,9 @@ def cache_key(
     data: DataConfig,
     today: date | None = None,
 ) -> CacheKey:
-    """Return the key of the tokens of these datasets.
+    """Return the key of the tokens of these datasets. Raises ModelError if the tokenizer cannot give loss masks.
 
-    Args:
-        datasets: The datasets to tokenize.
-        tokenizer: The tokenizer that encodes them.
-        data: Settings of the section `data`.
-        today: The date, which matters only if the chat template prints it. If None, the current date is used.
-
-    Raises:
-        ModelError: If no loss mask can be made with the tokenizer.
+    `today` matters only if the chat template prints the date. If it is None, the current date is used.
     """
     require_offsets(tokenizer)
     parts = {

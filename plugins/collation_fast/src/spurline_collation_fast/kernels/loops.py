@@ -17,9 +17,9 @@ from __future__ import annotations
 LINE = 64
 """Bytes of a cache line."""
 AHEAD = 4
-"""Number of segments to fetch ahead. A core can wait for about this many cache lines at the same time."""
+"""A segment is fetched this many segments before it is read. A core can wait for about as many cache lines at once."""
 FETCHED_LINES = 16
-"""Cache lines to fetch at the beginning of each segment. The processor itself fetches the lines after these."""
+"""Cache lines to fetch at the beginning of each segment. The processor fetches the following lines by itself."""
 
 
 def fetch(values, place):

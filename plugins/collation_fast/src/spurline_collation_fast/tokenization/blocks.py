@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import types
 from collections import deque
@@ -28,6 +27,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from spurline.child import end_with
 from spurline.config.run_config import DataConfig
 from spurline.config.section import Section
 from spurline.data.token_store import SampleBlock
@@ -37,7 +37,7 @@ from spurline_text.encoding import RowEncoder
 from spurline_text.tokenization import block_of_outcomes
 
 _STARTED = 2
-"""Number of later chunks that are already started while the block of a chunk is awaited."""
+"""Number of later chunks that are already started while the caller waits for the block of a chunk."""
 _WAITING = 2
 """Number of submitted chunks for each worker: one that it encodes, and one that waits in the queue."""
 _LOOK_S = 1.0
@@ -141,7 +141,7 @@ class BlockEncoder:
 
 
 class UnsharableDataError(Exception):
-    """Raised if a dataset or tokenizer cannot be sent to another process. The message says why."""
+    """Raised if a dataset or tokenizer cannot be sent to another process. The message gives the reason."""
 
 
 class WorkerPool:
@@ -153,7 +153,7 @@ class WorkerPool:
 
     def __init__(self, encoder: BlockEncoder, num_workers: int) -> None:
         self._encoder, self._num_workers = encoder, num_workers
-        # Maps process ids to workers. Entering the context replaces it by the executor's own dict.
+        # Workers by process id. Entering the context replaces this dict by the executor's own dict.
         self._processes: Any = {}
 
     def __enter__(self) -> WorkerPool:
@@ -172,8 +172,8 @@ class WorkerPool:
         # The results of the workers are no longer needed.
         for process in list(self._processes.values()):
             process.kill()
-        # The executor's thread may wait for the second half of a block from a killed worker. The thread sees the end of
-        # the pipe, and `shutdown` returns, only when all write ends are closed. This process holds one write end.
+        # The executor's thread may wait for the second half of a block from a killed worker, and `shutdown` waits for
+        # the thread. The thread sees the end of the pipe when all write ends are closed. This process has one of them.
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)
@@ -237,21 +237,15 @@ _encoder: BlockEncoder | None = None
 
 
 def _begin(pickled_encoder: bytes) -> None:
-    """Prepare a worker: keep the pickled encoder, use one thread, end when the parent ends."""
+    """Prepare a worker: keep the pickled encoder, use one thread, and end with the parent."""
     global _pickled_encoder
     _pickled_encoder = pickled_encoder
     # The workers run in parallel, so each needs only one thread.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     # The parent handles Ctrl-C and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None, "a worker has a parent"
-    connection.wait([parent.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    parent: Any = multiprocessing.parent_process()
+    end_with(parent.pid)
 
 
 def _encode(chunk: Chunk) -> SampleBlock:

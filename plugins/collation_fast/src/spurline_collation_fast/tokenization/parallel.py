@@ -119,7 +119,7 @@ class ParallelTokenization:
         encoder.check_formats()
         collector, notes = SampleCollector(datasets, sink), list[str]()
         sizes = [len(item.dataset) for item in datasets]
-        # An error must not leave worker processes behind, so the generator is closed at once.
+        # Close the generator at once after an error, so that no worker processes remain.
         made = _blocks(encoder, sizes, self._config.workers, notes)
         with show_progress(sum(sizes)) as advance, closing(made) as blocks:
             for block in blocks:

@@ -65,7 +65,7 @@ def refuse_left_out(found: Sequence[LeftOut], tokenizer: PreTrainedTokenizerBase
 
 
 def _mark(marks: _Marks, what: str, place: str) -> str:
-    """Return a new word for a part of the conversation. A text without the word leaves out the part."""
+    """Add a new marker word for a part of the conversation to `marks`, and return the word."""
     word = f"spurlinemark{len(marks)}x"
     marks[word] = LeftOut(what, place)
     return word

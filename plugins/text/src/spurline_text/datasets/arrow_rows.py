@@ -36,7 +36,7 @@ _ROWS_EXPANDED = 1000
 
 
 class ArrowRows:
-    """Rows of one loaded table. `name` is for messages, and `find_digest` computes the digest of the rows."""
+    """Rows of one loaded table. Messages show `name`. `find_digest` computes the digest of the rows."""
 
     def __init__(self, table: datasets.Dataset, name: str, find_digest: Callable[[], str]) -> None:
         self._table = table
@@ -56,7 +56,7 @@ class ArrowRows:
             stop = min(start + _BLOCK, len(self))
             with data_errors(f"{self._name} rows {start} to {stop - 1}"):
                 table: Any = self._plain[start:stop]
-                # In a broken file, offsets may point outside of the data.
+                # In a broken file, offsets may point outside the data.
                 table.validate(full=True)
             columns = self._features.decode_batch(table.to_pydict())
             rows = [{name: without_padding(columns[name][i]) for name in columns} for i in range(stop - start)]

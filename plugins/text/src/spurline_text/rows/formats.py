@@ -204,7 +204,7 @@ def _chat(view: RowView, needs_answer: bool) -> Conversation:
     field = view.label(column)
     messages = read_messages(view.require(column), field)
     if needs_answer:
-        _require_assistant(messages, 0, field)
+        _require_assistant(messages, field)
     return _conversation(view, messages)
 
 
@@ -216,9 +216,7 @@ def _conversation(view: RowView, messages: list[Message], first_trained: int | N
 
 
 def _alpaca(view: RowView, needs_answer: bool) -> Conversation:
-    instruction = view.text("instruction")
-    extra = view.text("input") if view.get("input") is not None else ""
-    messages: list[Message] = [{"role": "user", "content": f"{instruction}\n\n{extra}" if extra else instruction}]
+    messages: list[Message] = [{"role": "user", "content": view.instruction()}]
     if needs_answer or view.get("output") is not None:
         messages.append({"role": "assistant", "content": view.text("output")})
     return _conversation(view, messages, first_trained=1)
@@ -242,12 +240,12 @@ def _prompt_completion(view: RowView, needs_answer: bool) -> Conversation | Text
         )
     before = read_messages(prompt, prompt_field)
     after = read_messages(completion, completion_field)
-    _require_assistant(after, 0, completion_field)
+    _require_assistant(after, completion_field)
     return _conversation(view, [*before, *after], first_trained=len(before))
 
 
-def _require_assistant(messages: list[Message], first: int, field: str) -> None:
-    if not assistant_turns(messages, first):
+def _require_assistant(messages: list[Message], field: str) -> None:
+    if not assistant_turns(messages):
         raise BadRowError(field, "has no assistant turn: nothing to train on. Add one, or leave the row out.")
 
 

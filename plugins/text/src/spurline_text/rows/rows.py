@@ -141,6 +141,12 @@ class RowView:
             )
         return value
 
+    def instruction(self) -> str:
+        """Return the columns `instruction` and, if there is one, `input`, with an empty line between them."""
+        instruction = self.text("instruction")
+        extra = self.text("input") if self.get("input") is not None else ""
+        return f"{instruction}\n\n{extra}" if extra else instruction
+
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
     """Describe the first name in a `columns` setting that none of the rows has. Return None if there is none."""

@@ -7,6 +7,7 @@ evaluation draws its own batches from a SampleSet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,7 +30,7 @@ from spurline_text.tokenization import open_datasets, plain_text_notes, share_re
 from spurline_text.tokenizer import pad_token_id
 
 _MOST_KEYS = 1_000_000
-"""Largest number of samples to compare with held-out samples. A comparison of more would delay the run's start."""
+"""Number of samples that are compared with held-out samples. Comparing more would delay the start of the run."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,9 @@ class ColumnsOfRows:
         for sample, value in enumerate(self.values(name)):
             if value is None:
                 continue
-            try:
+            with suppress(TypeError, ValueError, OverflowError):
                 # The values of a CSV file are text.
                 numbers[sample] = float(value)
-            except (TypeError, ValueError, OverflowError):
-                numbers[sample] = np.nan
             if not np.isfinite(numbers[sample]):
                 raise DataError(
                     f"{self.location(sample)}: {name} is {describe(value)}, but data.order needs a finite number there."
@@ -166,10 +165,7 @@ def note_of_shared(
 ) -> list[str]:
     """Return a list with a note on held-out rows whose hash is also a training row's hash, or an empty list.
 
-    Args:
-        held_out: Hashes of the held-out rows.
-        trained: Hashes of the training rows.
-        location: Returns the location of a held-out row.
+    `location` returns the location of a held-out row.
     """
     shared = np.flatnonzero(np.isin(held_out, trained))
     if not len(shared):

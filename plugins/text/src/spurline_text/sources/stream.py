@@ -57,7 +57,7 @@ class _Window:
         raise AssertionError("the rows in a window change")
 
     def fill(self, limit: int, *, within_pass: bool) -> None:
-        """Replace the rows by the next `limit` rows. If `within_pass` is true, stop at the end of a pass.
+        """Replace the rows by the next `limit` rows of the stream. If `within_pass` is true, stop at the end of a pass.
 
         Raises DataError if the stream has no rows.
         """
@@ -94,8 +94,7 @@ class _Block:
 
     Attributes:
         number: Number of blocks before this one.
-        begin: Positions of the streams at the beginning of the block.
-        tokenized: The samples.
+        begin: State of each window before the block was read.
         order: The training order of the samples.
         left_out: Number of rows without a sample, from the first block to this block.
     """
