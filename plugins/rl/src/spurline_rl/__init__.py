@@ -1,1 +1,1 @@
-"""prompts -> rollouts -> rewards -> advantages -> batch -> weight sync."""
+"""Reinforcement learning: prompts -> rollouts -> rewards -> advantages -> batch -> weight sync."""

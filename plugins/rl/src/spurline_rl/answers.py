@@ -31,9 +31,7 @@ class AnswersEvaluation(HeldOutEvaluation):
     """Generates and scores answers.
 
     Args:
-        config: The settings.
-        context: The run and its source.
-        datasets: Datasets of prompts with answers. If None, the datasets of the config are opened.
+        datasets: Datasets of prompts with answers. If None, the source or this class opens the datasets of the config.
     """
 
     def __init__(
@@ -74,20 +72,16 @@ class AnswersEvaluation(HeldOutEvaluation):
 
     def summary(self) -> Mapping[str, Any]:
         sizes = [len(source.dataset) for source in self._datasets]
+        # The keys of a source that does not generate are hashes of whole samples, not of prompts.
+        trained = self._source.sample_keys() if self._generates else None
+        places = [example.location for _, example in self._examples]
+        keys = np.array(self._keys, np.uint64)
         return {
             "prompts": len(self._examples),
             "sources": dict(zip(store_labels(self._datasets), sizes, strict=True)),
             "read_in_part": False,
-            "notes": self._notes_of_shared(),
+            "notes": [] if trained is None else note_of_shared(keys, trained, places.__getitem__),
         }
-
-    def _notes_of_shared(self) -> list[str]:
-        # The keys of a source that does not generate are hashes of whole samples, not of prompts.
-        trained = self._source.sample_keys() if self._generates else None
-        if trained is None:
-            return []
-        places = [example.location for _, example in self._examples]
-        return note_of_shared(np.array(self._keys, np.uint64), trained, places.__getitem__)
 
     def longest(self) -> Longest:
         """Return the longest prompt together with the longest possible answer."""
@@ -134,12 +128,10 @@ class AnswersEvaluation(HeldOutEvaluation):
         close_all(self._rewards)
 
     def _scored(self, answers: Sequence[Answer]) -> list[dict[str, float]]:
-        async def terms() -> list[dict[str, float]]:
-            return await terms_of_all(self._rewards, answers, retries=self._config.retries)
-
+        terms = terms_of_all(self._rewards, answers, retries=self._config.retries)
         # Use another thread, since a notebook already runs an event loop on this one.
         with ThreadPoolExecutor(1, "spurline-scoring") as scoring:
             try:
-                return scoring.submit(asyncio.run, terms()).result()
+                return scoring.submit(asyncio.run, terms).result()
             except AttemptFailedError as error:
                 raise RunFailedError(str(error)) from error

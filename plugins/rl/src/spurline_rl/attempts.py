@@ -18,7 +18,7 @@ from spurline_rl.draws import Draw
 from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
-from spurline_rl.protocols.environment import Environment, PolicyHandle, ShowsPrompt, Task
+from spurline_rl.protocols.environment import Environment, ShowsPrompt
 from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling
 from spurline_rl.scoring import overlong_penalty, score
 from spurline_rl.trajectory import Trajectory
@@ -55,7 +55,7 @@ class Attempts:
     @cached_property
     def training(self) -> GroupRunner:
         """Return the runner of groups that are trained on."""
-        return self._make_runner(self._config.samples_per_prompt, self.given_up)
+        return self._make_runner(self.given_up)
 
     @property
     def shows_prompts(self) -> bool:
@@ -65,15 +65,10 @@ class Attempts:
     async def evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         """Attempt held-out prompts. Failures count only for this evaluation, and there is no penalty on length."""
         given_up = GivenUpPrompts(self._config.faults.max_quarantined)
-        runner = self._make_runner(held_out.samples_per_prompt, given_up, temperature=held_out.temperature)
-        return await runner.run_groups(prompts)
+        return await self._make_runner(given_up, held_out).run_groups(prompts)
 
     def first_prompt(self, draw: Draw) -> Sequence[int] | None:
-        """Return the token ids of the first prompt; None if the environment does not know it beforehand.
-
-        Raises:
-            DataError: For a row that cannot be used.
-        """
+        """Return the result of `ShowsPrompt.first_prompt`, or None if the environment does not know it beforehand."""
         if not isinstance(self._environment, ShowsPrompt):
             return None
         return self._environment.first_prompt(draw.task(0))
@@ -88,40 +83,28 @@ class Attempts:
         finally:
             await self.engine.close()
 
-    def _make_runner(
-        self, samples_per_prompt: int, given_up: GivenUpPrompts, *, temperature: float | None = None
-    ) -> GroupRunner:
-        """Make a runner for training, or, with `temperature`, for held-out attempts without top_p and top_k."""
-        faults, trains = self._config.faults, temperature is None
-        sampling = Sampling(**self._config.sampling.model_dump(exclude={"allow_truncated"}))
-        if temperature is not None:
-            sampling = replace(sampling, temperature=temperature, top_p=1.0, top_k=0)
-        any_distribution = not trains or self._config.sampling.allow_truncated
-
-        def make_policy(task: Task, attempt: int) -> PolicyHandle:
-            return EnginePolicy(
-                self.engine, sampling, task, attempt, run_seed=self._run_seed, any_distribution=any_distribution
-            )
-
+    def _make_runner(self, given_up: GivenUpPrompts, held_out: HeldOutConfig | None = None) -> GroupRunner:
+        """Make a runner for training, or for held-out attempts, which are sampled without top_p and top_k."""
+        config, trains = self._config, held_out is None
+        sampling = Sampling(**config.sampling.model_dump(exclude={"allow_truncated"}))
+        if held_out is not None:
+            sampling = replace(sampling, temperature=held_out.temperature, top_p=1.0, top_k=0)
+        any_distribution = not trains or config.sampling.allow_truncated
         return GroupRunner(
             self._environment,
-            make_policy,
+            partial(EnginePolicy, self.engine, sampling, run_seed=self._run_seed, any_distribution=any_distribution),
             partial(self._score, punishes_length=trains),
             given_up,
-            samples_per_prompt=samples_per_prompt,
-            retries=faults.retries,
-            attempt_timeout_s=faults.attempt_timeout_s,
-            max_concurrent=self._config.max_concurrent,
+            samples_per_prompt=(held_out or config).samples_per_prompt,
+            retries=config.faults.retries,
+            attempt_timeout_s=config.faults.attempt_timeout_s,
+            max_concurrent=config.max_concurrent,
             seconds_down=getattr(self.engine, "seconds_down", lambda: 0.0),
-            carry=self._config.carry if trains else (),
+            carry=config.carry if trains else (),
         )
 
     def _score(self, trajectory: Trajectory, *, punishes_length: bool) -> Trajectory:
-        """Return the trajectory with scores. In training, the setting `source.overlong` adds a reward term.
-
-        Raises:
-            ConfigError: If the environment also has the term `OVERLONG`, or if no term decides what a success is.
-        """
+        """Return the trajectory with scores. In training, the setting `source.overlong` adds the term `OVERLONG`."""
         overlong, weights = self._config.overlong, self._config.reward_weights
         if self._is_evaluated:
             # Check this in training too, since the first held-out attempts may come after many steps.

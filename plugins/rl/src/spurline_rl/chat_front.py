@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +31,6 @@ class PrefixError(DataError):
     """The chat template rewrites earlier turns or messages.
 
     Args:
-        message: The text of the error.
         turn: Number of the model's turn that is rewritten, or None if another message is rewritten.
     """
 
@@ -79,8 +78,6 @@ class ChatFront:
     """One conversation.
 
     Args:
-        policy: The model.
-        tokenizer: The model's tokenizer.
         messages: The first messages of the conversation.
         tools: JSON schemas of the tools, for the chat template.
         history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
@@ -135,7 +132,12 @@ class ChatFront:
         DataError if the template refuses the messages, and PrefixError if it rewrites earlier turns or messages.
         """
         if self._opened is None:
-            self._opened = self._extend_prompt()
+            text = _render(self._renderer, self._messages, self._tools, self._where)
+            if self._history == "retokenize" or not self._stretches:
+                self._stretches = [_Stretch(text, self._encode(text))]
+            else:
+                self._append(text)
+            self._opened = list(chain.from_iterable(stretch.ids for stretch in self._stretches))
         return self._opened
 
     async def reply(self, sampling: Sampling | None = None) -> Reply:
@@ -145,20 +147,20 @@ class ChatFront:
         """
         prompt_ids, self._opened = self.open_turn(), None
         result = await self._policy.generate(prompt_ids, sampling)
-        text = self._take_in([int(token) for token in result.token_ids], result, sampling)
+        ids = written = [int(token) for token in result.token_ids]
+        ends = {*self._tokenizer.all_special_ids, *(sampling or self._policy.sampling).stop_token_ids}
+        self._ending = None
+        if result.finish_reason == "stop" and ids and ids[-1] in ends:
+            self._ending = self._decode(ids[-1:]), ids[-1]
+            written = ids[:-1]
+        text = self._decode(written)
+        self._stretches.append(_Stretch(text, ids, self._num_turns))
+        self._num_turns += 1
         self._messages.append({"role": "assistant", "content": text})
         return Reply(text, result)
 
-    def _extend_prompt(self) -> list[int]:
-        text = _render(self._renderer, self._messages, self._tools, self._where)
-        if self._history == "retokenize" or not self._stretches:
-            self._stretches = [_Stretch(text, self._encode(text))]
-        else:
-            self._append(text)
-        return list(chain.from_iterable(stretch.ids for stretch in self._stretches))
-
     def _append(self, text: str) -> None:
-        """Append what `text` adds to the known text. Raises PrefixError if it does not begin with the known text."""
+        """Add the part of `text` after the known text. Raises PrefixError if `text` does not begin with that text."""
         known = "".join(stretch.text for stretch in self._stretches)
         if not text.startswith(known):
             raise self._prefix_error(known, text)
@@ -175,19 +177,6 @@ class ChatFront:
         after = ids[1:] if ids[:1] == [end_token] else self._encode(added[len(ending) :])
         self._stretches.append(_Stretch(added[len(ending) :], after))
 
-    def _take_in(self, ids: list[int], result: GenerationResult, sampling: Sampling | None) -> str:
-        """Add the model's turn to the conversation, and return its text."""
-        ends = {*self._tokenizer.all_special_ids, *(sampling or self._policy.sampling).stop_token_ids}
-        self._ending = None
-        written = ids
-        if result.finish_reason == "stop" and ids and ids[-1] in ends:
-            self._ending = self._decode(ids[-1:]), ids[-1]
-            written = ids[:-1]
-        text = self._decode(written)
-        self._stretches.append(_Stretch(text, ids, self._num_turns))
-        self._num_turns += 1
-        return text
-
     def _encode(self, text: str) -> list[int]:
         [encoding] = encode_batch(self._tokenizer, [text], is_chat=True)
         return list(encoding.ids)
@@ -199,10 +188,8 @@ class ChatFront:
         """Return an error that shows the first difference."""
         pairs = enumerate(zip(known, text, strict=False))
         start = next((place for place, (before, now) in pairs if before != now), len(text))
-        number, end = 0, len(self._stretches[0].text)
-        while end <= start:
-            number += 1
-            end += len(self._stretches[number].text)
+        ends = accumulate(len(stretch.text) for stretch in self._stretches)
+        number = next(number for number, end in enumerate(ends) if end > start)
         turn = self._stretches[number].turn
         name = f"turn {turn}" if turn is not None else f"the messages before turn {number // 2}"
         return PrefixError(

@@ -56,7 +56,7 @@ def located(error: BaseException) -> str:
 async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: Any) -> T:
     """Call the function on a new thread, and return its result or raise its exception. Cancelling abandons the thread.
 
-    The call first waits while MAX_ABANDONED abandoned threads of this function run. Only its caller limits this wait.
+    While MAX_ABANDONED abandoned threads of this function run, no thread is started. This wait has no time limit.
     """
     left = _abandoned[_name_of(function)]
     while len(left) >= MAX_ABANDONED:
@@ -167,8 +167,10 @@ class Call(Generic[T]):
 
     Attributes:
         what: Name of the call in messages.
-        outcome: Gets the result or the error of the call. If it is cancelled first, the call does not begin.
-        task: The task while it runs, else None.
+        outcome: Gets the result or the error of the call. If it is cancelled before the call begins, there is no call.
+        task: The task that makes the call; None before the call begins and after it has ended.
+        end: The time of `Places` at which the call is late.
+        is_late: Whether the call was cancelled because it was late.
     """
 
     what: str
@@ -209,8 +211,8 @@ class Places:
     def start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
         """Call `work()` as soon as fewer than `count` coroutines run. Every call must be passed to `end` later.
 
-        The errors of the outcome are those of the coroutine, AttemptFailedError if it takes too long or if its own code
-        cancels it, and RunFailedError if it still runs after it was cancelled.
+        If the coroutine raises an error, the outcome gets it. The outcome gets AttemptFailedError if the coroutine
+        takes too long or is cancelled by its own code, and RunFailedError if it still runs after it was cancelled.
         """
         call = Call(what, work, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
@@ -241,7 +243,7 @@ class Places:
 
     def _take(self, task: asyncio.Task[Any]) -> None:
         """Give the outcome of a task to its call, and the place to another call."""
-        # The error is read, because asyncio would log an unread one.
+        # Read the error, because asyncio would log an unread error.
         error = None if task.cancelled() else task.exception()
         if (call := self._running.pop(task, None)) is None:
             return
@@ -283,5 +285,5 @@ class Places:
             self._fill()
 
     def _clock(self) -> float:
-        """Return a time in seconds that stands still while no engine can generate."""
+        """Return the time in seconds, without the seconds in which no engine could generate."""
         return asyncio.get_running_loop().time() - self._seconds_down()

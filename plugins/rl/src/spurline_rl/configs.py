@@ -78,8 +78,8 @@ class SuccessConfig(Section):
     """The rule that decides whether an attempt at a held-out prompt passes."""
 
     reward: str | None = None
-    """Name of the reward term that decides. null takes the environment's only term, or the sum of turn rewards if the
-    environment has no terms."""
+    """Name of the reward term that decides. If null, the environment's only term decides, or the sum of turn rewards if
+    the environment has no terms."""
     at_least: float = Field(default=1.0, allow_inf_nan=False)
     """An attempt passes if the term, before its weight is applied, is at least this number."""
 
@@ -109,7 +109,6 @@ def success_problems(success: SuccessConfig, terms: Collection[str] | None, pref
     """Yield the problems of these settings in an environment with these reward terms.
 
     Args:
-        success: The settings.
         terms: Names of all reward terms; None if they are not known before an attempt.
         prefix: Prefix of the names of settings in the problems.
     """
@@ -134,7 +133,7 @@ class FaultsConfig(Section):
     """Limits and retries for environments and rewards that fail."""
 
     retries: Annotated[int, OnResume.BY_NAME] = Field(default=2, ge=0)
-    """Retries of an attempt that failed or took too long."""
+    """Largest number of retries of an attempt that fails or takes too long."""
     attempt_timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=600.0, gt=0)
     """Seconds that one attempt may take."""
     max_quarantined: Annotated[int, OnResume.FREE] = Field(default=16, ge=0)
@@ -161,7 +160,7 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """The algorithm that computes advantages from rewards."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """Advantages that compare groups do so within the whole `batch`, or within each `minibatch`."""
+    """Advantages that compare groups compare all groups of the `batch`, or only those of each `minibatch`."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Correction for the difference between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
@@ -332,28 +331,26 @@ class PromptSourceConfig(SourceConfig):
             replays_experts=self.router_replay,
         )
 
-    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
-        """See `spurline_planning.protocols.PlansRollouts`."""
-        prompts = run.minibatches.minibatch_prompts(self.prompts_per_step) or self.prompts_per_step
-        length = self.longest_attempt(prompt_tokens, context)
-        return LargestUpdate(length, prompts * self.samples_per_prompt * length)
-
-    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
-        """See `spurline_planning.protocols.PlansRollouts`."""
-        length = self.longest_attempt(prompt_tokens, context)
-        return self.engine.estimate_memory(run, self.responses_at_once, length)
-
     def longest_attempt(self, prompt_tokens: int, context: int | None) -> int:
         """Return the largest number of tokens that an attempt can have."""
         length = prompt_tokens + self.sampling.max_new_tokens * self.environment.most_turns
         return length if context is None else min(length, context)
 
+    # `spurline_planning.protocols.PlansRollouts` describes the next four methods.
+
+    def largest_update(self, run: RunConfig, prompt_tokens: int, context: int | None) -> LargestUpdate:
+        prompts = run.minibatches.minibatch_prompts(self.prompts_per_step) or self.prompts_per_step
+        length = self.longest_attempt(prompt_tokens, context)
+        return LargestUpdate(length, prompts * self.samples_per_prompt * length)
+
+    def generation_memory(self, run: RunConfig, prompt_tokens: int, context: int | None) -> dict[str, int]:
+        length = self.longest_attempt(prompt_tokens, context)
+        return self.engine.estimate_memory(run, self.responses_at_once, length)
+
     def colocated_engine(self, run: RunConfig, prompt_tokens: int, context: int | None) -> ColocatedEngine | None:
-        """See `spurline_planning.protocols.PlansRollouts`."""
         return None
 
     def generation_notes(self, run: RunConfig, prompt_tokens: int, context: int | None) -> Sequence[str]:
-        """See `spurline_planning.protocols.PlansRollouts`."""
         return self.engine.describe(run, self.responses_at_once, self.longest_attempt(prompt_tokens, context))
 
     @property

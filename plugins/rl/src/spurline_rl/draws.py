@@ -145,7 +145,11 @@ class PromptDraws:
         if not isinstance(self._order, AdaptiveOrder):
             return
         with self._order_lock:
-            draws = [_scored(group, int(self._order.positions(group.draw, group.draw + 1)[0])) for group in groups]
+            draws: list[ScoredDraw] = []
+            for group in groups:
+                [sample] = self._order.positions(group.draw, group.draw + 1).tolist()
+                terms = {name: tuple(values) for name, values in terms_of(group.trajectories).items()}
+                draws.append(ScoredDraw(group.draw, sample, tuple(group.returns.tolist()), terms))
             self._order.observe(step, draws)
 
     def rows(self, limit: int) -> Iterator[Draw | SkippedRow]:
@@ -212,8 +216,3 @@ class PromptDraws:
             self.skip(skipped)
             return skipped
         return Draw(number, uid, config, dataset.location(place), row)
-
-
-def _scored(group: Group, sample: int) -> ScoredDraw:
-    terms = {name: tuple(values) for name, values in terms_of(group.trajectories).items()}
-    return ScoredDraw(group.draw, sample, tuple(group.returns.tolist()), terms)

@@ -32,7 +32,6 @@ def load_function(path: str, what: str) -> Callable[..., Any]:
     """Import a function.
 
     Args:
-        path: The setting.
         what: What the setting names, such as `reward function`, for messages.
 
     Raises:

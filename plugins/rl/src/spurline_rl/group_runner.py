@@ -63,13 +63,11 @@ class GivenUpPrompts:
     def add(self, prompt: GivenUpPrompt) -> None:
         """Count a prompt. Raises RunFailedError with the first reasons if there are more than the limit."""
         self._by_row.setdefault(row_of(prompt.uid), prompt)
-        count = len(self._by_row)
-        if count <= self._limit:
-            return
-        raise RunFailedError(
-            f"{count} prompts had to be given up, more than source.faults.max_quarantined: {self._limit}. "
-            f"Correct what fails, or raise the limit.{reasons_of(self.prompts)}"
-        )
+        if len(self._by_row) > self._limit:
+            raise RunFailedError(
+                f"{len(self._by_row)} prompts had to be given up, more than source.faults.max_quarantined: "
+                f"{self._limit}. Correct what fails, or raise the limit.{reasons_of(self.prompts)}"
+            )
 
     def state_dict(self) -> dict[str, object]:
         return {"groups": [asdict(prompt) for prompt in self.prompts]}
@@ -157,11 +155,7 @@ class GroupRunner:
         return self._retries_of.pop(uid, 0)
 
     async def _attempt_all(self, tasks: Sequence[Task], what: str) -> list[Trajectory]:
-        """Return the trajectory of the first attempt at each task that succeeds. `what` names the tasks in errors.
-
-        Raises:
-            _GiveUp: If the last retry of an attempt fails.
-        """
+        """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
         calls = [self._start(task, 0) for task in tasks]
         attempts = [0] * len(calls)
         try:

@@ -1,4 +1,4 @@
-"""Evaluate with attempts at held-out prompts: mean reward, pass@1 and pass@k. One reward decides if an attempt passes.
+"""Evaluate with attempts at held-out prompts: mean reward, pass@1 and pass@k. One reward decides which attempts pass.
 
 Seeds depend only on the prompt and the attempt, so all evaluations use the same seeds.
 """
@@ -6,6 +6,7 @@ Seeds depend only on the prompt and the attempt, so all evaluations use the same
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -41,43 +42,38 @@ class MakesAttempts(Protocol):
     def sample_keys(self) -> NDArray[np.uint64]: ...
 
 
+@dataclass(eq=False)
 class AttemptsEvaluation(HeldOutEvaluation):
     """Evaluates by attempts at held-out prompts.
 
-    Args:
+    Attributes:
         where: Prefix of the settings' names, such as `source.held_out.`, for messages.
         terms: Names of the reward terms of every attempt, or None if they are not known beforehand.
     """
 
-    def __init__(
-        self,
-        config: HeldOutConfig,
-        prompts: PromptDraws,
-        source: MakesAttempts,
-        where: str,
-        terms: Collection[str] | None,
-    ) -> None:
-        self._config = config
-        self._prompts = prompts
-        self._source = source
-        self._where = where
-        self._terms = terms
-        self.measures_copies = source.generates_with_copies
+    config: HeldOutConfig
+    prompts: PromptDraws
+    source: MakesAttempts
+    where: str
+    terms: Collection[str] | None
+
+    def __post_init__(self) -> None:
+        self.measures_copies = self.source.generates_with_copies
 
     def summary(self) -> Mapping[str, Any]:
-        return {**self._prompts.summary(), "notes": self._prompts.notes_of_shared(self._source.sample_keys())}
+        return {**self.prompts.summary(), "notes": self.prompts.notes_of_shared(self.source.sample_keys())}
 
     def longest(self) -> Longest | None:
-        return self._source.longest_held_out(self._prompts)
+        return self.source.longest_held_out(self.prompts)
 
     def fingerprint(self) -> str:
-        return self._prompts.fingerprint()
+        return self.prompts.fingerprint()
 
     def metrics(self) -> Collection[str] | None:
-        if self._terms is None:
+        if self.terms is None:
             return None
-        several = f"pass@{self._config.samples_per_prompt}"
-        return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self._terms)}
+        several = f"pass@{self.config.samples_per_prompt}"
+        return {"reward", "pass@1", several, "failed", "skipped_rows", *(f"rewards/{term}" for term in self.terms)}
 
     def evaluate(self, backend: Backend) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """Return the metrics, and samples for the report.
@@ -86,15 +82,19 @@ class AttemptsEvaluation(HeldOutEvaluation):
         given up has not passed. It counts in `failed`, but not in the mean rewards. `skipped_rows` counts the rows that
         `on_bad_row: skip` leaves out.
         """
-        wanted = min(self._prompts.prompts_per_epoch, self._config.max_prompts or self._prompts.prompts_per_epoch)
-        taken = self._prompts.take(0, wanted)
-        outcomes = self._source.make_attempts([draw for draw in taken if isinstance(draw, Draw)], self._config)
+        wanted = min(self.prompts.prompts_per_epoch, self.config.max_prompts or self.prompts.prompts_per_epoch)
+        taken = self.prompts.take(0, wanted)
+        outcomes = self.source.make_attempts([draw for draw in taken if isinstance(draw, Draw)], self.config)
         skipped = [item for item in (*taken, *outcomes) if isinstance(item, SkippedRow)]
         count = wanted - len(skipped)
         if count == 0:
             raise DataError(f"All {wanted} held-out prompts were left out as unusable. The first: {skipped[0].reason}")
         groups = [outcome for outcome in outcomes if isinstance(outcome, Group)]
-        metrics = self._pass_rates(groups, count)
+        success, where = self.config.success, self.where
+        passed = [np.array([has_passed(attempt, success, where) for attempt in group.trajectories]) for group in groups]
+        metrics = {"pass@1": float(sum(found.mean() for found in passed)) / count}
+        if self.config.samples_per_prompt > 1:
+            metrics[f"pass@{self.config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
         if groups:
             metrics |= {"reward": float(all_returns(groups).mean()), **mean_terms(groups)}
         if skipped:
@@ -102,14 +102,6 @@ class AttemptsEvaluation(HeldOutEvaluation):
         if len(groups) < count:
             metrics["failed"] = float(count - len(groups))
         return metrics, [self._sample(group) for group in groups]
-
-    def _pass_rates(self, groups: Sequence[Group], count: int) -> dict[str, float]:
-        success, where = self._config.success, self._where
-        passed = [np.array([has_passed(attempt, success, where) for attempt in group.trajectories]) for group in groups]
-        rates = {"pass@1": float(sum(found.mean() for found in passed)) / count}
-        if self._config.samples_per_prompt > 1:
-            rates[f"pass@{self._config.samples_per_prompt}"] = float(sum(found.any() for found in passed)) / count
-        return rates
 
     def _sample(self, group: Group) -> dict[str, Any]:
         """Return the first attempt for the report. The texts come from `info`, which the environment fills."""
@@ -121,7 +113,7 @@ class AttemptsEvaluation(HeldOutEvaluation):
             "reference": info.get("reference"),
             "scores": {name: float(value) for name, value in trajectory.rewards.items()},
             "reward": float(group.returns[0]),
-            "passed": has_passed(trajectory, self._config.success, self._where),
+            "passed": has_passed(trajectory, self.config.success, self.where),
         }
 
 

@@ -43,18 +43,14 @@ def length_metrics(groups: Sequence[Group]) -> dict[str, float]:
     num_response = np.concatenate([turns.num_response for turns in flat])
     attempt_turns = np.concatenate([turns.attempt_turns for turns in flat])
     lengths = np.add.reduceat(num_response, np.cumsum(attempt_turns) - attempt_turns)
-    by_reason: dict[str, list[int]] = {}
-    for length, reason in zip(
-        num_response.tolist(), (reason for turns in flat for reason in turns.finish_reasons), strict=True
-    ):
-        by_reason.setdefault(reason, []).append(length)
-    found = sorted(by_reason.items())
+    reasons = np.array([reason for turns in flat for reason in turns.finish_reasons])
+    by_reason = {str(reason): num_response[reasons == reason] for reason in np.unique(reasons)}
     return {
         "response/length": float(lengths.mean()),
         "response/length/max": float(lengths.max()),
         "response/turns": len(num_response) / len(lengths),
-        **{f"response/length_{reason}": float(np.mean(of_reason)) for reason, of_reason in found},
-        **{f"response/share_{reason}": len(of_reason) / len(num_response) for reason, of_reason in found},
+        **{f"response/length_{reason}": float(counts.mean()) for reason, counts in by_reason.items()},
+        **{f"response/share_{reason}": len(counts) / len(num_response) for reason, counts in by_reason.items()},
     }
 
 

@@ -41,7 +41,6 @@ class RewardPanel(Panel):
     order = 100
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if no rewards were recorded."""
         if not record.series(REWARD)[0]:
             return None
         head = caption("Mean return of the step's attempts: the weighted sum of their reward terms")
@@ -59,7 +58,6 @@ class GroupsPanel(Panel):
     order = 200
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if no groups were recorded."""
         steps, equal = record.series("groups/zero_variance")
         if not steps:
             return None
@@ -83,7 +81,6 @@ class ResponsesPanel(Panel):
     order = 210
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if no response lengths were recorded."""
         steps, lengths = record.series("response/length")
         if not steps:
             return None
@@ -211,7 +208,6 @@ class PolicyPanel(Panel):
     order = 220
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if no policy loss was recorded."""
         notes: list[str] = []
         plots = [
             _entropy(record),
@@ -236,7 +232,6 @@ class MismatchPanel(Panel):
     order = 230
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if no mismatch was recorded."""
         steps, differences = record.series("mismatch/logprob_diff")
         if not steps:
             return None
@@ -255,12 +250,12 @@ class MismatchPanel(Panel):
                 f"{_mean_and_largest(of_older)}, with tokens of older weights, which includes the change of the "
                 "policy itself (drift)"
             )
-        head = "; ".join(heads)
         _, factors = record.series("correction/factor")
         if factors:
-            head += f"; mean correction factor {score(sum(factors) / len(factors))}"
+            heads.append(f"mean correction factor {score(sum(factors) / len(factors))}")
+        head = caption("; ".join(heads))
         plots = [plot for plot in (_differences(record), _percentiles(record), _corrections(record)) if plot]
-        return block(caption(head), columns(*plots), wide=True) if len(plots) > 1 else block(caption(head), *plots)
+        return block(head, columns(*plots), wide=True) if len(plots) > 1 else block(head, *plots)
 
 
 def _fresh_steps(record: RunRecord) -> list[int]:

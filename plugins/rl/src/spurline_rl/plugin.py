@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from spurline.plugins import API_VERSION, ComponentRegistrar, Plugin, hookimpl
-from spurline_rl import hookspecs
+from spurline_rl import configs, hookspecs
 from spurline_rl.advantages import configs as advantages
-from spurline_rl.configs import (
-    AnswersEvaluationConfig,
-    GenerationEvalConfig,
-    RolloutsCollatorConfig,
-    RolloutsEvaluationConfig,
-    RolloutSourceConfig,
-)
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.environments.configs import CustomConfig, SingleTurnConfig, ToolsConfig
 from spurline_rl.losses import configs as losses
@@ -37,13 +30,13 @@ def register_components(registry: ComponentRegistrar) -> None:
     registry.add_kind(WeightSyncConfig, "spurline_rl.protocols.weight_sync:WeightSync")
     registry.add_hookspecs(hookspecs)
     registry.add_section("critic", RolloutCriticConfig, optional=True)
-    registry.add_section("evaluation.generate", GenerationEvalConfig, optional=True)
+    registry.add_section("evaluation.generate", configs.GenerationEvalConfig, optional=True)
     add = registry.add
-    add(RolloutSourceConfig, "spurline_rl.source:RolloutSource")
-    add(RolloutsCollatorConfig, "spurline_rl.rollout_batches:RolloutsCollator")
+    add(configs.RolloutSourceConfig, "spurline_rl.source:RolloutSource")
+    add(configs.RolloutsCollatorConfig, "spurline_rl.rollout_batches:RolloutsCollator")
     add(RewardAdaptiveOrderConfig, "spurline_rl.reward_adaptive:RewardAdaptiveOrder")
-    add(AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
-    add(RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
+    add(configs.AnswersEvaluationConfig, "spurline_rl.answers:AnswersEvaluation")
+    add(configs.RolloutsEvaluationConfig, "spurline_rl.held_out:RolloutsEvaluation")
     add(ByPromptConfig, "spurline_rl.rollout_batches:ByPrompt")
 
     add(losses.PolicyGradientConfig, "spurline_rl.losses.algorithms:PolicyGradient")

@@ -23,10 +23,8 @@ def derive_seed(run_seed: int, uid: str, sample: int, turn: int, attempt: int = 
     """Return a seed in [0, 2**63) for one model call.
 
     Args:
-        run_seed: The seed of the run.
         uid: Name of one use of a prompt. It differs from epoch to epoch.
         sample: Number of the attempt in its group.
-        turn: Number of the turn.
         attempt: Number of failed attempts before this one. It gives a retry other seeds.
     """
     name = f"{run_seed}\0{uid}\0{sample}\0{turn}\0{attempt}"
@@ -85,7 +83,7 @@ class EnginePolicy:
         result = await self.engine.generate(request)
         length = len(result.token_ids)
         assert len(result.logprobs) == len(result.versions) == length, (
-            f"the engine's answer to {request.name} is ragged"
+            f"the arrays of the engine's answer to {request.name} differ in length"
         )
         self._finished[number] = Turn(
             prompt_ids=np.array(request.prompt_ids, np.int32),

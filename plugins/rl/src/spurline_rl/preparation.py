@@ -96,8 +96,8 @@ class CollatesFlat(RolloutCollator, Protocol):
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Return the batch that `collate_rollouts` makes of the same turns.
 
-        Of the arrays of the blocks, the batch keeps only the names and numbers of the turns, so that the memory of the
-        other arrays can be freed.
+        The batch refers only to the uids and numbers of the turns in the blocks, so that the memory of the other arrays
+        can be freed.
         """
         ...
 
@@ -241,18 +241,18 @@ class Preparation:
             charged.append(replace(turn, rewards=turn.rewards - penalty.coefficient * turn_kl))
             trained.append(turn_kl[turn.loss_mask != 0])
         groups, of_trained = with_turns(groups, charged), np.concatenate(trained)
-        # The mean KL is that before its coefficient.
+        # This mean is not multiplied by the coefficient.
         metrics = {"kl_reward/mean": float(of_trained.mean())} if len(of_trained) else {}
         return groups, {**metrics, "reward/after_kl": float(all_returns(groups).mean())}
 
     def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
         """Return the column `advantages`, and `returns` if a critic is trained."""
         size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
-        assert size is not None, "the config refuses this scope where it does not know the size"
+        assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            # Do not use flat arrays here: the groups have none if KL was subtracted from their rewards.
+            # Do not use `group.flat` here. If KL was subtracted from the rewards, it would be computed again.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]

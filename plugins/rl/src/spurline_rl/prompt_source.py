@@ -84,8 +84,6 @@ async def collect_groups(
     Args:
         take: Returns draws, given the number of the first one and a count.
         run: Makes all attempts at prompts.
-        first_draw: Number of the first draw.
-        count: Number of groups to collect.
         draw_limit: Number of prompts that may be drawn. At the limit the earliest filtered groups are used, since a
             batch has a fixed number of prompts.
         filters: Whether to filter (leave out) groups with equal returns, and draw other prompts (dynamic sampling of
@@ -145,9 +143,7 @@ class PromptSource(BatchSource):
         self._hooks = context.host.hooks
         per_step = config.prompts_per_step
         self._prompts = PromptDraws.open(run.data.train, context, order=run.data.order, per_step=per_step)
-        self._held_out: PromptDraws | None = None
-        if run.data.eval:
-            self._held_out = open_held_out(run.data.eval, context)
+        self._held_out = open_held_out(run.data.eval, context) if run.data.eval else None
         self._preparation = Preparation(config, context)
         self._settings = config
         self._context = context
@@ -271,12 +267,7 @@ class PromptSource(BatchSource):
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
     ) -> TrainingBatch:
-        """Make the batch of a step from its groups.
-
-        Args:
-            retries: Number of retries for these groups.
-            seconds: Seconds that generation took.
-        """
+        """Make the batch of a step from its groups. Generating them took `retries` retries and `seconds` seconds."""
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
@@ -298,7 +289,6 @@ class PromptSource(BatchSource):
         return replace(batch, info={**batch.info, **metrics})
 
     def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
-        """Pass the attempts to the keeper, which writes them."""
         columns, tokens = self._preparation.turn_columns(batch, collected.groups), batch.tokens
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
@@ -331,12 +321,7 @@ class PromptSource(BatchSource):
 
 @dataclass(frozen=True)
 class _Survey:
-    """The first prompts of some rows.
-
-    Attributes:
-        prompts: For each prompt, the location of its row and its token ids.
-        left_out: Number of rows that `on_bad_row: skip` leaves out.
-    """
+    """The first prompts of some rows, as pairs of location and token ids, and the number of rows left out."""
 
     prompts: Sequence[tuple[str, Sequence[int]]]
     left_out: int

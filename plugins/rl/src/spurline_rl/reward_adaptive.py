@@ -24,7 +24,7 @@ _DRAWS = 2**33
 
 
 class RewardAdaptiveOrder:
-    """Keeps all draws, four bytes each, and the success of each prompt, which is NaN before its first draw."""
+    """An order that keeps all draws, four bytes each, and each prompt's success, which is NaN before its first draw."""
 
     def __init__(self, config: RewardAdaptiveOrderConfig, *, samples: SampleFacts, seed: int) -> None:
         self._config = config

@@ -50,17 +50,13 @@ class ByPrompt:
         return self._prompts_per_step // self._prompts_per_minibatch * self._update_epochs
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:
-        real = batch.without_padding_rows()
-        parts = [real.between(start, stop).pad_rows(self._row_multiple) for start, stop in self.pairs(real)]
-        return parts * self._update_epochs
-
-    def pairs(self, batch: TrainingBatch) -> list[tuple[int, int]]:
-        """Return (first row, row after the last) of each mini-batch of one pass over the batch.
+        """Return the mini-batches of all passes over the batch.
 
         Raises:
             RunFailedError: If the rows of a prompt are not adjacent, or if the number of prompts is wrong.
         """
-        prompts = _prompt_rows(batch)
+        real = batch.without_padding_rows()
+        prompts = _prompt_rows(real)
         if len(prompts) != self._prompts_per_step:
             raise RunFailedError(
                 f"The source's batch has the rows of {len(prompts)} prompts, but source.prompts_per_step is "
@@ -68,12 +64,12 @@ class ByPrompt:
             )
         rows = [*prompts.values()]
         size = self._prompts_per_minibatch
-        return [(rows[first][0], rows[first + size - 1][1]) for first in range(0, len(rows), size)]
+        bounds = [(rows[first][0], rows[first + size - 1][1]) for first in range(0, len(rows), size)]
+        return [real.between(start, stop).pad_rows(self._row_multiple) for start, stop in bounds] * self._update_epochs
 
 
 def _prompt_rows(batch: TrainingBatch) -> dict[str, tuple[int, int]]:
     """Return (first row, row after the last) of each prompt. Raises RunFailedError for a row of several prompts."""
-    assert not bool(batch.is_padding_row.any()), "padding rows belong to no prompt"
     uids = batch.segments["uid"]
     found: dict[str, tuple[int, int]] = {}
     for row in range(batch.num_rows):

@@ -37,8 +37,6 @@ async def terms_of_all(
     """Return the `reward_terms` of each answer, in order. All answers are scored at the same time.
 
     Args:
-        rewards: Rewards by name.
-        answers: Answers to score.
         retries: How many times an answer may be scored again if a reward fails.
 
     Raises:
@@ -142,7 +140,6 @@ def score(trajectory: Trajectory, weights: Mapping[str, float]) -> Trajectory:
     Token rewards from the environment are kept. The weighted sum of the terms is added to the last token's reward.
 
     Args:
-        trajectory: An attempt with reward terms.
         weights: Weights of reward terms. A term without a weight has weight 1.
 
     Raises:

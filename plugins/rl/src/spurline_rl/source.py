@@ -29,7 +29,6 @@ class RolloutSource(PromptSource):
 
     def __init__(self, config: RolloutSourceConfig, context: SourceContext) -> None:
         super().__init__(config, context)
-        self._config = config
         self._loop = asyncio.Runner()
         self._next_draw = 0
         self._retries = 0
@@ -53,7 +52,7 @@ class RolloutSource(PromptSource):
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
-        config = self._config
+        config = self._settings
         collecting = collect_groups(
             self._prompts.take,
             self._run,
@@ -79,7 +78,7 @@ class RolloutSource(PromptSource):
 
     def epoch(self, step: int) -> float:
         # `spurline plan` draws no prompts, so there the number of drawn prompts is computed from the step.
-        drawn = self._next_draw or step * self._config.prompts_per_step
+        drawn = self._next_draw or step * self._settings.prompts_per_step
         return drawn / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:

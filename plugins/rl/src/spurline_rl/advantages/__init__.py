@@ -1,1 +1,1 @@
-"""Advantages: scored groups in, the same groups with advantages out. Numpy only."""
+"""Compute advantages: scored groups in, the same groups with advantages out. This package uses numpy and no torch."""

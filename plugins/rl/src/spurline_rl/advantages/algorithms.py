@@ -7,7 +7,7 @@
 
 R are the returns of the n samples of a prompt. If they are all equal, the advantages are exactly 0.
 
-GRPO: std has n - 1 in the denominator, as in other trainers. The paper does not define std.
+GRPO: std divides by n - 1, as in other trainers. The paper does not define std.
 Dr. GRPO (GRPO done right): there is no division by std, which would give more weight to prompts that nearly all or
 nearly no samples solve. The paper also divides by a constant instead of the answer's length: `reduction: fixed_norm`.
 RLOO (REINFORCE leave-one-out): the formula equals R_i minus the mean of the other returns. This baseline does not
@@ -26,14 +26,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 
 from spurline.errors import DataError
-from spurline_rl.advantages.configs import (
-    DrGrpoConfig,
-    GaeConfig,
-    GrpoConfig,
-    MaxRlConfig,
-    ReinforcePlusPlusConfig,
-    RlooConfig,
-)
+from spurline_rl.advantages import configs
 from spurline_rl.advantages.shared import (
     Returns,
     center,
@@ -58,14 +51,13 @@ class _Configured(Generic[Config]):
 
 
 class _GroupRelative(_Configured[Config], ABC):
-    name: ClassVar[str]
     formula: ClassVar[str]
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
         return spread_over_groups(groups, self.sample_advantages(groups))
 
     def sample_advantages(self, groups: Sequence[Group]) -> list[Returns]:
-        return [relative_to_group(group, self.name, partial(self._compare, uid=group.uid)) for group in groups]
+        return [relative_to_group(group, self.config.name, partial(self._compare, uid=group.uid)) for group in groups]
 
     @abstractmethod
     def _compare(self, returns: Returns, uid: str) -> Returns:
@@ -75,10 +67,9 @@ class _GroupRelative(_Configured[Config], ABC):
         return self.formula
 
 
-class Grpo(_GroupRelative[GrpoConfig]):
+class Grpo(_GroupRelative[configs.GrpoConfig]):
     """The return relative to the group's mean and spread."""
 
-    name = "grpo"
     formula = "GRPO: each sample's return minus the mean of its prompt's samples"
 
     def _compare(self, returns: Returns, uid: str) -> Returns:
@@ -89,30 +80,27 @@ class Grpo(_GroupRelative[GrpoConfig]):
         return f"{self.formula}{', divided by their standard deviation' if self.config.normalize_std else ''}."
 
 
-class DrGrpo(_GroupRelative[DrGrpoConfig]):
+class DrGrpo(_GroupRelative[configs.DrGrpoConfig]):
     """The return relative to the group's mean."""
 
-    name = "dr_grpo"
     formula = "Dr. GRPO: each sample's return minus the mean of its prompt's samples."
 
     def _compare(self, returns: Returns, uid: str) -> Returns:
         return center(returns)
 
 
-class Rloo(_GroupRelative[RlooConfig]):
+class Rloo(_GroupRelative[configs.RlooConfig]):
     """The return relative to the mean of the group's other samples."""
 
-    name = "rloo"
     formula = "RLOO: each sample's return minus the mean of its prompt's other samples."
 
     def _compare(self, returns: Returns, uid: str) -> Returns:
         return len(returns) / (len(returns) - 1) * center(returns)
 
 
-class MaxRl(_GroupRelative[MaxRlConfig]):
+class MaxRl(_GroupRelative[configs.MaxRlConfig]):
     """The return relative to the group's mean, divided by the mean."""
 
-    name = "maxrl"
     formula = "MaxRL: each sample's return minus the mean of its prompt's samples, divided by that mean."
 
     def _compare(self, returns: Returns, uid: str) -> Returns:
@@ -124,7 +112,7 @@ class MaxRl(_GroupRelative[MaxRlConfig]):
         return center(returns) / (returns.mean() + self.config.eps)
 
 
-class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
+class ReinforcePlusPlus(_Configured[configs.ReinforcePlusPlusConfig]):
     """REINFORCE++ (Hu et al. 2025, arXiv:2501.03262): normalise over all samples together, not prompt by prompt.
 
     `baseline: group`, the paper's variant for several samples per prompt:
@@ -139,12 +127,15 @@ class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
         G_t = r_t + gamma * G_{t+1},  A_t = (G_t - mean(G)) / (std(G) + eps)
 
     along the tokens of a trajectory. mean and std are computed over all trained tokens passed in. In both variants, std
-    has the count in the denominator, not the count minus 1.
+    divides by the count, not by the count minus 1.
     """
 
     def advantages(self, groups: Sequence[Group]) -> list[Group]:
         samples = self.sample_advantages(groups)
-        return self._compare_tokens(groups) if samples is None else spread_over_groups(groups, samples)
+        if samples is not None:
+            return spread_over_groups(groups, samples)
+        returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)
+        return write_tokens(groups, advantages=normalized(returns, read_tokens(groups, "loss_mask"), self.config.eps))
 
     def sample_advantages(self, groups: Sequence[Group]) -> list[Returns] | None:
         if self.config.baseline == "batch":
@@ -153,17 +144,13 @@ class ReinforcePlusPlus(_Configured[ReinforcePlusPlusConfig]):
         std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
         return [values / (std + self.config.eps) for values in centred]
 
-    def _compare_tokens(self, groups: Sequence[Group]) -> list[Group]:
-        returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)
-        return write_tokens(groups, advantages=normalized(returns, read_tokens(groups, "loss_mask"), self.config.eps))
-
     def describe(self) -> str:
         if self.config.baseline == "group":
             return "REINFORCE++: return minus the mean of the prompt's samples, divided by the spread of all samples."
         return f"REINFORCE++: returns of each token, discounted by {self.config.gamma:g}, normalised over all tokens."
 
 
-class Gae(_Configured[GaeConfig]):
+class Gae(_Configured[configs.GaeConfig]):
     """Generalised advantage estimation with a critic (GAE, Schulman et al. 2016, arXiv:1506.02438), as PPO uses it.
 
         delta_t = r_t + gamma * V_{t+1} - V_t
@@ -171,7 +158,7 @@ class Gae(_Configured[GaeConfig]):
 
     along the response tokens of a trajectory, with its turns joined. V_t is the critic's value before token t. It is 0
     after the last token, even if the answer was cut off. The critic is trained on the returns. The advantages are then
-    normalised over all trained tokens passed in, with the count, not the count minus 1, in the denominator of std.
+    normalised over all trained tokens passed in, with a std that divides by the count, not by the count minus 1.
     """
 
     needs = frozenset({"values"})

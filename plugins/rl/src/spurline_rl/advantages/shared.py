@@ -37,7 +37,6 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
     """Apply a rule to the group's returns, float64 [n]. The result is exactly 0 if all returns are equal.
 
     Args:
-        group: The group.
         name: The name of the algorithm for messages.
         rule: A function that takes the returns, and returns the advantages.
 

@@ -35,7 +35,8 @@ class InProcessEngineConfig(RolloutEngineConfig):
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
     """Time limit in seconds for one decode step, and for loading the model."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engine's own model copy. `auto`: the first GPU, or the CPU if a rank uses it or there is none."""
+    """Device of the engine's own model copy. `auto` is the first GPU, or the CPU if a rank uses this GPU or the machine
+    has none."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"

@@ -64,5 +64,4 @@ class SingleTurn:
         return example
 
     def close(self) -> None:
-        """Close the rewards."""
         close_all(self._rewards)

@@ -72,7 +72,7 @@ class ToolCall:
 
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. A last call says if others beyond `limit` were dropped."""
+    """Return the calls in a turn's text, in order. If there are more than `limit`, a last call says so."""
     found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
     calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
     if len(found) > len(calls):
@@ -190,7 +190,7 @@ class Tools:
     """Runs conversations with tools.
 
     The first prompt has the row's messages up to its last question. The row's last assistant turn is the reference. The
-    template shows the tools of the row, or the configured ones if the row has none.
+    template shows the tools of the row, or the configured tools if the row has none.
 
     `info` has prompt, response (the last turn) and reference as texts; messages; calls and failed_calls; and `ended`,
     which is `answer`, `max_turns`, `length` (a turn was cut off) or `context` (another turn does not fit).
@@ -238,7 +238,6 @@ class Tools:
         return opening_ids(self._tokenizer, messages, tools, where=task.location)
 
     def close(self) -> None:
-        """Close the rewards."""
         close_all(self._rewards)
 
     def _opening(self, question: ChatQuestion, where: str) -> tuple[Sequence[Message], list[dict[str, Any]]]:

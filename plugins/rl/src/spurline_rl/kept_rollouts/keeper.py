@@ -1,7 +1,7 @@
 """Write the rollouts of each step on a thread, while the model trains.
 
-The file of a step is complete before the next step is written and before the checkpoint that includes the step. If the
-run is killed, no incomplete file is left. A resumed run removes the files of later steps.
+The file of a step is complete before the next file is begun, and before a checkpoint includes the step. If the run is
+killed, no incomplete file is left. A resumed run removes the files of later steps.
 """
 
 from __future__ import annotations
@@ -127,13 +127,9 @@ def _thinned(taken: KeptStep, most_bytes: int) -> KeptStep:
 
 
 def write_step(folder: Path, step: int, table: pa.Table) -> int:
-    """Write the file of a step to the disk, and return its size.
-
-    Raises:
-        RunFailedError: If it cannot be written.
-    """
+    """Write the file of a step, and return its size in bytes. Raises RunFailedError if it cannot be written."""
     sink = pa.BufferOutputStream()
-    # A low compression level is enough: most of a file is numbers that hardly compress.
+    # A low compression level is enough, since most of a file is numbers that hardly compress.
     pq.write_table(table, sink, compression="zstd", compression_level=1)
     path, content = step_file(folder, step), sink.getvalue()
     try:

@@ -255,7 +255,7 @@ def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
     facts = [*(name for name in SCHEMA.names if name in KeptAttempt.__annotations__), "tokens", "finish"]
     table, pieces = table.combine_chunks(), _StoredPieces(table.schema.metadata)
     for number, row in enumerate(table.select([name for name in facts if name in table.schema.names]).to_pylist()):
-        # Earlier versions kept no names of engines.
+        # Files of earlier versions have no column `engines`.
         row.setdefault("engines", "[]")
         if row["status"] == "given_up":
             continue

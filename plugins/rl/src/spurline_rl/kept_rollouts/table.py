@@ -187,7 +187,7 @@ def _attempts_table(
     if "versions" in token_columns:
         columns["max_age"] = step - 1 - np.minimum.reduceat(token_columns["versions"], starts)
     if "old_logprobs" in scores and "logprobs" in token_columns:
-        # Store the difference itself: computed from two numbers rounded to float16, it would be only rounding error.
+        # Store the difference itself. The difference of two numbers rounded to float16 would be only rounding error.
         token_columns["gap"] = scores["old_logprobs"] - token_columns["logprobs"]
         # `fmax` ignores NaN.
         columns["max_gap"] = np.fmax.reduceat(np.abs(token_columns["gap"]), starts)

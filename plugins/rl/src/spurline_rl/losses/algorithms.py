@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from spurline.protocols.loss import TokenLossInputs
-from spurline_rl.losses.configs import (
-    CispoConfig,
-    GspoConfig,
-    PolicyGradientConfig,
-    PpoConfig,
-    SapoConfig,
-    ValueLossConfig,
-)
+from spurline_rl.losses import configs
 from spurline_rl.losses.policy_loss import PolicyLoss, bounded_exp, clip_fractions, ratio_to_old
 
 
-class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
+class PolicyGradient(PolicyLoss[configs.PolicyGradientConfig]):
     """The plain policy gradient (REINFORCE, Williams 1992; Sutton et al. 2000).
 
         l = -A log p
@@ -49,7 +42,7 @@ class PolicyGradient(PolicyLoss[PolicyGradientConfig]):
         return f"Policy gradient: minus advantage times {what}"
 
 
-class Ppo(PolicyLoss[PpoConfig]):
+class Ppo(PolicyLoss[configs.PpoConfig]):
     """Proximal policy optimisation with a clipped ratio (PPO, Schulman et al. 2017, arXiv:1707.06347).
 
         l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -60,7 +53,7 @@ class Ppo(PolicyLoss[PpoConfig]):
     p_old is its proximal policy.
     """
 
-    def __init__(self, config: PpoConfig):
+    def __init__(self, config: configs.PpoConfig):
         super().__init__(config)
         self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
 
@@ -87,7 +80,7 @@ class Ppo(PolicyLoss[PpoConfig]):
         )
 
 
-class Gspo(PolicyLoss[GspoConfig]):
+class Gspo(PolicyLoss[configs.GspoConfig]):
     """Group sequence policy optimisation (GSPO, Zheng et al. 2025, arXiv:2507.18071).
 
         s = (p(y) / p_old(y))^(1 / |y|) = exp(mean over the sequence of log p - log p_old)
@@ -99,7 +92,7 @@ class Gspo(PolicyLoss[GspoConfig]):
     same advantage, the gradient equals the gradient of GSPO-token in the paper.
     """
 
-    def __init__(self, config: GspoConfig):
+    def __init__(self, config: configs.GspoConfig):
         super().__init__(config)
         self._low, self._high = 1 - config.clip_low, 1 + config.clip_high
 
@@ -131,7 +124,7 @@ def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
     return bounded_exp(sums / counts)[inputs.segment_index]
 
 
-class Cispo(PolicyLoss[CispoConfig]):
+class Cispo(PolicyLoss[configs.CispoConfig]):
     """Clipped importance-sampling policy optimisation (CISPO, MiniMax-M1, MiniMax 2025, arXiv:2506.13585).
 
         l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log p,      where sg stops the gradient
@@ -141,7 +134,7 @@ class Cispo(PolicyLoss[CispoConfig]):
     the default here (Khatri et al. 2025, arXiv:2510.13786).
     """
 
-    def __init__(self, config: CispoConfig):
+    def __init__(self, config: configs.CispoConfig):
         super().__init__(config)
         self._low = 1 - config.clip_low if config.clip_low is not None else 0.0
         self._high = 1 + config.clip_high
@@ -164,7 +157,7 @@ class Cispo(PolicyLoss[CispoConfig]):
         )
 
 
-class Sapo(PolicyLoss[SapoConfig]):
+class Sapo(PolicyLoss[configs.SapoConfig]):
     """Soft adaptive policy optimisation (SAPO, Gao et al. 2025, arXiv:2511.20347).
 
         l = -A * 4 / tau * sigma(tau (r - 1)),      tau = tau_positive where A > 0, else tau_negative
@@ -209,7 +202,7 @@ class ValueLoss:
 
     needs: frozenset[str] = frozenset({"values", "returns"})
 
-    def __init__(self, config: ValueLossConfig):
+    def __init__(self, config: configs.ValueLossConfig):
         self.config = config
 
     def token_loss(self, inputs: TokenLossInputs) -> Tensor:

@@ -14,7 +14,7 @@ from spurline.protocols.loss import LossConfig, TrainsOn
 from spurline_rl.protocols.correction import CorrectionConfig
 
 Level = Literal["token", "sequence", "geometric"]
-"""The ratio that a correction checks: of each token, or a sequence's product or geometric mean of ratios."""
+"""The ratio that a correction checks: the ratio of a token, or the product or geometric mean of a sequence's ratios."""
 
 
 class KlConfig(Section):

@@ -21,13 +21,8 @@ import torch
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
-from spurline_rl.losses.configs import (
-    GeometricRejectionConfig,
-    Level,
-    MaskedImportanceSamplingConfig,
-    SequenceRejectionConfig,
-    TruncatedImportanceSamplingConfig,
-)
+from spurline_rl.losses import configs
+from spurline_rl.losses.configs import Level
 from spurline_rl.losses.log_ratios import COLUMNS, LogRatios
 from spurline_rl.losses.policy_loss import LARGEST_LOG_RATIO, bounded_exp
 from spurline_rl.protocols.correction import Corrected, Correction
@@ -36,7 +31,7 @@ BLOCK_TOKENS = 1 << 16
 """Largest number of tokens in a block of several rows. The arrays of such a block fit into a processor's cache."""
 _PERCENTILES = (1, 50, 99)
 _SAMPLED_TOKENS = 1 << 20
-"""In batches with more tokens than this, percentiles are those of about so many tokens, evenly spread."""
+"""In batches with more tokens, percentiles are computed from about this many tokens, which are evenly spread."""
 
 
 def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple[TrainingBatch, dict[str, float]]:
@@ -58,7 +53,7 @@ def compare(batch: TrainingBatch, correction: Correction | None = None) -> tuple
         return batch, {}
     count = batch.num_loss_tokens
     done, largest = 0, 0.0
-    # An odd stride does not take the same few positions of each row.
+    # With an odd stride, the sampled tokens are not always at the same few positions of their rows.
     stride, sampled = count // _SAMPLED_TOKENS | 1, [np.empty(0)]
     factors = np.ones((batch.num_rows, batch.length), np.float32) if correction is not None else None
     sums: defaultdict[str, float] = defaultdict(float)
@@ -97,7 +92,7 @@ class TruncatedImportanceSampling:
     With `cap: null` decoupled PPO is exact.
     """
 
-    def __init__(self, config: TruncatedImportanceSamplingConfig):
+    def __init__(self, config: configs.TruncatedImportanceSamplingConfig):
         self.config = config
 
     def correct(self, ratios: LogRatios) -> Corrected:
@@ -119,7 +114,7 @@ class MaskedImportanceSampling:
     them the factor 0, since they are more likely to be numerical accidents.
     """
 
-    def __init__(self, config: MaskedImportanceSamplingConfig):
+    def __init__(self, config: configs.MaskedImportanceSamplingConfig):
         self.config = config
 
     def correct(self, ratios: LogRatios) -> Corrected:
@@ -142,7 +137,7 @@ class Rejection:
     then leave the band more easily than short ones. Both remove outliers and correct nothing else.
     """
 
-    def __init__(self, config: GeometricRejectionConfig | SequenceRejectionConfig):
+    def __init__(self, config: configs.GeometricRejectionConfig | configs.SequenceRejectionConfig):
         self.config = config
 
     def correct(self, ratios: LogRatios) -> Corrected:

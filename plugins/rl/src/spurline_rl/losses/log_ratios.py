@@ -23,7 +23,7 @@ COLUMNS = ("old_logprobs", "rollout_logprobs")
 
 
 class LogRatios:
-    """Log ratios of the tokens with loss of a batch; `values` is float64 [N], in nats.
+    """The log ratios of a batch's tokens with loss. `values` is float64 [N], in nats.
 
     Raises:
         DataError: If the batch lacks the logprobs of the trainer or the engine.

@@ -83,7 +83,10 @@ class PolicyLoss(Generic[Config]):
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
         found = dict(self.surrogate_metrics(inputs))
         if "old_logprobs" in self.needs:
-            found |= _distance_from_old(inputs)
+            ratio = ratio_to_old(inputs)
+            found |= {"policy/ratio": ratio, "policy/ratio/max": ratio, "policy/ratio/min": ratio}
+            # The tokens are drawn from the old policy, so the arguments are swapped.
+            found["policy/kl_old"] = kl_estimate(inputs.columns["old_logprobs"], inputs.logprobs, "k3")
         if "reference_logprobs" in self.needs:
             found["policy/kl_reference"] = self._kl_to_reference(inputs)
         if "entropy" in self.needs:
@@ -117,17 +120,6 @@ def clip_fractions(ratio: Tensor, advantages: Tensor, low: float, high: float) -
     return {
         "policy/clip_fraction_low": ((ratio < low) & (advantages < 0)).to(ratio.dtype),
         "policy/clip_fraction_high": ((ratio > high) & (advantages > 0)).to(ratio.dtype),
-    }
-
-
-def _distance_from_old(inputs: TokenLossInputs) -> dict[str, Tensor]:
-    ratio = ratio_to_old(inputs)
-    return {
-        "policy/ratio": ratio,
-        "policy/ratio/max": ratio,
-        "policy/ratio/min": ratio,
-        # The tokens are drawn from the old policy, so the arguments are swapped.
-        "policy/kl_old": kl_estimate(inputs.columns["old_logprobs"], inputs.logprobs, "k3"),
     }
 
 

@@ -25,7 +25,7 @@ class Corrected:
     """The result of a correction for N tokens.
 
     Attributes:
-        factors: Float [N] for `loss_weights`, without gradient; exactly 0 where a token is rejected.
+        factors: Float [N], by which the loss weights are multiplied, without gradient; exactly 0 for a rejected token.
         metrics: Values [N] by name. Their means over the batch's tokens with loss are reported.
     """
 

@@ -75,7 +75,7 @@ def _expand(value: Any) -> Any:
     if not isinstance(one, Mapping):
         return value
     rewards = cast("Mapping[str, Any]", one)
-    # If the value of `name` is not a text, `name` is a term.
+    # If the value of `name` is not a text, `name` is the name of a reward term.
     if isinstance(rewards.get("name"), str):
         reward = _expand_function(value)
         return {_term(reward): reward}

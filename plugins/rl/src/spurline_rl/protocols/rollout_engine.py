@@ -82,7 +82,6 @@ class RolloutEngineConfig(ComponentConfig):
         The mapping is empty if the engine is on other devices, or if the bytes are unknown.
 
         Args:
-            run: The config of the run.
             responses: Responses generated at the same time.
             length: Tokens of each response and its prompt.
         """
@@ -152,7 +151,7 @@ class GenerationResult:
         versions: int32 [A], the version of the weights that generated each token.
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
-            token that was not computed, such as the last one. None if the run does not ask for them.
+            token that was not computed, such as the last token. None if the run does not ask for them.
         engines: Names of the engines that generated the tokens, in order, such as `engine 0 (process 4711)`.
     """
 
@@ -243,7 +242,7 @@ class TakesWeights(ABC):
 
     An update is `begin_update`, then `load_bucket` until every weight has arrived, then `finish_update`. Updates do not
     overlap. After a RunFailedError the engine generates no more tokens. An engine may have several members, which are
-    engines that share the requests. Such an engine, or one that starts slowly, overrides the concrete methods too.
+    engines that share the requests. Such an engine, and an engine that starts slowly, overrides the concrete methods.
 
     Attributes:
         transports: Names of the transports whose buckets the engine reads, the best one first.
@@ -307,7 +306,6 @@ class TakesWeights(ABC):
         """End the requests `crossing` of the last update, and return their results by the member's name.
 
         Args:
-            version: The version of the update.
             num_tokens: A request may end when it has this many tokens of this version.
         """
         return {}
@@ -335,7 +333,6 @@ class TakesWeights(ABC):
         It is called only if `takes_adapters` is true. Tensors are named as in `adapter_model.safetensors`.
 
         Args:
-            version: The new version.
             adapter: The settings of the adapter, as PEFT writes them to `adapter_config.json`.
         """
         raise NotImplementedError

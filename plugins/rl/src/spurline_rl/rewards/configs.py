@@ -36,7 +36,7 @@ class FunctionRewardConfig(RewardConfig):
     """`file.py:function`, or `module:function`. The module may be installed, beside the config file or in the working
     directory. A Python program may pass the function itself, which is called in the run's own process."""
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=30.0, gt=0)
-    """Seconds one call may take."""
+    """Seconds that one call may take."""
     in_process: Annotated[bool, OnResume.FREE] = False
     """Call the function in the run's own process, where `timeout_s` ends the wait for a call, but not the call. If
     false, the function is called in worker processes, which are killed if they exceed a limit."""
@@ -74,6 +74,6 @@ class MathVerifyConfig(RewardConfig):
 
     name: str = "math_verify"
     timeout_s: Annotated[float, OnResume.BY_NAME] = Field(default=5.0, gt=0)
-    """Seconds one comparison may take; an answer that takes longer counts as wrong."""
+    """Seconds that one comparison may take. An answer that takes longer counts as wrong."""
     workers: Annotated[int, OnResume.FREE] = Field(default=1, gt=0)
     """Number of worker processes that compare."""

@@ -89,7 +89,6 @@ class FunctionReward:
             ) from error
 
     def close(self) -> None:
-        """End the worker processes."""
         if self._pool is not None:
             self._pool.close()
 

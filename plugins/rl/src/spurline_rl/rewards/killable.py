@@ -31,8 +31,8 @@ START_TIMEOUT_S = 120.0
 MEMORY_LIMIT_BYTES = 8 << 30
 """Default memory limit of a worker, so that a result with billions of digits cannot take the machine down."""
 _GRACE_S = 5.0
-"""Seconds that a worker may take to answer an async call after its time limit, at most as long as the limit itself. The
-worker is then killed, because a call blocks its event loop or ignores a cancellation."""
+"""Seconds that a worker may take to answer an async call after the call's time limit, or the limit itself if that is
+shorter. The worker is then killed, because a call blocks its event loop or ignores a cancellation."""
 _LONGEST_S = 1e6
 """The longest time limit. Timers refuse very large numbers."""
 _LONGEST_ANSWER = 1 << 30
@@ -85,7 +85,6 @@ class KillablePool:
             called with it once, and returns the function to call.
         timeout_s: Seconds that one call may take.
         workers: The largest number of processes, each with one call at a time. 0 means one per processor, from 4 to 16.
-        argument: The argument of `function`.
         import_timeout_s: Seconds that the import may take.
         memory_bytes: Memory that one worker may take.
     """

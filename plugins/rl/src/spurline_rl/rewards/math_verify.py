@@ -37,7 +37,6 @@ class MathVerify:
         return float(verdict)
 
     def close(self) -> None:
-        """End the worker processes."""
         self._pool.close()
 
 

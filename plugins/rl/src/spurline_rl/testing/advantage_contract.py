@@ -28,7 +28,6 @@ class AdvantageContract:
     carry: ClassVar[tuple[str, ...]] = ()
 
     def make_advantage(self) -> Advantage:
-        """Return your advantage algorithm."""
         raise NotImplementedError("subclass AdvantageContract with make_advantage(self)")
 
     def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,6 +53,8 @@ from spurline_rl.testing.backend_cases import (
 )
 from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
 
+Opened = AbstractContextManager[tuple[Backend, ParallelLayout]]
+
 
 class BackendContract:
     """A test suite: a subclass sets `backend_settings` (the config section `backend`) and the `plugins` to enable.
@@ -86,18 +88,14 @@ class BackendContract:
             cls._kept.close()
             cls._kept = None
 
-    @contextmanager
-    def backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+    def backend(self, model: Path, *, critic: bool = False) -> Opened:
         """Open the backend under test with this model, or restore the initial state of the shared backend."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
-        with opened(run) if self._kept is None else self._kept.lend(run) as lent:
-            yield lent
+        return opened(run) if self._kept is None else self._kept.lend(run)
 
-    @contextmanager
-    def new_backend(self, model: Path, *, critic: bool = False) -> Iterator[tuple[Backend, ParallelLayout]]:
+    def new_backend(self, model: Path, *, critic: bool = False) -> Opened:
         """Open a backend for this test alone."""
-        with opened(backend_run(model, self.backend_settings, self.plugins, critic=critic)) as lent:
-            yield lent
+        return opened(backend_run(model, self.backend_settings, self.plugins, critic=critic))
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:

@@ -67,7 +67,6 @@ class KeptBackend:
 
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-        """Lend a backend with this config to one test."""
         if self._lent is None or loaded.config != self._config:
             self.close()
             self._lent = self._stack.enter_context(opened(loaded))
@@ -83,6 +82,5 @@ class KeptBackend:
             raise
 
     def close(self) -> None:
-        """Close the backend, if one is open."""
         self._config = self._lent = None
         self._stack.close()

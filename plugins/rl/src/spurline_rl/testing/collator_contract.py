@@ -32,7 +32,6 @@ class RolloutCollatorContract:
     one_turn_per_row = True
 
     def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
-        """Return your collator."""
         raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
 
     def make_reference(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator | None:

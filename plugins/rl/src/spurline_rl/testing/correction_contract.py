@@ -23,7 +23,6 @@ class CorrectionContract:
     """A test suite: define `make_correction()` in a subclass. Trainer/engine ratios per token are about 1/20 to 20."""
 
     def make_correction(self) -> Correction:
-        """Return your correction."""
         raise NotImplementedError("subclass CorrectionContract with make_correction(self)")
 
     def batch(self, rows: tuple[tuple[int, ...], ...], seed: int = 0, spread: float = 1.0) -> TrainingBatch:

@@ -32,24 +32,23 @@ class ModelPair:
     new: Path
 
 
+@dataclass(frozen=True)
 class WeightsOf:
     """A substitute for the backend in `publish`, with the weights of a model folder. It yields a tied weight once.
 
-    Args:
-        model: Folder of the model.
+    Attributes:
         change: A function that changes the weights before they are published.
     """
 
-    def __init__(self, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None) -> None:
-        self._model = model
-        self._change = change
+    model: Path
+    change: Callable[[dict[str, Tensor]], object] | None = None
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         from safetensors.torch import load_file
 
-        weights = load_file(self._model / "model.safetensors")
-        if self._change is not None:
-            self._change(weights)
+        weights = load_file(self.model / "model.safetensors")
+        if self.change is not None:
+            self.change(weights)
         yield from weights.items()
 
 
@@ -114,21 +113,16 @@ class EngineUpdateContract(EngineContract):
 
         async def use(engine: Any) -> tuple[int, list[GenerationResult]]:
             writing = [asyncio.ensure_future(engine.generate(wanted)) for wanted in asked]
-            ended_early = 0
+            await engine.generate(request(PROMPTS[0], max_new_tokens=2, temperature=0.0))
+            ended_early, finish_update = 0, engine.finish_update
 
-            async def look() -> None:
+            async def look_and_finish(version: int) -> None:
                 nonlocal ended_early
                 before = sum(task.done() for task in writing)
                 late = asyncio.ensure_future(engine.generate(request(PROMPTS[1], max_new_tokens=1)))
                 writing.append(late)
                 await asyncio.wait({late}, timeout=0.3)
                 ended_early = sum(task.done() for task in writing) - before
-
-            await engine.generate(request(PROMPTS[0], max_new_tokens=2, temperature=0.0))
-            finish_update = engine.finish_update
-
-            async def look_and_finish(version: int) -> None:
-                await look()
                 await finish_update(version)
 
             engine.finish_update = look_and_finish
@@ -206,7 +200,6 @@ class EngineUpdateContract(EngineContract):
     async def publish(
         self, engine: Any, version: int, model: Path, change: Callable[[dict[str, Tensor]], object] | None = None
     ) -> SyncReport:
-        """Publish the weights of folder `model` to the engine."""
         sync = self.make_sync()
         try:
             return await sync.publish(version, cast("Backend", WeightsOf(model, change)), [engine])

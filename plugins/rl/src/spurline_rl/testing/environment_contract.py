@@ -83,7 +83,6 @@ class EnvironmentContract:
     """A test suite: define `make_environment(tokenizer)` in a subclass, and `row()` if your rows are not chats."""
 
     def make_environment(self, tokenizer: PreTrainedTokenizerBase) -> Environment:
-        """Return your environment."""
         raise NotImplementedError("subclass EnvironmentContract with make_environment(self, tokenizer)")
 
     def row(self) -> Mapping[str, Any]:

@@ -21,7 +21,6 @@ def make_trajectories(
 
     Args:
         turns: For each trajectory, the numbers (prompt tokens, response tokens) of each turn.
-        seed: Seed of the random numbers.
         optional_columns: Whether turns have the columns that may be None.
         routed_experts: Whether turns also have the indices of 3 experts per token in 2 layers.
     """

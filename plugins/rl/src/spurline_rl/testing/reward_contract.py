@@ -30,7 +30,6 @@ class RewardContract:
     is_deterministic = True
 
     def make_reward(self) -> Reward:
-        """Return your reward."""
         raise NotImplementedError("subclass RewardContract with make_reward(self)")
 
     def answers(self) -> Sequence[Answer]:

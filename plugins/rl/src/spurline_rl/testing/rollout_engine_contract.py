@@ -99,13 +99,12 @@ class RolloutEngineContract(EngineContract):
 
     def test_a_response_ends_at_the_limit_or_with_a_stop_token_which_belongs_to_it(self, tiny_model: Path) -> None:
         free = greedy(tiny_model, PROMPTS[0], 12)
-        requests = [request(PROMPTS[0], max_new_tokens=count) for count in (1, 2, 7)]
+        counts = (1, 2, 7)
+        requests = [request(PROMPTS[0], max_new_tokens=count) for count in counts]
         requests.append(request(PROMPTS[0], temperature=0.0, stop_token_ids=(free[3],)))
         *cut, stopped = self.generate(tiny_model, requests)
         assert [(len(result.token_ids), result.finish_reason) for result in cut] == [
-            (1, "length"),
-            (2, "length"),
-            (7, "length"),
+            (count, "length") for count in counts
         ]
         assert stopped.token_ids.tolist() == free[: free.index(free[3]) + 1]
         assert stopped.finish_reason == "stop"
@@ -182,7 +181,6 @@ class RolloutEngineContract(EngineContract):
         assert not [thread for thread in left if thread.is_alive()]
 
     def generate(self, model: Path, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-        """Return the results of concurrent requests."""
         return self.run(model, lambda engine: all_of(engine, requests))
 
 

@@ -1,7 +1,7 @@
 """Answer requests from the page of `spurline view` about rollouts, with JSON values.
 
 A request names a run by its number, and an attempt by its step and its row in the step's file. A request for a list
-filters the files one after the other. The columns that lists show stay in memory.
+filters the files one after the other. The columns that lists show are kept in memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_GIVEN_UP = 200
 MOST_COMPARED = 4_000
 """Most tokens between common start and common end that are compared. Longer spans are shown as different."""
 _TEXTS = ("prompt", "response")
-"""Long columns. They do not stay in memory, and a filter that searches them reads the files again."""
+"""Long columns, which are not kept in memory. A filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
 _FACTS = (
     *("step", "status", "uid", "draw", "epoch", "sample"),

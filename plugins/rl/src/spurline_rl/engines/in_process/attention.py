@@ -61,7 +61,6 @@ class KvCache:
         return stored_keys, stored_values
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the source slots to the target slots."""
         for stored in (part for parts in self._layers.values() for part in parts):
             stored[list(targets)] = stored[list(sources)]
 
@@ -112,9 +111,9 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 @contextmanager
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
-    """Put the model in evaluation mode with the attention of this name; restore both afterwards.
+    """Put the model in evaluation mode with the attention of this name. Both are restored afterwards.
 
-    Gradients stay on: switching them off would affect only the current thread, and callers use several threads.
+    Gradients stay on, since switching them off would affect only the current thread, and callers use several threads.
     """
     before: Any = causal.config._attn_implementation
     was_training = causal.training

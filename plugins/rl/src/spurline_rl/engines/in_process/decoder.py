@@ -53,7 +53,6 @@ class Decoder:
     """Generates responses.
 
     Args:
-        config: The settings of the engine.
         routing: Routing of the model's experts; None if responses do not record experts.
 
     Attributes:
@@ -77,9 +76,7 @@ class Decoder:
         self._device = causal.device
         self._vocabulary = vocabulary_size(causal)
         eos = tokenizer.eos_token_id
-        self._stop_tokens: frozenset[int] = frozenset(
-            [*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])]
-        )
+        self._stop_tokens = frozenset([*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])])
         self._config = config
         self._routing = routing
         self._cache = KvCache()

@@ -147,7 +147,7 @@ class InProcessEngine(TakesWeights):
             if self._in_flight.pop(response, None) is not None:
                 response.abandoned = True
                 if not self._in_flight:
-                    # The cancelled caller may train the model next.
+                    # The caller was cancelled and may train the model next, so no decode step may be under way.
                     await self._wait_for_burst("a cancelled request")
 
     async def load(self) -> Decoder:
@@ -178,14 +178,14 @@ class InProcessEngine(TakesWeights):
             if part == "weights":
                 await self._compute("taking the memory of its weights again", self._memory.take)
             elif self._lacks_weights:
-                raise RunFailedError("It slept without weights, and no update has brought new ones.")
+                raise RunFailedError("It slept without weights, and no update has brought new weights.")
         if part == "cache":
             self._release("sleep")
 
     async def begin_update(self, version: int) -> None:
         assert not self._shares, "the owner of shared weights updates them, and then calls set_version"
         await self._hold("update")
-        async with self._updating(_update_to(version)):
+        async with self._updating(f"update of the weights to version {version}"):
             decoder = await self.load()
             self._writer = await self._compute("preparing an update", WeightWriter, decoder.model.causal)
 
@@ -198,7 +198,7 @@ class InProcessEngine(TakesWeights):
 
     async def finish_update(self, version: int) -> None:
         assert self._writer is not None, "no update has begun"
-        async with self._updating(_update_to(version)):
+        async with self._updating(f"update of the weights to version {version}"):
             self._writer.finish()
         self._writer = None
         self._lacks_weights = False
@@ -308,10 +308,6 @@ class InProcessEngine(TakesWeights):
         return probed_decoder(
             lambda kind: kind(model, self._tokenizer, self._config, routing), deterministic=self._config.deterministic
         )
-
-
-def _update_to(version: int) -> str:
-    return f"update of the weights to version {version}"
 
 
 def _explain(failure: BaseException, name: str) -> RunFailedError:

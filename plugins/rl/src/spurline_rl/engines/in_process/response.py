@@ -110,7 +110,7 @@ class Response:
 
     @property
     def context(self) -> list[int]:
-        """Return all tokens until now, of prompt and response."""
+        """Return all tokens so far: the prompt and the response."""
         return self.prompt + self.tokens
 
     @property
