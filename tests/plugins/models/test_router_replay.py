@@ -140,7 +140,7 @@ def test_experts_that_the_model_has_not_are_refused_before_it_computes(
 
 def test_a_router_that_ignores_what_is_replayed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ExpertRouting, "_take", lambda self, number, layer, args, kwargs: (args, kwargs))
-    with pytest.raises(ModelError, match="does not hand recorded experts on to the Qwen3MoeTopKRouter of layer 0"):
+    with pytest.raises(ModelError, match="does not pass recorded experts on to the Qwen3MoeTopKRouter of layer 0"):
         make_backend(tmp_path)
 
 

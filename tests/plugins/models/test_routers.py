@@ -27,7 +27,7 @@ REFUSED = {
     "phimoe": (EXPERTS, "PhimoeTopKRouter, which does not choose its experts with one call of topk"),
     "nemotron_h": (
         EXPERTS | {"layers_block_type": ["attention", "moe"]},
-        "does not hand recorded experts on to the NemotronHTopkRouter of layer 1",
+        "does not pass recorded experts on to the NemotronHTopkRouter of layer 1",
     ),
     "deepseek_v2": (
         LATENT | {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},

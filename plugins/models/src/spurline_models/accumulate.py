@@ -24,7 +24,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
 """Micro-batches as pairs: rows of the mini-batch, and the stream of these rows. The model also runs on idle streams,
-since other ranks wait for it. The loss is not computed on idle streams."""
+because ranks with samples wait for it in collectives. No loss is computed on an idle stream."""
 
 
 def accumulate_gradients(
@@ -36,15 +36,8 @@ def accumulate_gradients(
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
 
-    Args:
-        model: The model that is trained.
-        streams: The micro-batches.
-        objective: The loss and its normalizer.
-        profile: The device and dtype of the model.
-        balance: The balance loss of routers, which is added to the objective. The summed loss does not contain it.
-
-    Returns:
-        The sums over micro-batches, which are still on the device.
+    `balance` adds the balance loss of routers to the objective. The returned sums, which are still on the device,
+    count it separately from the loss.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
@@ -63,7 +56,7 @@ def _objective_of(
     sums: StepSums,
     balance: BalanceLoss | None,
 ) -> Tensor:
-    """Return one micro-batch's differentiable part of the objective."""
+    """Return the part of the objective that comes from one micro-batch. It is differentiable."""
     loss = objective.loss
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
         inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
@@ -80,7 +73,7 @@ def _objective_of(
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
-    """Return sums in evaluation mode, without gradients. The normalizer is not used."""
+    """Return the sums over all streams, computed in evaluation mode without gradients, and not normalized."""
     sums = StepSums()
     loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
@@ -94,7 +87,7 @@ def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, 
 def logprobs_of(
     model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
 ) -> Tensor:
-    """Return logprobs as float32 [rows, length] on CPU. Positions without loss have 0."""
+    """Return logprobs as float32 [rows, length] on CPU. They are 0 at positions without loss."""
     result = torch.zeros(batch.num_rows * batch.length)
     positions: list[Tensor] = []
     values: list[Tensor] = []
@@ -139,7 +132,7 @@ class SumsPart:
 
     @classmethod
     def join(cls, parts: Iterable[SumsPart]) -> SumsPart:
-        """Join the sums of all ranks. Rounding depends on the order of the ranks."""
+        """Add up the sums of all ranks, in the order of the ranks, since rounding depends on it."""
         parts = list(parts)
         sums: dict[str, float] = {}
         extremes: dict[str, float] = {}
@@ -210,7 +203,7 @@ class StepSums:
         self._extremes[name] = join(self._extremes[name], extreme) if name in self._extremes else extreme
 
     def fetch(self, *others: Tensor) -> tuple[SumsPart, list[float]]:
-        """Bring all sums, and other scalars, to the host in one transfer."""
+        """Return all sums, and the values of other scalar tensors, with one transfer to the host."""
         groups = (self._totals, self._sums, self._extremes)
         scalars = [value for group in groups for value in group.values()]
         scalars += [total.double() for _, total in self._losses_by_rows] + [other.double() for other in others]
@@ -231,7 +224,7 @@ class StepSums:
 
 
 def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
-    # Sums are in double, so that they hardly depend on the division into micro-batches.
+    # In float64, the division into micro-batches hardly changes a sum.
     sums[name] = sums[name] + value.double() if name in sums else value.double()
 
 

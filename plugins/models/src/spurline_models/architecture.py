@@ -35,11 +35,6 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
 
 
-def has_experts(config: PretrainedConfig) -> bool:
-    """Return whether a text model with this config may have layers with experts."""
-    return any(getattr(config, name, None) for name in _EXPERT_COUNTS)
-
-
 def num_experts(config: PretrainedConfig) -> int | None:
     """Return the number of experts in a layer. It is None if no layer has experts, or if layers differ."""
     return _count(config, _EXPERT_COUNTS)
@@ -103,7 +98,7 @@ def find_decoder(causal: PreTrainedModel) -> nn.Module:
     decoder = causal.get_decoder()
     if decoder is not causal and isinstance(decoder, PreTrainedModel):
         return decoder
-    # transformers finds a decoder by names of attributes. Some models lack them, or use them for something else.
+    # transformers looks for attributes with certain names. Some models lack them, or use them for something else.
     inner = [module for module in causal.children() if isinstance(module, PreTrainedModel)]
     if len(inner) != 1:
         raise ModelError(f"{type(causal).__name__} has no part that is a decoder. Choose a causal language model.")
@@ -132,7 +127,7 @@ def _cannot_build(config: PretrainedConfig, model: ModelConfig, error: Exception
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     if model.config_overrides:
         return f"model.config_overrides: no model can be built with {model.config_overrides} ({reason})."
-    return f"model.path: no model can be built from the config of {model.path} ({reason}). Mend its config.json."
+    return f"model.path: no model can be built from the config of {model.path} ({reason}). Correct its config.json."
 
 
 def _override(config: PretrainedConfig, name: str, value: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -44,7 +44,7 @@ class MemoryEstimate:
 
     @property
     def lent(self) -> dict[str, int]:
-        """The parts that stay on the device while engines use it, if the trainer's weights are not offloaded."""
+        """The parts that stay on the device while an engine uses it, if the trainer's weights are not offloaded."""
         stays = {name: self.kept[name] for name in ("weights", "reference") if name in self.kept}
         # The part `critic` includes the critic's optimizer. The critic's weights are as large as the policy's.
         return stays | ({"critic": self.kept["weights"]} if "critic" in self.kept else {})
@@ -96,7 +96,7 @@ class ModelBackendConfig(BackendConfig):
 
     @property
     def adapters(self) -> LoraConfig | None:
-        """Settings of the adapters, if adapters are trained instead of all weights."""
+        """Settings of the adapters, or None if the run trains weights instead."""
         return None
 
     def check_trainable(self, run: RunConfig) -> None:
@@ -185,17 +185,9 @@ class TransformersBackendConfig(ModelBackendConfig):
         return [] if self.lora is None else _part("adapters.lora:notes", "list of adapters")(run.model, self.lora)
 
 
-@runtime_checkable
-class HasAdapters(Protocol):
-    """Settings of a backend that may train adapters."""
-
-    @property
-    def adapters(self) -> LoraConfig | None: ...
-
-
 def adapters_of(run: RunConfig) -> LoraConfig | None:
-    """Return the settings of the run's adapters, if adapters are trained instead of all weights."""
-    return run.backend.adapters if isinstance(run.backend, HasAdapters) else None
+    """Return the settings of the run's adapters, or None if the run trains weights instead."""
+    return run.backend.adapters if isinstance(run.backend, ModelBackendConfig) else None
 
 
 def _part(name: str, what: str) -> Any:

@@ -40,7 +40,7 @@ class LoraConfig(Section):
 
     @property
     def merged_because(self) -> str | None:
-        """The reason why engines need merged weights, as a clause, or None if engines can use the adapter itself."""
+        """A clause that says why engines need merged weights, or None if engines can use the adapter itself."""
         reason = "engines would add the adapter to weights without the quantization of backend.lora.base_dtype"
         return reason if self.is_quantized else None
 

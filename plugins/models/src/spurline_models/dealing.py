@@ -73,7 +73,7 @@ class Dealing:
 
     @property
     def time_over_ideal(self) -> float:
-        """The estimated time of the step, divided by the time that it would take if all ranks were always busy."""
+        """The estimated time of the step, divided by its time if no rank ever waited for another."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 
@@ -148,10 +148,10 @@ class _Units:
 
 
 def _microbatches(dealt: Sequence[Sequence[int]], units: _Units, limit: float) -> list[list[list[int]]]:
-    """Return each rank's micro-batches as lists of units. All ranks get as many as the rank that needs most."""
+    """Return each rank's micro-batches as lists of units. All ranks get as many as the rank that needs the most."""
     if not units.costs:
         return [[] for _ in dealt]
-    # A unit over the limit needs a micro-batch of its own, as a unit of exactly the limit does.
+    # A unit over the limit counts as a full micro-batch, since it gets one of its own.
     needed = [math.ceil(sum(min(units.tokens[unit], limit) for unit in mine) / limit) for mine in dealt]
     count = max(1, *needed)
     while True:

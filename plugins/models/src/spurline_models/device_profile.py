@@ -5,7 +5,6 @@ This module also seeds, saves and restores the random generators of training.
 
 from __future__ import annotations
 
-import os
 import platform
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +20,8 @@ from torch.overrides import TorchFunctionMode
 from spurline.errors import ConfigError
 from spurline_models.machine import memory_bytes
 
-# Measured numbers of padding tokens that cost as much time as one attention call, and as one decoder pass.
 _SLOTS_PER_CALL = {"cpu": 32, "cuda": 1024}
-_SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
-
-
-def slots_per_pass(device: torch.device) -> int:
-    """Return the number of padding tokens that cost as much time as a pass of a whole decoder."""
-    return _SLOTS_PER_PASS.get(device.type, 0)
+"""The measured number of padding tokens that cost as much time as one attention call, by type of device."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class DeviceProfile:
 
     @property
     def process_group(self) -> str:
-        """Return the backends of `torch.distributed` for tensors of the host and of the device."""
+        """The backends of `torch.distributed` for tensors on the host and on the device."""
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def computing(self) -> AbstractContextManager[object]:
@@ -75,14 +68,9 @@ class DeviceProfile:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
-    @property
-    def pins_memory(self) -> bool:
-        """True if pinned memory makes transfers between host and device faster."""
-        return self.device.type == "cuda"
-
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised host memory, which is pinned if the device is a GPU."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.pins_memory)
+        """Return uninitialised host memory. For a GPU it is pinned, which makes transfers faster."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
         """Return the tensor itself if it is on `place`, or else a copy on the host. Waits for the copy."""
@@ -114,7 +102,7 @@ def device_profile(
     *,
     setting: str = "backend.device",
 ) -> DeviceProfile:
-    """Return the profile. If `device` is `cuda` without a GPU, raises ConfigError, which names `setting`."""
+    """Return the profile. Raises ConfigError, which names `setting`, if `device` is `cuda` and there is no GPU."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
@@ -131,11 +119,6 @@ def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:
     if device == "cpu" or not torch.cuda.is_available():
         return memory_bytes()
     return min(torch.cuda.get_device_properties(index).total_memory for index in range(torch.cuda.device_count()))
-
-
-def runs_triton(device: str) -> bool:
-    """Return whether Triton programs run on this device. On CPU they need Triton's interpreter, as in tests."""
-    return device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class KeepDouble(TorchFunctionMode):
@@ -172,15 +155,6 @@ def generator_tensors() -> dict[str, Tensor]:
     return states
 
 
-def restore_generator_tensors(states: dict[str, Tensor]) -> None:
-    """Restore the states that `generator_tensors` returned. Generators of other devices are unchanged."""
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"cuda:{index}" in states:
-                torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
-
-
 def generator_values() -> dict[str, Any]:
     """Return the states of Python's and numpy's global generators as JSON. Model code may use these generators."""
     version, words, gauss = random.getstate()
@@ -191,7 +165,12 @@ def generator_values() -> dict[str, Any]:
     }
 
 
-def restore_generator_values(values: dict[str, Any]) -> None:
+def restore_generators(states: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Restore the results of `generator_tensors` and `generator_values`. GPUs without a saved state are left alone."""
+    torch.set_rng_state(states["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
     version, words, gauss = values["python"]
     random.setstate((version, tuple(words), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]

@@ -41,15 +41,10 @@ def export_model(
     replace: bool = False,
     adapter: bool = False,
 ) -> Path:
-    """Write the backend's current weights, the model's config and the tokenizer into `out`.
+    """Write the backend's current weights, the model's config and the tokenizer into the folder `out`.
 
-    Args:
-        backend: The backend.
-        loaded: The config of the run. Weights get the dtype that the model's config names.
-        tokenizer: The tokenizer of the run.
-        out: The folder to write.
-        replace: Whether existing content of `out` may be replaced.
-        adapter: Whether to write only the adapter and its settings, with the tokenizer.
+    Weights get the dtype that the model's config names. With `replace`, existing content of `out` is replaced. With
+    `adapter`, only the adapter, its settings and the tokenizer are written.
 
     Raises:
         UserError: If `out` has content, or if `adapter` is set and the run has no adapter that others can load.
@@ -115,7 +110,7 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
 
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
-    """Fill a folder beside `out` and rename it, so that `from_pretrained` never finds an incomplete folder."""
+    """Fill a new folder beside `out`, then rename it to `out`, so that `out` is never incomplete."""
     # If `out` is a link to a folder with content, replace the link and keep the folder. Follow other links.
     is_full = out.is_dir() and any(out.iterdir())
     out = out.parent.resolve() / out.name if is_full else out.resolve()
@@ -171,13 +166,10 @@ def exported_weights(loaded: LoadedConfig, found: Checkpoint) -> dict[str, Tenso
 
 
 def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = None, *, adapter: bool = False) -> Path:
-    """Export a checkpoint. A backend with a `checkpoint_reader` (`adapter_reader` for an adapter) is not started.
+    """Export a checkpoint to `out`, which must be new or an empty folder. `adapter` is as in `export_model`.
 
-    Args:
-        loaded: The config of the run.
-        out: The folder to write, which must be new or empty.
-        checkpoint: A checkpoint folder, or `best`, or `latest`. None means `latest`.
-        adapter: Whether to write only the adapter and its settings, with the tokenizer.
+    `checkpoint` is a checkpoint folder, `best` or `latest`; None means `latest`. The backend is started only if it has
+    no `checkpoint_reader`, or no `adapter_reader` for an adapter.
 
     Raises:
         CheckpointError: If there is no checkpoint, or it is damaged.

@@ -79,7 +79,7 @@ def _batches(lengths: Sequence[int], max_new_tokens: int, *, pads: bool) -> Iter
 def _generation_setup(causal: PreTrainedModel) -> Iterator[None]:
     """Use attention that supports left padding and a cache, and ignore the sampling defaults of the model's files.
 
-    The state of rotary embeddings is restored afterwards, since the type `dynamic` remembers the longest sequence.
+    Restore the state of rotary embeddings at the end, since those of type `dynamic` remember the longest sequence.
     """
     own_defaults = causal.generation_config
     rotary = [module for module in causal.modules() if hasattr(module, "rope_type")]

@@ -12,6 +12,7 @@ of weights are computed in full precision (recipe `rowwise_with_gw_hp`). So no t
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ConfigError, ModelError, listing
 from spurline_models.architecture import load_model_config, num_experts
 from spurline_models.configs import Fp8, Kernels
-from spurline_models.device_profile import DeviceProfile, runs_triton
+from spurline_models.device_profile import DeviceProfile
 
 _RECIPE = "rowwise_with_gw_hp"
 _MULTIPLE = 16
@@ -132,8 +133,8 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
-        # Modules that store all experts in one tensor (no other tensor has three dimensions) keep their own code.
-        # Expert parallelism and routing replay depend on this code.
+        # Modules that store all experts in one tensor keep their own code, because expert parallelism and routing
+        # replay depend on it. No other parameter has three dimensions.
         stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         if given is None or own.get("forward") is not None or stores_experts:
             vars(module).clear()
@@ -166,8 +167,9 @@ def chooses_liger(kernels: Kernels, model: ModelConfig, device: str, precision: 
 
 
 def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
-    """Return the beginning of a sentence that says why Liger's kernels cannot be used, or None if they can."""
-    if not runs_triton(device):
+    """Return why Liger's kernels cannot be used and what to set, without the final period, or None if they can."""
+    # Tests run Triton programs on the CPU, in Triton's interpreter.
+    if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Liger's kernels are Triton programs, which run on a GPU. Set device: cuda"
     if precision == "fp64":
         return "Liger's kernels compute in fp32. Set precision: fp32 or bf16"

@@ -32,7 +32,6 @@ from spurline_models.weight_files import layout_of, safetensors_files, slices_of
 from spurline_text.hub import finding
 from spurline_text.tokenizer import describe_missing
 
-_BROKEN_FILES = (SafetensorError, EOFError)
 _logger = logging.getLogger(__name__)
 
 
@@ -49,9 +48,9 @@ def load_model(
     """Load the model onto the device, in training mode.
 
     Args:
-        model: The model to load.
+        model: The model.
         profile: The device and dtype of the weights.
-        seed: The seed that random weights (`init: random`) depend on.
+        seed: The seed of random weights (`init: random`).
         change: A function that changes the model after loading. At that time, random weights are still on the host.
         narrow: If given, matrices are converted to fp32 and then rounded to this dtype while they are read.
         on_host: Whether weights are first read into host memory, and moved to the device after `change`.
@@ -71,8 +70,8 @@ def load_model(
             else:
                 device = torch.device("cpu") if on_host else profile.device
                 causal = _with_weights(model, config, device, narrow, weights)
-    except (*LOADING_ERRORS, *_BROKEN_FILES) as error:
-        # This raises a better error if the architecture cannot be built at all.
+    except (*LOADING_ERRORS, SafetensorError, EOFError) as error:
+        # If the architecture itself cannot be built, this raises a clearer error.
         build_without_memory(config, model)
         raise ModelError(_loading_failed(model, error)) from error
     if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
@@ -131,13 +130,8 @@ def read_into(
 ) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
     """Read weights into a model on device `meta`. Each goes straight to `device`, in the dtype of its parameter.
 
-    Args:
-        causal: The model.
-        weights: Slices of safetensors files, or tensors, by their names in files.
-        device: The device that weights are read to.
-
-    Returns:
-        Names of parameters that lack values or do not fit, and the settings of the loading.
+    `weights` are slices of safetensors files, or tensors, by their names in files. Returns the names of parameters that
+    lack values or do not fit, and the settings of the loading.
     """
     loading = LoadStateDictConfig(
         # `check_loaded` reports weights of wrong shapes.
@@ -157,12 +151,8 @@ def read_into(
 def joined_weights(causal: PreTrainedModel, weights: Mapping[str, Any]) -> dict[str, Tensor]:
     """Convert weights from their layout in files, such as a tensor for each expert, to the model's parameters.
 
-    Args:
-        causal: A model on device `meta`. It is moved back to `meta` at the end.
-        weights: Tensors, or slices of files, by their names in files.
-
-    Returns:
-        The parameters on CPU, by their names in the model.
+    `weights` are as in `read_into`. `causal` is on device `meta` before and after. Returns the parameters that the
+    weights give, on CPU, by their names in the model.
     """
     with quiet_loading():
         read_into(causal, weights, "cpu")
@@ -183,7 +173,7 @@ def check_weights_fit(model: ModelConfig) -> None:
             type(causal)._finalize_model_loading(causal, loading, found)
     except LOADING_ERRORS as error:
         raise ModelError(_loading_failed(model, error)) from error
-    # Do not warn about unexpected weights here. Loading the model warns about them.
+    # Loading the model warns about unexpected weights.
     check_loaded(model, found.missing_keys, found.mismatched_keys, ())
 
 
@@ -210,12 +200,8 @@ def check_loaded(
         )
     # With overrides of the architecture, such as fewer layers, unused weights are intended.
     if unexpected_keys and not model.config_overrides:
-        _logger.warning(
-            "model.path: %s weights of %s are not in the model and are ignored: %s.",
-            len(unexpected_keys),
-            model.path,
-            _some(unexpected_keys),
-        )
+        unused = f"{len(unexpected_keys)} weights of {model.path}"
+        _logger.warning(f"model.path: {unused} are not in the model and are ignored: {_some(unexpected_keys)}.")
 
 
 def _some(names: Collection[str]) -> str:
@@ -248,13 +234,8 @@ def quiet_loading() -> Iterator[None]:
 def check_config(causal: PreTrainedModel, path: str, max_length: int) -> LengthLimit | None:
     """Check that the loss of this model does not depend on how samples form micro-batches.
 
-    Args:
-        causal: The model. Only its config is read.
-        path: The model's path, for errors.
-        max_length: Tokens of the longest sample that the run's data may have.
-
-    Returns:
-        The limit on the samples of every batch, or None if there is none.
+    `max_length` is the largest number of tokens that a sample of the run may have. `path` is used in errors. Returns
+    the limit on the length of samples, or None if any length is allowed.
 
     Raises:
         ModelError: If the loss would depend on micro-batches.

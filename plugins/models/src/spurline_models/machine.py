@@ -65,7 +65,7 @@ def this_machine() -> str:
 
 
 def why_silent(pid: int) -> str:
-    """Return the text to show instead of a process's stack: the reason why there is no stack."""
+    """Return the reason why a process shows no stack, as text to print in place of the stack."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(") ")[2][:1]
         if state in "Tt":

@@ -88,7 +88,7 @@ class Shapes:
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:
     """Return the shapes of `model.path`, with the adapters of `lora`. Raises ModelError."""
-    # The cache key contains the model's config, since the file of the config may change.
+    # The model's config is part of the cache key, since its file may change between two calls.
     architecture = load_model_config(model).to_json_string(use_diff=False)
     return _model_shapes(architecture, model.model_dump_json(), lora and lora.model_dump_json())
 

@@ -35,20 +35,16 @@ CHUNK_TOKENS = 8
 TOLERANCE = 3e-4
 """Allowed difference of logprobs, in standard deviations of the logits. fp32 kernels differ by 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference with half precision, in the same unit. It would be far larger if segments saw each other."""
+"""Allowed difference with half precision, in the same unit. Segments that see each other exceed it by far."""
 _LOUD_LOGITS = 50.0
-"""Standard deviation of logits in the test of the output layer. Small logits would hide a softcap."""
+"""Standard deviation of logits in the test of the output layer. A softcap hardly changes small logits."""
 
 _COUNTS_IN_ROW = ("attn_temperature_tuning",)
-"""Config fields that make a model depend on positions in a row. It then reads rows: the probe is too short to tell."""
-_ATTENTION_KINDS = {
-    "full_attention": False,
-    "attention": False,
-    "hybrid": False,
-    "sliding_attention": True,
-    "chunked_attention": True,
-}
-"""Kinds of attention layers. The value is True if a token sees only some of the earlier tokens."""
+"""Config fields that make a model depend on positions in a row. Such models always read rows, since the short
+sequences of the probe would not show this."""
+_FULL_ATTENTION = ("full_attention", "attention", "hybrid")
+_LIMITED_ATTENTION = ("sliding_attention", "chunked_attention")
+"""Kinds of layers in which a token sees only some of the earlier tokens."""
 _PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError, NotImplementedError)
 
 
@@ -79,13 +75,9 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
 
 
 def check_exactness(model: StreamModel, profile: DeviceProfile, path: str, *, in_half_precision: bool = False) -> None:
-    """Choose how the model reads streams, and check that its results equal those of its own forward pass.
+    """Choose how the model reads streams, and check that it then computes what its own forward pass computes.
 
-    Args:
-        model: The model.
-        profile: The device and dtype of the model.
-        path: The model's path, for errors.
-        in_half_precision: Whether the model's own forward pass computes in bf16.
+    `in_half_precision` says that the model's own forward pass computes in bf16. `path` is used in errors.
 
     Raises:
         ModelError: If results differ. The error names the difference and what to do.
@@ -117,8 +109,7 @@ def choose_reading(model: StreamModel, profile: DeviceProfile, *, in_half_precis
 def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, replays: bool, balances: bool) -> None:
     """Raise ModelError if the run replays or balances routers, and the routers of this model do not allow it.
 
-    Each router runs on a few tokens. If its own choice is replayed, its results must be bitwise the same. If it gets
-    other experts, it must give them weights.
+    Each router runs on a few tokens. `RouterTest` describes the conditions of replay.
     """
     if not (replays or balances):
         return
@@ -142,8 +133,8 @@ def check_routers(model: StreamModel, profile: DeviceProfile, path: str, *, repl
                 hidden()
             if balance.unknown:
                 raise ModelError(
-                    f"{name} has a router of class {balance.unknown}, which neither chooses by its logits nor by their "
-                    "softmax or sigmoid: no balance loss is known for it. Remove model.router_aux_loss."
+                    f"{name} has a router of class {balance.unknown}, which chooses experts neither by its logits nor "
+                    "by their softmax or sigmoid, so its balance loss is not known. Remove model.router_aux_loss."
                 )
 
 
@@ -160,7 +151,7 @@ def _first_not_replayed(
     lost = [layer for layer, experts in replayed.items() if not torch.equal(experts, others[:, layer].long())]
     if lost:
         kind = type(routing.routers[lost[0]]).__name__
-        return f"does not hand recorded experts on to the {kind} of layer {lost[0]}, which chooses by itself"
+        return f"does not pass recorded experts on to the {kind} of layer {lost[0]}, which chooses its own"
     return None
 
 
@@ -185,7 +176,7 @@ class _Probe:
         """Let the model read streams if the results equal the results of each sequence alone, and rows otherwise."""
         config = self._model.causal.config.get_text_config()
         if not any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
-            # A model raises an error if its kernels cannot keep segments apart.
+            # Some models raise an error if their kernels cannot keep segments apart.
             with suppress(SpurlineError, *_PROBE_ERRORS), self._computing_exactly():
                 self._model.read_as("stream")
                 packed, windows = self._packed_hidden()
@@ -219,7 +210,7 @@ class _Probe:
             return self._model.hidden(stream.input_ids, stream.position_ids, stream.plan), windows
 
     def _differences(self, packed: Tensor) -> list[Tensor]:
-        """Return by how many standard deviations of the logits the logprobs of training differ, for each sequence."""
+        """Return the differences of logprobs in standard deviations of the logits, one tensor for each sequence."""
         spread = torch.cat(self._logits).std().clamp_min(1e-30)
         return [
             self._difference(rows[:-1], logits[:-1], tokens[1:].to(self._profile.device)).abs() / spread
@@ -279,7 +270,7 @@ class _Probe:
         if kinds is None:
             kind = "sliding_attention" if self._has_window(config) else "full_attention"
             kinds = [kind] * len(windows)
-        limited = [_ATTENTION_KINDS[kind] for kind in kinds if kind in _ATTENTION_KINDS]
+        limited = [kind in _LIMITED_ATTENTION for kind in kinds if kind in _FULL_ATTENTION + _LIMITED_ATTENTION]
         told = sum(window is not None for window in windows)
         if len(windows) == len(limited) and told == sum(limited):
             return None

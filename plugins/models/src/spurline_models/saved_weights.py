@@ -1,9 +1,7 @@
 """Check a checkpoint, and read a trained model's weights from it one by one, without having the whole model in memory.
 
-A backend writes facts about a model, such as its update count, into `state.json` beside the tensors.
-
 Trained weights come from the checkpoint. Frozen weights come from `model.path`, and their digest is checked. An adapter
-can be read without the base weights.
+can be read without the base weights. Facts about the model, such as its update count, are in `state.json`.
 """
 
 from __future__ import annotations
@@ -251,5 +249,5 @@ class _OriginalWeights:
 
 
 def _number_of(name: str) -> str:
-    """Return the number of a weight's layer. Names in files may have other prefixes, but have the same number."""
+    """Return the number of a weight's layer as text, or "". It is the same in names of files and of the model."""
     return layer_of(name).rstrip(".").rpartition(".")[2]

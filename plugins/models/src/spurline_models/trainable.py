@@ -56,11 +56,9 @@ def _trained(causal: nn.Module) -> list[str]:
 
 def check_losses(run: RunConfig, registry: Registry) -> None:
     """Raise ConfigError if a loss of this run keeps a state. Backends with ranks call this before ranks start."""
-    sections = (
-        {"loss": run.loss} if run.trained_critic is None else {"loss": run.loss, "critic.loss": run.trained_critic.loss}
-    )
-    for key, config in sections.items():
-        refuse_stateful(registry.create("loss", config), key)
+    refuse_stateful(registry.create("loss", run.loss))
+    if run.trained_critic is not None:
+        refuse_stateful(registry.create("loss", run.trained_critic.loss), "critic.loss")
 
 
 def refuse_stateful(loss: Loss, key: str = "loss") -> None:

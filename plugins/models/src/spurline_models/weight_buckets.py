@@ -98,8 +98,7 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """Makes the buckets of a transport in a process that holds weights. The transport's `WeightSync` tells
-    engines about them.
+    """A maker of a transport's buckets in a process that holds weights. The `WeightSync` tells engines about them.
 
     Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
     previous one, or earlier if the `WeightSync` makes buckets ahead.

@@ -131,11 +131,10 @@ def _files_in(folder: Path) -> list[Path]:
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
     """Return the dtype of a model's floating point weights in its files, or fp32 if there are several or none."""
-    found: set[torch.dtype] = set()
-    for path in [] if model.init == "random" else safetensors_files(model):
-        found |= {tensor.dtype for tensor in layout_of(path).values()}
-    floating = {dtype for dtype in found if dtype.is_floating_point}
-    return floating.pop() if len(floating) == 1 else torch.float32
+    files = [] if model.init == "random" else safetensors_files(model)
+    tensors = (tensor for path in files for tensor in layout_of(path).values())
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.float32
 
 
 def slices_of(paths: Iterable[Path]) -> dict[str, Any]:
@@ -206,13 +205,10 @@ class WeightStream:
 
 
 def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, max_file_bytes: int) -> None:
-    """Write safetensors files, and an index if there are several, while holding one tensor at a time.
+    """Write safetensors files into a folder, and an index if there are several, with one tensor in memory at a time.
 
-    Args:
-        folder: The folder to write into.
-        stream: The weights.
-        dtype: The dtype of floating point weights in the files.
-        max_file_bytes: Maximum size of one file's tensors in bytes. A larger tensor gets its own file.
+    Floating point weights get this dtype. The tensors of a file have at most `max_file_bytes` bytes, except that a
+    larger tensor gets its own file.
     """
     plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
     with ExitStack() as stack:
@@ -255,9 +251,7 @@ class FilePlan:
 class WeightFile:
     """A context that writes a new safetensors file tensor by tensor, in any order.
 
-    Args:
-        path: The file.
-        layout: Tensors on device `meta` by name, with the shapes and dtypes to write.
+    `layout` has tensors on device `meta` by name, with the shapes and dtypes to write.
     """
 
     def __init__(self, path: Path, layout: Mapping[str, Tensor]):

@@ -44,9 +44,7 @@ class WeightPart:
 class WeightGroup:
     """Parts that are converted together: a single part, or all parts of a layer that are renamed or reshaped.
 
-    Attributes:
-        parts: The parts.
-        weights: The result of the conversion: tensors on device `meta` by Hugging Face name.
+    `weights` is the result of the conversion: tensors on device `meta` by Hugging Face name.
     """
 
     parts: tuple[WeightPart, ...]
@@ -86,10 +84,8 @@ class GroupedWeights:
 class NamedWeights(GroupedWeights):
     """The weights of a model under their Hugging Face names. Tied weights appear once, and adapters are merged.
 
-    Args:
-        causal: The model.
-        adapted: Whether the model carries LoRA adapters.
-        read: Returns the given tensor of the model, or its copy on the host while an engine uses the GPU memory.
+    `adapted` says whether the model has LoRA adapters. `read` returns a tensor of the model itself, or its copy on the
+    host while engines use the tensor's memory.
     """
 
     def __init__(
@@ -141,15 +137,13 @@ class NamedWeights(GroupedWeights):
             for path, part, _ in adapter_parameters(self._causal):
                 adapters[path].append(f"{path}.{part}")
         of_adapters = {source for sources in adapters.values() for source in sources}
-        names: dict[str, str] = {}
         seen: set[int] = set()
         for source, tensor in self.tensors.items():
             if source not in of_adapters and id(tensor) not in seen:
                 seen.add(id(tensor))
-                names[source] = without_adapters(source) if self._layers else source
-        for source, name in names.items():
-            layer = merged.pop(name, None)
-            yield WeightPart(name, (source, *adapters.get(layer or "", ())), layer)
+                name = without_adapters(source) if self._layers else source
+                layer = merged.pop(name, None)
+                yield WeightPart(name, (source, *adapters.get(layer or "", ())), layer)
         assert not merged, f"adapters without the weight they adapt: {merged}"
 
     def _grouped(self, parts: Sequence[WeightPart]) -> list[WeightGroup]:
@@ -237,7 +231,4 @@ def digest_of_samples(samples: Iterable[tuple[str, Tensor, Tensor]]) -> str:
     for name, tensor, values in samples:
         head = f"{name} {list(tensor.shape)} {tensor.dtype}\0".encode()
         entries[name] = head + values.cpu().view(torch.uint8).numpy().tobytes()
-    digest = hashlib.sha256()
-    for name in sorted(entries):
-        digest.update(entries[name])
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(entries[name] for name in sorted(entries))).hexdigest()

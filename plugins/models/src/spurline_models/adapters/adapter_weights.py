@@ -20,10 +20,6 @@ from transformers import PreTrainedModel
 from spurline_models.weights import GroupedWeights, WeightGroup, WeightPart
 
 SETTINGS_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
-
-_WRAPPED = "base_model.model."
-"""The prefix of all names in PEFT's files."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +44,9 @@ class AdapterWeights(GroupedWeights):
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Names in files lack the name of the adapter. PEFT adds the name when it loads the files.
+            # Names in PEFT's files have this prefix, and lack the name of the adapter. PEFT adds it when it loads them.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
-            source, name = f"{layer}.{part}", f"{_WRAPPED}{layer}.{leaf}"
+            source, name = f"{layer}.{part}", f"base_model.model.{layer}.{leaf}"
             tensors[source] = parameter
             shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             groups.append(WeightGroup((WeightPart(name, (source,)),), {name: shape}))
@@ -68,7 +64,7 @@ def write_adapter_files(folder: Path, adapter: AdapterStream) -> None:
     """Write an adapter into this folder so that `PeftModel.from_pretrained` loads it. Raises OSError."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors}
     try:
-        save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     except SafetensorError as error:
         # safetensors raises this error for a full disk too.
         raise OSError(str(error)) from error

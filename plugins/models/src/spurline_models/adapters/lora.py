@@ -42,7 +42,7 @@ ADAPTER = "default"
 def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     """Freeze the weights and add trainable adapters, which are fp32 unless the weights have a wider dtype.
 
-    The adapters get the values of `initial_adapters`, unless the model is on device `meta`.
+    The adapters get the values of `initial_adapters`, except on device `meta`, which holds no values.
 
     Raises:
         ConfigError: If an entry of `target_modules` names no module.
@@ -72,7 +72,7 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
     linear = {name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            # These warnings are about calls that users cannot change.
+            # Ignore warnings about calls that only PEFT could change.
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
             # Without `low_cpu_mem_usage`, PEFT would initialise adapters on the host even for a model on `meta`.
@@ -95,8 +95,8 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, initial value in fp32 on CPU) of every adapter matrix, one at a time.
 
-    A value depends only on the seed and the parameter's name, so all ranks draw equal values. As in peft, one of the
-    two matrices of an adapter is zero at first, so the adapter does not change the model's outputs yet.
+    A value depends only on the seed and the parameter's name, so all ranks draw equal values. As in PEFT, one matrix
+    of each adapter is zero, so a new adapter does not change the model's outputs.
     """
     for layer_name, part, parameter in adapter_parameters(causal):
         name = f"{layer_name}.{part}"
@@ -144,12 +144,12 @@ def adapted_layers(causal: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
 
 
 def merged_weight(layer: BaseTunerLayer, base: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a base weight plus its adapter's update as a new tensor, in the widest of their dtypes and fp32.
+    """Return a base weight plus its adapter's update as a new tensor, in fp32 or a wider dtype of the layer's tensors.
 
     Args:
         layer: The layer that carries the adapter.
         base: The name of the adapted weight in the layer.
-        tensors: The layer's tensors, keyed by their names within the layer. They must not be sharded.
+        tensors: The layer's unsharded tensors, keyed by their names within the layer.
     """
     dtype = torch.float32
     for tensor in tensors.values():
@@ -171,7 +171,7 @@ class _Delta(nn.Module):
 
 @contextmanager
 def adapters_off(causal: nn.Module) -> Iterator[None]:
-    """Turn the adapters off in the context."""
+    """Let the model compute without its adapters in the context."""
     layers = [layer for _, layer in adapted_layers(causal)]
     for layer in layers:
         layer.enable_adapters(False)

@@ -78,9 +78,7 @@ class Target:
     """A model that answers.
 
     Attributes:
-        words: A description of the model.
-        causal: The model.
-        tokenizer: Its tokenizer.
+        words: A description of the model for the user.
         sampling: The default sampling settings, from the run's source or else from the model's files.
         stops: Tokens that end an answer.
         context: The largest number of tokens of prompt and answer together, or None if there is no limit.
@@ -112,8 +110,7 @@ def opened(target: str, load_run: Callable[[Path], LoadedConfig], checkpoint: st
 def open_run(loaded: LoadedConfig, checkpoint: str, progress: Progress) -> Target:
     """Open a checkpoint of a run: `latest`, `best`, or a folder. Raises CheckpointError if there is none."""
     directory = RunDirectory(loaded.config.run_dir)
-    store = CheckpointStore(directory.checkpoints)
-    found = store.chosen(checkpoint)
+    found = CheckpointStore(directory.checkpoints).chosen(checkpoint)
     progress(f"reading {found.path}")
     target = open_model(loaded.config.model, progress, exported_weights(loaded, found))
     own = loaded.config.source.facts.sampling
@@ -140,7 +137,7 @@ def open_model(model: ModelConfig, progress: Progress, weights: dict[str, Tensor
             top_p=1.0 if advised.top_p is None else advised.top_p,
             top_k=advised.top_k or 0,
         )
-    # `answer` alone says how answers are generated.
+    # Remove the defaults of the model's files, since `answer` sets everything that it wants.
     causal.generation_config = GenerationConfig()
     return Target(model.path, causal, tokenizer, sampling, stops, context)
 
@@ -157,7 +154,7 @@ def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
 
 
 def text_of_input() -> str:
-    """Return all of standard input as one prompt."""
+    """Read a prompt from standard input, up to its end. Raises UserError if there is no standard input."""
     if sys.stdin is None:
         raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
     return sys.stdin.read().rstrip("\n")
@@ -166,10 +163,7 @@ def text_of_input() -> str:
 class Prompts:
     """An encoder that turns prompts into tokens for one model.
 
-    Args:
-        target: The model.
-        system: Text of a system message, if there is one.
-        raw: Whether prompts are plain text, without the chat template.
+    `system` is the text of a system message. With `raw`, prompts are plain text, without the chat template.
     """
 
     def __init__(self, target: Target, system: str | None, *, raw: bool) -> None:
@@ -241,14 +235,9 @@ class Prompts:
 def answer(
     target: Target, prompt: Sequence[int], sampling: Sampling, count: int = 1, seen: Callable[[str], None] | None = None
 ) -> list[Answer]:
-    """Answer one prompt.
+    """Return `count` answers to one prompt, whose tokens must be fewer than `target.context`.
 
-    Args:
-        target: The model.
-        prompt: Tokens of the prompt, fewer than `target.context`.
-        sampling: The settings of sampling.
-        count: The number of answers.
-        seen: A function that gets each new piece of text during generation, if `count` is 1.
+    If `count` is 1, `seen` is called with each new piece of text during generation.
 
     Raises:
         UserError: If the prompt has no tokens, or if `count` is above 1 at temperature 0.
@@ -284,7 +273,7 @@ def answer(
 
 
 def _read(target: Target, tokens: list[int], most: int | None) -> Answer:
-    """Decode an answer up to its end token. Padding may follow, since `generate` pads all answers to one length."""
+    """Decode an answer up to its end token. `generate` pads all answers to one length, so padding may follow."""
     end = next((place for place, token in enumerate(tokens, 1) if token in target.stops), None)
     text = str(target.tokenizer.decode(tokens[:end], skip_special_tokens=True))
     return Answer(text, len(tokens[:end]), "length" if end is None and len(tokens) == most else "stop")

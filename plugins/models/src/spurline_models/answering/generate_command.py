@@ -67,7 +67,7 @@ def generate(
     with importing():
         from spurline_models.answering import answers
 
-    # Open the rows first, since loading the weights takes long. Errors in the rows then appear at once.
+    # Open the rows first, so that the user sees their errors before the weights are loaded, which takes long.
     rows = None if file is None else answers.prompt_rows(file, columns)
     found = answers.opened(target, load_run, checkpoint, start)
     sampling = replace(found.sampling, **chosen)

@@ -1,7 +1,7 @@
 """Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-The loss of a sequence depends only on its own tokens, so packing, micro-batches and ranks do not change it. They would
-change a loss over all tokens of a batch.
+The loss of a sequence depends only on its own tokens, so packing, micro-batches and ranks do not change it. A loss over
+all tokens of a batch would depend on them.
 """
 
 from __future__ import annotations
@@ -66,18 +66,14 @@ class StreamBalance:
         has_loss = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
         has_loss[stream.segment_index] = True
         self._weights = has_loss.double() / lengths.square()
-        self._sum: Tensor | None = None
+        self._sum = self._weights.new_zeros(())
         self.unknown = ""
         """The class name of a router whose shares are not known, or empty if all are known."""
 
     def add(self, choice: Choice, counted: slice | Tensor, tokens: slice, num_layers: int) -> None:
-        """Add the choice that one router made in one pass.
+        """Add the choice that one router made in one pass, for a model that has `num_layers` layers with a router.
 
-        Args:
-            choice: The router's choice.
-            counted: The tokens of the pass that are not padding.
-            tokens: The positions of these tokens in the stream.
-            num_layers: Number of layers with a router.
+        `counted` selects the tokens of the pass that are not padding. `tokens` are their positions in the stream.
         """
         shares, experts = choice.shares()[counted], choice.experts[counted]
         segments = self._segment_of_token[tokens]
@@ -87,8 +83,8 @@ class StreamBalance:
         taken = zeros.scatter_add(0, places, shares.new_ones(len(places))).view(-1, num_experts)
         shared = zeros.view(-1, num_experts).index_add(0, segments, shares)
         value = ((taken * shared).sum(1) * self._weights).sum() * (num_experts / top_k / num_layers)
-        self._sum = value if self._sum is None else self._sum + value
+        self._sum = self._sum + value
 
     def total(self) -> Tensor:
         """Return the differentiable sum over the sequences that have loss."""
-        return self._weights.new_zeros(()) if self._sum is None else self._sum
+        return self._sum

@@ -142,7 +142,7 @@ class ExpertRouting:
         return whole
 
     def _enter(self, number: int, layer: nn.Module, args: Any) -> None:
-        # If an earlier recomputation stopped before the router, the router's experts are still here. Remove them.
+        # Remove experts that were given to a recomputation which stopped before the router.
         self._given.pop(number, None)
 
     def _take(
@@ -191,7 +191,7 @@ class ExpertRouting:
 def check_replayed(batch: TrainingBatch, config: PretrainedConfig) -> None:
     """Raise DataError if a batch has experts that the model lacks, and ModelError if the model has no experts.
 
-    On a GPU, an index out of range would end the process.
+    Without this check, an index out of range would end a process that uses a GPU.
     """
     experts = batch.tokens.get(ROUTED_EXPERTS)
     if experts is None:

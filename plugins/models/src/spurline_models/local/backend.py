@@ -216,7 +216,7 @@ class LocalBackend:
     def yield_device(self, *, keep_weights: bool) -> None:
         self._refuse_swapped("moved off its device")
         for trained in self._trained().values():
-            # Compute this digest now, while the weights are on the device, since a checkpoint may need it later.
+            # A checkpoint may need this digest later. Compute it while the weights are on the device.
             _ = trained.frozen_weights
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)
 

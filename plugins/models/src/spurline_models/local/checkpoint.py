@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 _FORMAT = 2
 
-Digests = dict[str, FileDigest]
-
 
 class HostCopies:
     """Copies of tensors in host memory. A checkpoint is written from the copies while training continues.
@@ -60,28 +58,21 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies of the tensors under the same names. The next call for this group reuses their memory.
-
-        Raises:
-            RunFailedError: If the host's memory is too small.
-        """
-        copies = {name: self._buffer(group, name, tensor) for name, tensor in tensors.items()}
+        """Return copies by name. The next call for this group reuses their memory. Raises RunFailedError."""
+        copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            copies[name].copy_(tensor.detach(), non_blocking=True)
+            buffer = self._buffers.get((group, name))
+            if buffer is None or describe(buffer) != describe(tensor):
+                try:
+                    buffer = self._buffers[group, name] = self._profile.pinned(tensor.shape, tensor.dtype)
+                except RuntimeError as error:
+                    raise RunFailedError(
+                        f"The copy of {name} ({tensor.nbytes:,} bytes) that a checkpoint is written from does not fit "
+                        f"into the host's memory ({error}). Set checkpoint.async: false, which copies nothing."
+                    ) from error
+            copies[name] = buffer.copy_(tensor.detach(), non_blocking=True)
         self._profile.synchronize()
         return copies
-
-    def _buffer(self, group: str, name: str, like: Tensor) -> Tensor:
-        found = self._buffers.get((group, name))
-        if found is None or describe(found) != describe(like):
-            try:
-                found = self._buffers[group, name] = self._profile.pinned(like.shape, like.dtype)
-            except RuntimeError as error:
-                raise RunFailedError(
-                    f"The copy of {name} ({like.nbytes:,} bytes) that a checkpoint is written from does not fit into "
-                    f"the host's memory ({error}). Set checkpoint.async: false, which copies nothing."
-                ) from error
-        return found
 
 
 @dataclass(frozen=True)
@@ -95,9 +86,7 @@ class TrainingState:
     def of(cls, trained: TrainedModel, read: Callable[[Tensor], Tensor]) -> TrainingState:
         """Return the current state. Its tensors are not copies, so later training changes them.
 
-        Args:
-            trained: The model and its optimizer.
-            read: A function that returns a tensor itself, or a copy on the host while engines use the tensor's memory.
+        `read` returns a tensor itself, or its copy on the host while engines use the tensor's memory.
 
         Raises:
             CheckpointWriteError: If the optimizer's state cannot be saved in a checkpoint.
@@ -122,15 +111,11 @@ class TrainingState:
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 
-    def write(self, path: Path) -> Digests:
-        """Write the state into this folder, and return the digests of the files, keyed by file name.
-
-        Raises:
-            CheckpointWriteError: If the files cannot be written.
-        """
+    def write(self, path: Path) -> dict[str, FileDigest]:
+        """Write the state into this folder, and return the files' digests by name. Raises CheckpointWriteError."""
         try:
             path.mkdir(parents=True, exist_ok=True)
-            digests: Digests = {}
+            digests: dict[str, FileDigest] = {}
             for file, tensors in self.tensors.items():
                 values = {name: values_of_tensor(tensor) for name, tensor in tensors.items()}
                 digests[f"{file}.safetensors"] = write_tensor_file(path / f"{file}.safetensors", values, {})
@@ -202,8 +187,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
         trained.optimization.restore(state)
         trained.updates = int(content["updates"])
         trained.initial_weights = content["initial_weights"]
-        device_profile.restore_generator_tensors(generators)
-        device_profile.restore_generator_values(content["generators"])
+        device_profile.restore_generators(generators, content["generators"])
 
     return put
 

@@ -105,8 +105,7 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     def missing_here(self) -> str | None:
         # A config must not import torch, and only torch knows about GPUs.
-        has_gpu = resolve("torch.cuda:is_available", "GPU check of backend 'local'")()
-        if self.device == "cuda" and not has_gpu:
+        if self.device == "cuda" and not resolve("torch.cuda:is_available", "GPU check of backend 'local'")():
             return "backend.device is cuda, but torch sees no GPU here: this config can train only on another machine"
         return None
 

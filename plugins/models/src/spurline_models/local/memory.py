@@ -93,8 +93,8 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps rounded weights for the backward pass. With LoRA and activation checkpointing, the rounded weights
-    # of only one layer exist at a time.
+    # Autocast keeps the rounded weights of all layers for the backward pass, or of one layer at a time with LoRA and
+    # activation checkpointing.
     if config.activation_checkpointing and config.lora is not None:
         rounded //= len(shapes.blocks)
     # Matrices in a narrower dtype than the computation are converted one at a time.

@@ -34,14 +34,9 @@ Masters = dict[str, Tensor]
 
 
 class TrainedModel:
-    """A model with its optimizer.
+    """A model with the optimizer of its trained `parameters`. The optimizer steps on the tensors of `masters`.
 
-    Args:
-        model: The model.
-        parameters: Its trained parameters by name.
-        masters: The tensors that the optimizer steps on instead of the parameters.
-        optimization: The optimizer of `masters`.
-        weight_dtype: The dtype of gradient sums, and of weights in digests. The model may hold narrower weights.
+    Sums of gradients, and weights in digests, have the dtype `weight_dtype`. The model may hold narrower weights.
     """
 
     def __init__(
@@ -91,16 +86,14 @@ class TrainedModel:
         gradients = list(self._gradients().values())
         if all(gradient.dtype == self._weight_dtype for gradient in gradients):
             return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
-        # In half precision, the norm would have only three correct digits.
+        # A norm in half precision would have only three correct digits.
         norms = [torch.linalg.vector_norm(gradient, dtype=self._weight_dtype) for gradient in gradients]
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
         """Clip gradients, update the weights, and return the learning rates as metrics.
 
-        Args:
-            norm: The gradient norm, on the device.
-            grad_norm: The gradient norm, on the host.
+        `norm` is the gradient norm on the device, and `grad_norm` is its value on the host.
         """
         limit = self.optimization.max_grad_norm
         if limit is not None and grad_norm <= limit:
@@ -111,9 +104,9 @@ class TrainedModel:
             rates = self.optimization.step(self.updates + 1)
         else:
             gradients = self._gradients()
-            # Now only `gradients` refers to the gradients, so each is freed when it has been used.
+            # Let only `gradients` refer to the gradients, so that each is freed when it has been used.
             self.drop_gradients()
-            # torch clips by the same factor.
+            # This is the factor of torch's `clip_grads_with_norm_`.
             factor = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit is not None else None
             rates = self.optimization.set_rates(self.updates + 1)
             self._masters.step(self.optimization.optimizer.step, gradients, factor)
@@ -252,10 +245,10 @@ class WeightPlacement:
 
         dtype = self._base_dtype()
         if dtype is not None:
-            # This comes before adapters are added, since adapters are not rounded.
+            # Round before adapters are added, since adapters must not be rounded.
             round_weights(causal, dtype)
         if lora.is_quantized:
-            # This comes before adapters wrap the layers.
+            # Quantize before adapters wrap the layers.
             quantize_weights(causal, wide)
         add_adapters(causal, lora, self._run.seed)
         if dtype is not None:

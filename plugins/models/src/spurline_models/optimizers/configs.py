@@ -128,7 +128,7 @@ class DecayingConfig(ScheduleConfig):
     """Settings of schedules that end below the peak."""
 
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Learning rate at the end of the decay, as a share of the peak. The last step is one step before this end."""
+    """Learning rate at the end of the decay, as a share of the peak. The rate of the last step is slightly above it."""
 
 
 class LinearConfig(DecayingConfig):

@@ -26,17 +26,12 @@ def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Par
 
 
 def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
-    """Return the peak learning rate and weight decay of a parameter."""
-    group = group_of(config, name)
+    """Return the peak learning rate and weight decay of a parameter, which the first fitting group may set."""
+    group = next((group for group in config.groups if name_matcher(group.match)(name)), None)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     if group is None:
         return config.learning_rate, decay
     return group_rate(config, group), decay if group.weight_decay is None else group.weight_decay
-
-
-def group_of(config: OptimizerConfig, name: str) -> ParameterGroup | None:
-    """Return the first group of the config whose pattern fits this name."""
-    return next((group for group in config.groups if name_matcher(group.match)(name)), None)
 
 
 def group_rate(config: OptimizerConfig, group: ParameterGroup) -> float:
@@ -81,18 +76,14 @@ def names_near(pattern: str, names: list[str]) -> str:
 
 
 def freeze_parameters(causal: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze every parameter whose name fits a pattern. Raises ConfigError as `frozen_names` does."""
+    """Freeze the parameters whose names fit a pattern. Raises ConfigError if `frozen_names` does."""
     parameters = dict(causal.named_parameters())
     for name in frozen_names(parameters, patterns):
         parameters[name].requires_grad_(False)
 
 
 def frozen_names(names: Collection[str], patterns: Sequence[str]) -> set[str]:
-    """Return the names that fit a pattern.
-
-    Raises:
-        ConfigError: If a pattern fits no name, or nothing is left to train.
-    """
+    """Return the names that fit a pattern. Raises ConfigError if a pattern fits none, or nothing is left to train."""
     frozen: set[str] = set()
     for number, pattern in enumerate(patterns):
         fits = name_matcher(pattern)

@@ -23,7 +23,7 @@ class Optimization:
         config: Settings of the optimizer.
         optimizer: A new optimizer.
         parameters: The optimizer's parameters by name.
-        factor: A function from the number of an optimizer step, from 1, to the factor of the peak learning rate.
+        factor: A function that maps the number of an optimizer step, from 1, to a share of the peak learning rate.
         key: Key path of the optimizer's settings in the config file.
 
     Raises:

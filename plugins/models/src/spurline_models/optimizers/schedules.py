@@ -13,7 +13,7 @@ from spurline_models.optimizers.configs import WsdConfig
 
 
 class WarmedUp:
-    """A `Schedule` with linear warm-up. Subclasses define the steps after it."""
+    """A `Schedule` with linear warm-up. Subclasses define the factors after warm-up."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config

@@ -69,11 +69,7 @@ def group_values(optimizer: Optimizer) -> Groups:
 def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Parameter], made: Groups) -> OptimizerState:
     """Return the current state. Its tensors are the optimizer's own, not copies.
 
-    Args:
-        name: The optimizer's name in the config.
-        optimizer: The optimizer.
-        parameters: The optimizer's parameters by name.
-        made: `group_values` of the new optimizer.
+    `name` is the optimizer's name in the config, and `made` is `group_values` of the new optimizer.
 
     Raises:
         CheckpointWriteError: If the state cannot be saved in a checkpoint.

@@ -68,12 +68,12 @@ class ActivationOffloading:
         return is_worth_it
 
 
+@dataclass(eq=False)
 class _Moved:
     """A storage that saved tensors share. Its bytes are on the host, and for a while also on the device."""
 
-    def __init__(self, host: Tensor) -> None:
-        self.host = host
-        self.device: Tensor | None = None
+    host: Tensor
+    device: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ class MasterParameters:
             # A critic's head is wide. It replaced a narrow weight of the same name, so do not use this weight's master.
             is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             values = masters.pop(name, parameter) if is_narrow else parameter
-            needs_master = on_host or is_narrow
-            self.parameters[name] = self._new(parameter, values) if needs_master else parameter
+            self.parameters[name] = self._new(parameter, values) if on_host or is_narrow else parameter
         self._buckets = step_buckets({name: value.numel() for name, value in parameters.items()}, apart=apart)
 
     @property
@@ -73,10 +72,8 @@ class MasterParameters:
     ) -> None:
         """Step on all parameters that have a gradient, and copy the new values into the model.
 
-        Args:
-            step: The optimizer's step.
-            gradients: Gradients by name, on the device. Each is removed when it has been used.
-            factor: A scalar that all gradients are multiplied by.
+        `step` is the optimizer's step. Each of the `gradients`, which are on the device, is multiplied by `factor`, and
+        removed from the mapping when it has been used.
         """
         with torch.no_grad():
             for bucket in self._buckets:
@@ -92,7 +89,7 @@ class MasterParameters:
 
     def _new(self, parameter: Parameter, values: Tensor) -> Parameter:
         values, dtype = values.detach(), self._profile.weight_dtype
-        if self._device.type == "cpu" and self._profile.pins_memory:
+        if self._device.type != self._profile.device.type:
             return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
         # Values that already have this device and dtype are not copied, unless the parameter has the same memory.
         is_own = values.data_ptr() == parameter.data_ptr()

@@ -95,10 +95,9 @@ def quantizable_modules(causal: PreTrainedModel) -> Iterator[tuple[str, nn.Linea
 
 
 def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
-    """Quantize the weights of linear layers, one at a time. `wide` is the dtype of dequantized weights.
+    """Quantize the weights of linear layers, one at a time. Raises ModelError if no layer can be quantized.
 
-    Raises:
-        ModelError: If the model has no linear layers that can be quantized.
+    `wide` is the dtype of dequantized weights.
     """
     modules = [module for _, module in quantizable_modules(causal)]
     if not modules:
@@ -107,7 +106,7 @@ def quantize_weights(causal: PreTrainedModel, wide: torch.dtype) -> None:
             "backend.lora.base_dtype: bf16."
         )
     for module in modules:
-        # The class is changed so that names and hooks stay.
+        # Change the class instead of replacing the module, so that names and hooks stay.
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
         module.quantize(wide)

@@ -70,7 +70,7 @@ class DeviceMemory:
         self._profile.release_cached_memory()
 
     def take(self) -> None:
-        """Restore everything. Values are the same bit for bit, except that values of scratch are undefined.
+        """Restore all tensors bit for bit, except that the values of scratch are undefined.
 
         Raises:
             RunFailedError: If the device has too little free memory. Then `take` may be called again for the rest.
@@ -86,7 +86,7 @@ class DeviceMemory:
                 ) from error
             if absent.host is not None:
                 _bytes_of(absent.storage).copy_(absent.host)
-            # The host's copy is freed before the next storage is moved.
+            # This frees the host's copy before the next storage is moved.
             del self._absent[key]
         self.is_given = False
 

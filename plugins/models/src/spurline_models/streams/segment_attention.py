@@ -124,7 +124,7 @@ def attend_segments(
     if _varlen_kernel_fits(query, key, value, scores, dropout):
         output = _varlen(query, key, value, plan, scores)
     else:
-        # The backward pass of slices would allocate zeros for the whole stream. So use `split`.
+        # Use `split`, since the backward pass of each slice would allocate zeros for the whole stream.
         tokens = [bucket.tokens for bucket in plan.buckets]
         parts = (part.split(tokens) for part in (query, key, value))
         buckets = zip(plan.buckets, *parts, strict=True)
@@ -231,7 +231,7 @@ def _attend_rows(query: Tensor, key: Tensor, value: Tensor, scores: Scores, drop
 
 
 def _blocks(rows: Tensor, size: int) -> Tensor:
-    """Cut [B, H, blocks * size, D] into [B * blocks, H, size, D]."""
+    """Reshape [B, H, blocks * size, D] to [B * blocks, H, size, D]."""
     return rows.unflatten(2, (-1, size)).transpose(1, 2).flatten(0, 1)
 
 
@@ -274,7 +274,7 @@ def _attend_visible(
 class Pad(torch.autograd.Function):
     """A copy of rows into slots of a zeroed tensor.
 
-    The backward pass only gathers. Unlike that of `index_copy_`, it needs only the slots, so the rows are not kept.
+    The backward pass gathers the slots and does not need the rows. `index_copy_` would keep them for its own.
     """
 
     @staticmethod

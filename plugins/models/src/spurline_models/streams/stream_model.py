@@ -23,7 +23,7 @@ from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
-from spurline_models.device_profile import DeviceProfile, slots_per_pass
+from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
@@ -37,6 +37,9 @@ Reading = Literal["stream", "rows"]
 """How a decoder reads a stream. `stream` gives it all tokens in one row. `rows` gives it a padded row for each segment,
 with the model's own attention. Models need `rows` if they mix tokens outside of attention (linear attention, state
 spaces, convolutions), or if their attention cannot be replaced."""
+
+_SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
+"""The measured number of padding tokens that cost as much time as one pass of a decoder, by type of device."""
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 """Names of config fields that are rates of dropout or jitter, except those of classification heads."""
@@ -180,7 +183,7 @@ class StreamModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        return row_passes(plan, slots_per_pass(device), lambda tensor: tensor.to(device))
+        return row_passes(plan, _SLOTS_PER_PASS.get(device.type, 0), lambda tensor: tensor.to(device))
 
     def _decoder_output(
         self,

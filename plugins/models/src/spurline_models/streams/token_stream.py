@@ -156,15 +156,12 @@ def check_columns(batch: TrainingBatch, needed: Collection[str]) -> None:
 
 def check_tokens(batch: TrainingBatch, vocabulary: int) -> None:
     """Raise DataError for a token beyond the model's embeddings."""
-    tokens = batch.tokens["input_ids"]
-    if not tokens.numel() or int(tokens.max()) < vocabulary:
-        return
     # Padding tokens may have any id, since they are dropped.
-    largest = int(torch.where(batch.tokens["segment_ids"] > 0, tokens, 0).max())
-    if largest >= vocabulary:
+    tokens = batch.tokens["input_ids"][batch.tokens["segment_ids"] > 0]
+    if tokens.numel() and int(tokens.max()) >= vocabulary:
         raise DataError(
-            f"The batch has token {largest}, and the model knows 0 to {vocabulary - 1}. Set model.tokenizer to the "
-            "model's own, or remove tokens without embeddings from the data and the chat template."
+            f"The batch has token {int(tokens.max())}, and the model knows 0 to {vocabulary - 1}. Set model.tokenizer "
+            "to the model's own, or remove tokens without embeddings from the data and the chat template."
         )
 
 
@@ -211,13 +208,10 @@ def share_streams(
 
 def _stream_order(batch: TrainingBatch, rows: Rows) -> tuple[Tensor, NDArray[np.int64]]:
     """Return the flat batch index of each stream token, and the segment lengths, from short to long."""
-    everything = np.array_equal(rows, np.arange(batch.num_rows))
-    segment_ids = batch.tokens["segment_ids"]
-    index = torch.nonzero((segment_ids if everything else segment_ids[torch.from_numpy(rows)]).flatten()).flatten()
-    if not everything:
-        # Turn the flat index among the chosen rows into the flat index in the whole batch.
-        row_shift = torch.from_numpy((rows - np.arange(len(rows))) * batch.length)
-        index += row_shift[index // batch.length]
+    index = torch.nonzero(batch.tokens["segment_ids"][torch.from_numpy(rows)].flatten()).flatten()
+    # Turn the flat index among the chosen rows into the flat index in the whole batch.
+    row_shift = torch.from_numpy((rows - np.arange(len(rows))) * batch.length)
+    index += row_shift[index // batch.length]
     lengths = batch.segments["length"].take(rows).values.astype(np.int64)
     assert int(lengths.sum()) == len(index), f"segment lengths sum to {lengths.sum()}, but {len(index)} tokens have one"
     starts = np.cumsum(lengths) - lengths

@@ -128,15 +128,15 @@ class OptimizerContract:
         if self.make_config().needs_whole_parameters is not None:
             pytest.skip(f"needs whole parameters: {self.make_config().needs_whole_parameters}")
         with _one_rank() as mesh:
-            whole, plain = _parameters(), _parameters().items()
-            sharded = {name: Parameter(distribute_tensor(value.detach(), mesh, [Shard(0)])) for name, value in plain}
+
+            def shard(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+                plain = parameters.items()
+                return {name: Parameter(distribute_tensor(value.detach(), mesh, [Shard(0)])) for name, value in plain}
+
+            whole, sharded = _parameters(), shard(_parameters())
             one, other = self._optimization(whole, weight_decay=0.1), self._optimization(sharded, weight_decay=0.1)
             _train(one, whole, range(1, 4))
-            for number in range(1, 4):
-                for name, target in _parameters(seed=1).items():
-                    difference = sharded[name].detach() - distribute_tensor(target.detach(), mesh, [Shard(0)])
-                    sharded[name].grad = difference
-                other.step(number)
+            _train(other, sharded, range(1, 4), shard(_parameters(seed=1)))
             for name, parameter in whole.items():
                 got = cast(DTensor, sharded[name].detach()).full_tensor()
                 torch.testing.assert_close(got, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
@@ -154,14 +154,11 @@ class OptimizerContract:
                 for index, piece in enumerate(value.detach().flatten().tensor_split([value.numel() // 3 + 1]))
             }
 
-        whole, pieces, targets = _parameters(), cut(_parameters()), cut(_parameters(seed=1))
+        whole, pieces = _parameters(), cut(_parameters())
         # Do not set weight decay, which depends on the shapes of whole parameters.
         one, other = self._optimization(whole), self._optimization(pieces)
         _train(one, whole, range(1, 4))
-        for number in range(1, 4):
-            for name, piece in pieces.items():
-                piece.grad = piece.detach() - targets[name].detach()
-            other.step(number)
+        _train(other, pieces, range(1, 4), cut(_parameters(seed=1)))
         for name, parameter in whole.items():
             joined = torch.cat([pieces[f"{name}/{index}"].detach() for index in range(2)]).view(parameter.shape)
             torch.testing.assert_close(joined, parameter.detach(), rtol=1e-5, atol=1e-6, msg=name)
@@ -250,20 +247,26 @@ def _parameters(seed: int = 0) -> dict[str, Parameter]:
     return {name: Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
-def _set_gradients(parameters: Mapping[str, Parameter]) -> float:
-    """Set the gradients of a loss, half the squared distance to a target, and return the loss."""
+def _set_gradients(parameters: Mapping[str, Parameter], targets: Mapping[str, Parameter] | None = None) -> float:
+    """Set the gradients of a loss, half the squared distance to `targets`, and return the loss."""
     total = 0.0
-    for (name, parameter), target in zip(parameters.items(), _parameters(seed=1).values(), strict=True):
-        difference = parameter.detach() - target.detach()
+    targets = _parameters(seed=1) if targets is None else targets
+    for name, parameter in parameters.items():
+        difference = parameter.detach() - targets[name].detach()
         parameter.grad = difference.clone()
         total += 0.5 * float(difference.double().square().sum())
         assert math.isfinite(total), f"{name} is not finite"
     return total
 
 
-def _train(optimization: Optimization, parameters: Mapping[str, Parameter], steps: range) -> None:
+def _train(
+    optimization: Optimization,
+    parameters: Mapping[str, Parameter],
+    steps: range,
+    targets: Mapping[str, Parameter] | None = None,
+) -> None:
     for number in steps:
-        _set_gradients(parameters)
+        _set_gradients(parameters, targets)
         optimization.step(number)
 
 
