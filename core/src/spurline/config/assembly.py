@@ -212,8 +212,8 @@ def _generic(origin: Any, arguments: Sequence[Any]) -> Any:
 
 def _chosen_name(default: str | None) -> Callable[[Any], str | None]:
     def choose(value: Any) -> str | None:
-        given = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
-        name: Any = getattr(value, "name", None) if given is None else given.get("name", default)
+        given = cast("Mapping[str, Any]", value).get("name", default) if isinstance(value, Mapping) else None
+        name = given if isinstance(value, Mapping) else getattr(value, "name", None)
         return name if isinstance(name, str) else None
 
     return choose

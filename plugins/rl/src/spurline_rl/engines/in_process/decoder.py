@@ -76,7 +76,9 @@ class Decoder:
         self._device = causal.device
         self._vocabulary = vocabulary_size(causal)
         eos = tokenizer.eos_token_id
-        self._stop_tokens = frozenset([*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])])
+        self._stop_tokens: frozenset[int] = frozenset(
+            [*model_stop_tokens(causal), *([eos] if isinstance(eos, int) else [])]
+        )
         self._config = config
         self._routing = routing
         self._cache = KvCache()
