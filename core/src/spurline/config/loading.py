@@ -62,6 +62,11 @@ class LoadedConfig:
         return shlex.join(["spurline", "train", str(self.file), *sets, *options])
 
 
+def as_loaded(config: LoadedConfig | Path | str | Mapping[str, Any]) -> LoadedConfig:
+    """Return a loaded config unchanged, and load a path or mapping with `load_config`."""
+    return config if isinstance(config, LoadedConfig) else load_config(config)
+
+
 def load_config(
     source: Path | str | Mapping[str, Any],
     overrides: Sequence[str] = (),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spurline.config.loading import LoadedConfig, load_config
+from spurline.config.loading import LoadedConfig, as_loaded
 from spurline.config.section import as_list
 from spurline.errors import PluginError, RunFailedError, UserError, listing
 from spurline.plugins.hookspecs import hookimpl
@@ -84,7 +84,7 @@ class Run:
         progress: Progress = silent,
         on_step: OnStep | Sequence[OnStep] = (),
     ) -> None:
-        self.loaded = loaded = loaded if isinstance(loaded, LoadedConfig) else load_config(loaded)
+        self.loaded = loaded = as_loaded(loaded)
         self.config = loaded.config
         self.hooks = loaded.host.hooks
         self.directory = RunDirectory(loaded.config.run_dir)
