@@ -120,7 +120,7 @@ def test_a_source_of_ones_own_resumes_exactly_and_refuses_other_data(base: Confi
     pieces, _ = train(config)
     assert pieces == whole
     write_rows(data, [{"text": "other words go here " * 30}])
-    with pytest.raises(CheckpointError, match="windows are not those"):
+    with pytest.raises(CheckpointError, match="windows differ from the windows of the checkpoint"):
         train(config, steps=8)
 
 

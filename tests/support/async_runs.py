@@ -42,11 +42,7 @@ def synchronous(config: Mapping[str, Any]) -> Config:
 def comparable(run: Trained | Path | str) -> list[dict[str, Any]]:
     """Return the metrics that asynchronous and synchronous runs have in common, without times."""
     return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.startswith(("async/", "staleness/", "sync/", "publish/"))
-        }
+        {name: value for name, value in line.items() if not name.startswith(("async/", "staleness/", "sync/"))}
         for line in deterministic(read_metrics(run))
     ]
 

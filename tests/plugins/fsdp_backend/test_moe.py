@@ -40,7 +40,10 @@ def test_models_whose_experts_ranks_cannot_share_equally_are_refused_before_rank
 @pytest.mark.processes
 def test_experts_that_no_layer_has_are_refused_with_the_way_out(tmp_path: Path) -> None:
     run = backend_run(write_tiny_moe_model(tmp_path, mlp_only_layers=[0, 1]), on(2, expert=2), ("fsdp_backend",))
-    with pytest.raises(ModelError, match=r"cannot divide experts of .* Qwen3MoeForCausalLM. Set it to 1"), opened(run):
+    with (
+        pytest.raises(ModelError, match=r"cannot divide the experts of .* Qwen3MoeForCausalLM. Set expert to 1"),
+        opened(run),
+    ):
         pass
 
 

@@ -36,7 +36,7 @@ def own_html(page: Path) -> str:
 
 def test_the_page_loads_nothing_from_outside(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
     run_dir = make_run_dir()
-    page = write_report(read_record(run_dir), panels, str(run_dir / "report.html"))
+    page = write_report(read_record(run_dir), panels, run_dir / "report.html")
     html = own_html(page)
     assert not re.findall(r"""(?:src|href)\s*=\s*["']?[^"'>]*""", html)
     assert not re.findall(r"https?://|@import|url\(", html)

@@ -220,7 +220,7 @@ def test_evaluation_shows_pass_rates_and_leaves_rewards_and_counts_out_of_them()
 def test_the_loss_of_a_policy_is_not_given_in_nats() -> None:
     fragment = shown("LossPanel", record_of(healthy()))
     assert "nats" not in fragment
-    assert "The reward shows how training goes" in fragment
+    assert "The reward shows whether training works" in fragment
 
 
 def test_prompts_are_counted_without_what_is_not_known_of_them() -> None:

@@ -227,6 +227,13 @@ class Watcher:
                 if metrics["step"] <= run.state.step:
                     self._health.judge(int(metrics["step"]), metrics)
 
+    @classmethod
+    def attach(cls, run: RunView) -> None:
+        """Attach a watcher to this run."""
+        watcher = cls(run)
+        run.loaded.host.attach(watcher, "insight/health")
+        run.add_judge(watcher.warnings)
+
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         for kind, words in self._health.judge(step, metrics).items():

@@ -28,9 +28,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: Run) -> None:
     from spurline_insight.health import Watcher
 
-    watcher = Watcher(run)
-    run.loaded.host.attach(watcher, "insight/health")
-    run.add_judge(watcher.warnings)
+    Watcher.attach(run)
 
 
 @hookimpl
