@@ -353,17 +353,6 @@ def test_step_0_stands_once_after_a_resume_and_after_a_start_from_nothing(config
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_rollouts_are_evaluated_before_the_first_step_too(rl_config: Config) -> None:
-    rl_config["data"]["eval"] = rl_config["data"]["train"]
-    rl_config["source"]["held_out"] = {"max_prompts": 2, "success": {"reward": "early"}}
-    without = train(rl_config, name="without", steps=2).lines
-    first, *lines = train(rl_config, steps=2, evaluation={"at_start": True}).lines
-    assert first["step"] == 0
-    assert "eval/reward" in first
-    for name in ("loss", "reward/mean", "rollout/tokens"):
-        assert [line[name] for line in lines] == [line[name] for line in without]
-
-
 def test_answers_of_step_0_are_kept_once(config: Config) -> None:
     generate = {"rewards": {"right": "exact_match"}, "max_new_tokens": 2, "max_samples": 2}
     config["evaluation"] = {"every_steps": 6, "at_start": True, "generate": generate}

@@ -116,21 +116,6 @@ def evaluate_swapped(run: Run, kept: dict[str, torch.Tensor], prefix: str) -> No
         run.evaluate(prefix)
 
 
-def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_as_it_was(
-    evaluated_config: Config,
-) -> None:
-    whole = train(evaluated_config, name="whole")
-    kept: dict[str, torch.Tensor] = {}
-    run = train(
-        evaluated_config,
-        Acting("on_run_start", lambda run: keep_parameters(run, kept)),
-        Acting("on_eval_end", lambda run: evaluate_swapped(run, kept, "first"), at_step=6),
-    )
-    lines = run.without_times
-    assert lines[5].pop("first/loss") > lines[5]["eval/loss"] + 0.1
-    assert lines == whole.without_times
-
-
 def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
     rl_config: Config, spurline_chat_file: Path
 ) -> None:
@@ -166,12 +151,6 @@ def evaluate_twice(run: Run) -> None:
     run.evaluate("ema")
 
 
-def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
-    run._session.components.data.evaluations[0].held_out.measures_copies = True
-    run.evaluate("plain")
-    evaluate_swapped(run, {}, "ema")
-
-
 @pytest.mark.parametrize(
     ("hook", "act", "message"),
     [
@@ -179,7 +158,6 @@ def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
         ("on_step_start", lambda run: run.evaluate("eval"), "a prefix has only letters"),
         ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix has only letters"),
         ("on_eval_end", evaluate_twice, "this step already has a 'ema/loss'"),
-        ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the engines that answer have their own"),
     ],
 )
 def test_an_evaluation_that_cannot_be_made_is_refused(

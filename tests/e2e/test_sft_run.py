@@ -118,21 +118,15 @@ def test_generated_text_that_no_file_takes_as_it_is_does_not_spoil_a_resume(base
     assert json.loads(line)["response"] == "a\u2028b\x85c\ud83d"
 
 
-def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config: Config) -> None:
-    with pytest.raises(HookFailedError, match=r"hook on_run_end: ZeroDivisionError") as raised:
-        train(base_config, on_run_end=fail)
-    summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
-
-
-def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
+def test_a_failing_end_of_another_plugin_is_the_error_of_the_run_and_costs_no_warning_and_no_later_run(
     base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = health.Finding("off", "Something is off.", (0,), "", lasts=True)
     monkeypatch.setattr(health, "findings", lambda lines, config: [found])
-    with pytest.raises(HookFailedError):
+    with pytest.raises(HookFailedError, match="hook on_run_end: ZeroDivisionError") as raised:
         train(base_config, steps=2, on_run_end=fail)
     summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
     assert [warning["kind"] for warning in summary["warnings"]] == ["off"]
     assert train(base_config, steps=2).status == "finished"
 
