@@ -105,17 +105,6 @@ def test_a_run_that_had_finished_is_evaluated_when_a_hook_asks_for_it(evaluated_
     assert returned[0]["end/loss"] == returned[1]["end/loss"]
 
 
-def keep_parameters(run: Run, kept: dict[str, torch.Tensor]) -> None:
-    backend: Any = run.backend
-    kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
-
-
-def evaluate_swapped(run: Run, kept: dict[str, torch.Tensor], prefix: str) -> None:
-    backend: Any = run.backend
-    with backend.swapped("policy", kept):
-        run.evaluate(prefix)
-
-
 def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
     rl_config: Config, spurline_chat_file: Path
 ) -> None:
@@ -127,12 +116,15 @@ def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_witho
     told: list[int] = []
 
     def keep(run: Run) -> None:
-        keep_parameters(run, kept)
+        backend: Any = run.backend
+        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
         run.evaluate("first")
 
     def compare(run: Run) -> None:
         run.evaluate("now")
-        evaluate_swapped(run, kept, "then")
+        backend: Any = run.backend
+        with backend.swapped("policy", kept):
+            run.evaluate("then")
 
     hooks = (Acting("on_step_start", keep, at_step=1), Acting("on_eval_end", compare, at_step=4))
     run = train(rl_config, *hooks, on_optimizer_step=lambda update: told.append(update))
