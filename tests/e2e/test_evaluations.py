@@ -143,11 +143,6 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
         ({"evaluations": {"a": {"name": "loss"}}}, "evaluations.a.data", "is required"),
         ({"evaluations": {"a": {"name": "rollouts", "data": "x.jsonl"}}}, "evaluations.a.name", "'sft' makes none"),
         ({"evaluations": {"a": {"name": "losses", "data": "x.jsonl"}}}, "evaluations.a", "answers, loss, rollouts"),
-        (
-            {"evaluations": {"a": {"name": "loss", "data": "x", "every_step": 1}}},
-            "evaluations.a.every_step",
-            "every_steps",
-        ),
         ({"checkpoint": {"keep_best": "eval/al/loss"}}, "checkpoint.keep_best.metric", "Names: all, few"),
         ({"checkpoint": {"keep_best": "eval/few/right"}}, "checkpoint.keep_best", "evaluates only once"),
         ({"checkpoint": {"keep_best": "loss"}}, "checkpoint.keep_best.metric", "eval/loss"),

@@ -193,7 +193,6 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
         ),
         ({"evaluation": {"batch_size": 8}}, "does not use 'evaluation.batch_size'"),
         ({"loss": "cross_entropy"}, "loss: cross_entropy reads no advantages"),
-        ({"loss": "dft"}, "loss: dft reads no advantages"),
         ({"loss": "dpo"}, "loss: dpo reads no advantages"),
         ({"loss": "value"}, "loss.name is value, the loss of a critic"),
         (

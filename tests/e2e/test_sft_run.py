@@ -18,7 +18,6 @@ from run_helpers import (
     WriteConfig,
     assert_pieces_equal_the_whole,
     at,
-    deterministic,
     fail,
     kept_steps,
     read_metrics,
@@ -71,19 +70,6 @@ def test_training_writes_metrics_checkpoint_report_and_summary(
 def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(base_config: Config, tmp_path: Path) -> None:
     del base_config["steps"]
     assert_pieces_equal_the_whole(base_config | {"epochs": 1.5}, tmp_path, [3, 4])
-
-
-def test_resuming_an_older_checkpoint_sets_later_ones_aside(
-    spurline: Spurline, write_config: WriteConfig, base_config: Config
-) -> None:
-    path = write_config(base_config)
-    assert spurline("train", path)[0] == 0
-    before = deterministic(read_metrics(base_config["run_dir"]))
-    older = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
-    code, out, _ = spurline("train", path, "--resume", older)
-    assert code == 0
-    assert "superseded-step-00000006" in out
-    assert deterministic(read_metrics(base_config["run_dir"])) == before
 
 
 def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(base_config: Config) -> None:
@@ -272,15 +258,3 @@ def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another
     assert spurline("export", run_dir, elsewhere / "exported")[0] == 0
     code, out, _ = spurline("train", config, "--set", "steps=3")
     assert (code, "Finished at step 3" in out) == (0, True)
-
-
-def test_a_subclass_of_the_samples_may_rename_their_datasets(
-    base_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Renamed(sft.SampleSet):
-        @property
-        def labels(self) -> tuple[str, ...]:
-            return tuple(f"my {label}" for label in super().labels)
-
-    monkeypatch.setattr(sft, "SampleSet", Renamed)
-    assert train(base_config, steps=1).steps == [1]
