@@ -17,16 +17,6 @@ from spurline.errors import ConfigError, DataError, HookFailedError, RunFailedEr
 from spurline.plugins import hookimpl
 from spurline_async_rl.source import loop_thread as loop_module
 
-TOOL_MODULE = '''
-def letter(number: int) -> str:
-    """A letter of the alphabet.
-
-    Args:
-        number: which one, from 0.
-    """
-    return "abcdefghijklmnopqrstuvwxyz"[int(number) % 26]
-'''
-
 
 @pytest.fixture
 def async_config(rl_config: Config) -> Config:
@@ -67,14 +57,11 @@ def test_zero_staleness_equals_the_synchronous_run_where_groups_are_replaced_and
         assert sum(line[f"groups/{name}"] for line in lines) > 0
 
 
-def test_zero_staleness_equals_the_synchronous_run_with_tools_and_several_turns(
-    async_config: Config, tmp_path: Path
-) -> None:
-    (tmp_path / "modules" / "run_tools.py").write_text(TOOL_MODULE, encoding="utf-8")
+def test_zero_staleness_equals_the_synchronous_run_with_tools_and_several_turns(async_config: Config) -> None:
     async_config["source"] |= {"reward_weights": {}}
     async_config["source"]["environment"] = {
         "name": "tools",
-        "tools": ["run_tools:letter"],
+        "tools": ["calculator"],
         "max_turns": 2,
         "rewards": {"early": in_process("run_rewards:early_letters")},
     }
