@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from every_run import SOAK
+from listening import free_port
 from ray_clusters import GPUS, add_machine, two_machines
 from run_helpers import num_lines, read_metrics, train_command, wait_for
 from vllm_engines import vllm_models
@@ -126,7 +126,7 @@ def test_the_slurm_script_trains_on_its_cluster_and_saves_when_its_time_is_over(
     script = tmp_path / "train.sh"
     # The path of a socket has 107 bytes at most.
     folder = Path(tempfile.mkdtemp())
-    script.write_text(_script(_free_port(), folder, config))
+    script.write_text(_script(free_port(), folder, config))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
     environment |= {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
@@ -176,12 +176,3 @@ def _script(port: int, folder: Path, config: Path) -> str:
 def _write_tool(path: Path, text: str) -> None:
     path.write_text(text)
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def _free_port() -> int:
-    """Below the ports that Ray gives to its workers."""
-    for port in range(6400, 6500):
-        with socket.socket() as tried:
-            if tried.connect_ex(("127.0.0.1", port)):
-                return port
-    raise AssertionError("no free port")

@@ -143,11 +143,6 @@ def test_changed_data_of_one_evaluation_is_noted_by_its_name_when_resuming(
         ({"evaluations": {"a": {"name": "loss"}}}, "evaluations.a.data", "is required"),
         ({"evaluations": {"a": {"name": "rollouts", "data": "x.jsonl"}}}, "evaluations.a.name", "'sft' makes none"),
         ({"evaluations": {"a": {"name": "losses", "data": "x.jsonl"}}}, "evaluations.a", "answers, loss, rollouts"),
-        (
-            {"evaluations": {"a": {"name": "loss", "data": "x", "every_step": 1}}},
-            "evaluations.a.every_step",
-            "every_steps",
-        ),
         ({"checkpoint": {"keep_best": "eval/al/loss"}}, "checkpoint.keep_best.metric", "Names: all, few"),
         ({"checkpoint": {"keep_best": "eval/few/right"}}, "checkpoint.keep_best", "evaluates only once"),
         ({"checkpoint": {"keep_best": "loss"}}, "checkpoint.keep_best.metric", "eval/loss"),
@@ -351,17 +346,6 @@ def test_step_0_stands_once_after_a_resume_and_after_a_start_from_nothing(config
     events = EventAccumulator(str(Path(config["run_dir"]) / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("eval/loss")] == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_rollouts_are_evaluated_before_the_first_step_too(rl_config: Config) -> None:
-    rl_config["data"]["eval"] = rl_config["data"]["train"]
-    rl_config["source"]["held_out"] = {"max_prompts": 2, "success": {"reward": "early"}}
-    without = train(rl_config, name="without", steps=2).lines
-    first, *lines = train(rl_config, steps=2, evaluation={"at_start": True}).lines
-    assert first["step"] == 0
-    assert "eval/reward" in first
-    for name in ("loss", "reward/mean", "rollout/tokens"):
-        assert [line[name] for line in lines] == [line[name] for line in without]
 
 
 def test_answers_of_step_0_are_kept_once(config: Config) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_helpers import Config, KillableProcess, Spurline, at, read_metrics, train
+from run_helpers import Config, Spurline, at, train
 
 from spurline import load_config
 from spurline.errors import RunFailedError
@@ -148,20 +147,3 @@ def test_the_end_says_how_to_go_on(spurline: Spurline, base_config: Config, monk
     assert code == 128 + signal.SIGINT
     assert "Stopped on request at step 2." in out
     assert out.rstrip().endswith("run.yaml --set seed=3 --set steps=9")
-
-
-@pytest.mark.processes
-def test_ctrl_c_in_a_terminal_is_answered_and_ends_the_process_in_order(
-    killable_process: Callable[..., KillableProcess], base_config: Config
-) -> None:
-    process = killable_process(base_config | {"steps": 4000, "checkpoint": {}})
-    process.wait_for_steps(3)
-    os.kill(process.pid, signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT
-    last = read_metrics(base_config["run_dir"])[-1]["step"]
-    said = process.said()
-    assert (
-        f"Finishing step {last} and saving; press Ctrl-C again to stop now.\n" in said
-        or f"Stopping before step {last + 1}; press Ctrl-C again to stop now.\n" in said
-    )
-    assert "Go on with: spurline train" in said

@@ -216,23 +216,6 @@ def test_a_plot_is_replaced_in_place_and_the_last_picture_has_all_steps(monkeypa
     assert shown[0][1] != shown[2][1], "a second run gets its own picture"
 
 
-def test_an_interrupt_stops_and_saves_and_gives_the_handler_back(base_config: Config) -> None:
-    before = signal.getsignal(signal.SIGINT)
-
-    def interrupt(step: int, metrics: Mapping[str, float]) -> None:
-        if step == 2:
-            signal.raise_signal(signal.SIGINT)
-
-    async def cell(**more: Any) -> Any:
-        return train(base_config, **more)
-
-    stopped = asyncio.run(cell(on_step=interrupt))
-    assert (stopped.status, stopped.step) == ("stopped", 2)
-    assert stopped.checkpoint.name == "step-00000002"
-    assert signal.getsignal(signal.SIGINT) is before
-    assert asyncio.run(cell()).status == "finished"
-
-
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NotebookClient]:
     """The notebook after its last cell, with its kernel; its runs are beside its folder."""

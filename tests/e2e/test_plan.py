@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from run_helpers import Config, Spurline, WriteConfig, train, write_rows
-from safetensors.torch import load_file, save_file
 
 from spurline import load_config
 from spurline.errors import ConfigError, UserError
@@ -20,6 +19,12 @@ from spurline_planning.plan import make_plan
 NOWHERE = [{"match": "*nope*", "learning_rate": 1e-4}]
 PLUGINS = {"plugins": ["fsdp_backend", "megatron_backend", "async_rl"]}
 EVALUATED = {"evaluation": {"every_steps": 1}}
+ASYNC = {
+    "backend.lora": {"rank": 2},
+    "source.name": "async_rollouts",
+    "source.max_staleness": 1,
+    "source.correction": "tis",
+}
 RIGHT = {"messages": [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]}
 EXACT_MATCH = {"source.environment": {"name": "single_turn", "rewards": "exact_match"}, "source.reward_weights": {}}
 WITHOUT_REFERENCE = {"messages": RIGHT["messages"][:1], "answer": "4"}
@@ -229,26 +234,18 @@ def test_what_is_refused_before_weights_are_loaded(
             {"critic": {"optimizer": {"learning_rate": 1e-3, "groups": NOWHERE}}, "source.advantage": "gae"},
             "critic.optimizer.groups.0.match is '*nope*'",
         ),
+        (
+            ASYNC | {"source.engine": "in_process", "source.weight_sync": "disk"},
+            "weight_sync.name is disk, but the engine supports",
+        ),
+        (
+            ASYNC | {"source.engine": "child_process", "source.weight_sync": "cuda_ipc"},
+            "supports only collective, disk, shared_memory",
+        ),
     ],
 )
 def test_what_is_refused_of_rollouts(rl_config: Config, changes: Config, says: str) -> None:
     found, raised = refusals(changed(rl_config, PLUGINS | changes))
-    assert found == [raised]
-    assert says in raised
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"engine": "in_process", "weight_sync": "disk"}, "weight_sync.name is disk, but the engine supports"),
-        ({"engine": "child_process", "weight_sync": "cuda_ipc"}, "supports only collective, disk, shared_memory"),
-    ],
-)
-def test_what_is_refused_of_asynchronous_rollouts(rl_config: Config, changes: Config, says: str) -> None:
-    rl_config |= PLUGINS
-    rl_config["backend"]["lora"] = {"rank": 2}
-    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 1, "correction": "tis"} | changes
-    found, raised = refusals(rl_config)
     assert found == [raised]
     assert says in raised
 
@@ -272,17 +269,6 @@ def test_what_is_refused_as_weights_and_batches_do_not_fit(base_config: Config, 
         found = found[:1]
     assert found == [raised]
     assert says in raised
-
-
-def test_weights_that_lack_one_are_refused_by_their_headers(base_config: Config, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "model")
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    del weights["model.norm.weight"]
-    save_file(weights, file, metadata={"format": "pt"})
-    found, raised = refusals(changed(base_config, {"model.path": str(folder)}))
-    assert found == [raised]
-    assert "lack 1 weights that its config asks for, which would stay random: model.norm.weight" in raised
 
 
 def test_a_reward_that_an_order_goes_by_must_be_one_of_the_environment(rl_config: Config) -> None:

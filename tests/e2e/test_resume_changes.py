@@ -169,4 +169,5 @@ def test_a_run_cannot_be_shortened_to_before_its_checkpoint(
     earlier = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
     code, out, _ = spurline(*shorter, "--resume", earlier)
     assert code == 0
+    assert "superseded-step-00000006" in out
     assert "Finished at step 5." in out

@@ -105,32 +105,6 @@ def test_a_run_that_had_finished_is_evaluated_when_a_hook_asks_for_it(evaluated_
     assert returned[0]["end/loss"] == returned[1]["end/loss"]
 
 
-def keep_parameters(run: Run, kept: dict[str, torch.Tensor]) -> None:
-    backend: Any = run.backend
-    kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
-
-
-def evaluate_swapped(run: Run, kept: dict[str, torch.Tensor], prefix: str) -> None:
-    backend: Any = run.backend
-    with backend.swapped("policy", kept):
-        run.evaluate(prefix)
-
-
-def test_an_evaluation_of_swapped_parameters_measures_those_and_leaves_the_run_as_it_was(
-    evaluated_config: Config,
-) -> None:
-    whole = train(evaluated_config, name="whole")
-    kept: dict[str, torch.Tensor] = {}
-    run = train(
-        evaluated_config,
-        Acting("on_run_start", lambda run: keep_parameters(run, kept)),
-        Acting("on_eval_end", lambda run: evaluate_swapped(run, kept, "first"), at_step=6),
-    )
-    lines = run.without_times
-    assert lines[5].pop("first/loss") > lines[5]["eval/loss"] + 0.1
-    assert lines == whole.without_times
-
-
 def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_without_them(
     rl_config: Config, spurline_chat_file: Path
 ) -> None:
@@ -142,12 +116,15 @@ def test_rollouts_of_swapped_parameters_are_theirs_and_training_goes_on_as_witho
     told: list[int] = []
 
     def keep(run: Run) -> None:
-        keep_parameters(run, kept)
+        backend: Any = run.backend
+        kept.update({name: value.clone() for name, value in backend.trained_parameters().items()})
         run.evaluate("first")
 
     def compare(run: Run) -> None:
         run.evaluate("now")
-        evaluate_swapped(run, kept, "then")
+        backend: Any = run.backend
+        with backend.swapped("policy", kept):
+            run.evaluate("then")
 
     hooks = (Acting("on_step_start", keep, at_step=1), Acting("on_eval_end", compare, at_step=4))
     run = train(rl_config, *hooks, on_optimizer_step=lambda update: told.append(update))
@@ -166,12 +143,6 @@ def evaluate_twice(run: Run) -> None:
     run.evaluate("ema")
 
 
-def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
-    run._session.components.data.evaluations[0].held_out.measures_copies = True
-    run.evaluate("plain")
-    evaluate_swapped(run, {}, "ema")
-
-
 @pytest.mark.parametrize(
     ("hook", "act", "message"),
     [
@@ -179,7 +150,6 @@ def evaluate_swapped_weights_where_engines_have_copies(run: Run) -> None:
         ("on_step_start", lambda run: run.evaluate("eval"), "a prefix has only letters"),
         ("on_step_start", lambda run: run.evaluate("a/b"), "a prefix has only letters"),
         ("on_eval_end", evaluate_twice, "this step already has a 'ema/loss'"),
-        ("on_step_start", evaluate_swapped_weights_where_engines_have_copies, "the engines that answer have their own"),
     ],
 )
 def test_an_evaluation_that_cannot_be_made_is_refused(

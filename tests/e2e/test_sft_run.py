@@ -18,7 +18,6 @@ from run_helpers import (
     WriteConfig,
     assert_pieces_equal_the_whole,
     at,
-    deterministic,
     fail,
     kept_steps,
     read_metrics,
@@ -73,19 +72,6 @@ def test_a_run_cut_in_pieces_equals_the_uninterrupted_run(base_config: Config, t
     assert_pieces_equal_the_whole(base_config | {"epochs": 1.5}, tmp_path, [3, 4])
 
 
-def test_resuming_an_older_checkpoint_sets_later_ones_aside(
-    spurline: Spurline, write_config: WriteConfig, base_config: Config
-) -> None:
-    path = write_config(base_config)
-    assert spurline("train", path)[0] == 0
-    before = deterministic(read_metrics(base_config["run_dir"]))
-    older = Path(base_config["run_dir"]) / "checkpoints" / "step-00000004"
-    code, out, _ = spurline("train", path, "--resume", older)
-    assert code == 0
-    assert "superseded-step-00000006" in out
-    assert deterministic(read_metrics(base_config["run_dir"])) == before
-
-
 def test_resuming_another_runs_checkpoint_into_a_used_run_dir_is_refused(base_config: Config) -> None:
     foreign = train(base_config, name="other").run_dir / "checkpoints" / "step-00000004"
     train(base_config)
@@ -118,21 +104,15 @@ def test_generated_text_that_no_file_takes_as_it_is_does_not_spoil_a_resume(base
     assert json.loads(line)["response"] == "a\u2028b\x85c\ud83d"
 
 
-def test_a_failing_run_end_hook_is_the_error_of_a_run_that_had_none(base_config: Config) -> None:
-    with pytest.raises(HookFailedError, match=r"hook on_run_end: ZeroDivisionError") as raised:
-        train(base_config, on_run_end=fail)
-    summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
-
-
-def test_a_failing_end_of_another_plugin_costs_no_warning_and_no_later_run(
+def test_a_failing_end_of_another_plugin_is_the_error_of_the_run_and_costs_no_warning_and_no_later_run(
     base_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = health.Finding("off", "Something is off.", (0,), "", lasts=True)
     monkeypatch.setattr(health, "findings", lambda lines, config: [found])
-    with pytest.raises(HookFailedError):
+    with pytest.raises(HookFailedError, match="hook on_run_end: ZeroDivisionError") as raised:
         train(base_config, steps=2, on_run_end=fail)
     summary = json.loads((Path(base_config["run_dir"]) / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", str(raised.value))
     assert [warning["kind"] for warning in summary["warnings"]] == ["off"]
     assert train(base_config, steps=2).status == "finished"
 
@@ -278,15 +258,3 @@ def test_a_run_with_relative_paths_is_reported_exported_and_resumed_from_another
     assert spurline("export", run_dir, elsewhere / "exported")[0] == 0
     code, out, _ = spurline("train", config, "--set", "steps=3")
     assert (code, "Finished at step 3" in out) == (0, True)
-
-
-def test_a_subclass_of_the_samples_may_rename_their_datasets(
-    base_config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Renamed(sft.SampleSet):
-        @property
-        def labels(self) -> tuple[str, ...]:
-            return tuple(f"my {label}" for label in super().labels)
-
-    monkeypatch.setattr(sft, "SampleSet", Renamed)
-    assert train(base_config, steps=1).steps == [1]

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from async_runs import asynchronous
 from run_helpers import (
     Config,
     WriteConfig,
@@ -55,9 +56,7 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
 @pytest.fixture
 def async_config(rl_config: Config) -> Config:
     """It has a timeline, recorded groups and a report, and equals the synchronous run."""
-    rl_config["plugins"] = ["async_rl"]
-    rl_config["source"] |= {"name": "async_rollouts", "max_staleness": 0, "record_groups": True}
-    return rl_config
+    return asynchronous(rl_config, max_staleness=0)
 
 
 @pytest.mark.slow

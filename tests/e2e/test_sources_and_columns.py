@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import run_helpers
 import torch
@@ -47,17 +46,9 @@ class Batches:
 
 
 @pytest.fixture
-def base(spurline_tiny_model: Path, spurline_chat_file: Path, tmp_path: Path) -> Config:
-    return {
-        "plugins": [NAME],
-        "run_dir": str(tmp_path / "run"),
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(spurline_chat_file)},
-        "steps": 6,
-        "schedule": "constant",
-        "optimizer": {"learning_rate": 1e-3},
-        "backend": {"device": "cpu", "num_threads": 1},
-    }
+def base(base_config: Config, spurline_chat_file: Path) -> Config:
+    shared = {name: base_config[name] for name in ("run_dir", "model", "steps", "optimizer", "backend")}
+    return {**shared, "plugins": [NAME], "data": {"train": str(spurline_chat_file)}, "schedule": "constant"}
 
 
 @pytest.fixture
@@ -315,18 +306,3 @@ class TestRowWeight(AdvantageContract):
 class TestRowGradient(LossContract):
     def make_loss(self) -> Loss:
         return RowGradient(RowGradientConfig())
-
-
-def test_advantages_of_equal_groups_differ_by_their_columns_alone() -> None:
-    (low,) = weighted_group(0.5)
-    (high,) = weighted_group(2.0)
-    for one, other in zip(low.trajectories, high.trajectories, strict=True):
-        for small, large in zip(one.turns, other.turns, strict=True):
-            np.testing.assert_allclose(4 * small.advantages, large.advantages, rtol=1e-6)
-
-
-def weighted_group(weight: float) -> list[Group]:
-    """One random group with this column, after the advantage."""
-    (group, *_) = AdvantageContract().groups(num_groups=1)
-    with_column = Group(group.uid, group.draw, group.trajectories, {"weight": weight})
-    return RowWeight(RowWeightConfig()).advantages([with_column])

@@ -33,12 +33,6 @@ print([name for name in {HEAVY!r} if name in sys.modules])
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from spurline.cli import main; main(sys.argv[1:])"
 
 
-def start_of(path: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    with pytest.raises(SystemExit):
-        main(["train", str(path)])
-    return capsys.readouterr().err.splitlines()
-
-
 @pytest.mark.processes
 def test_a_config_its_schema_and_rows_need_no_heavy_library() -> None:
     result = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=60, check=False)
@@ -61,7 +55,9 @@ def test_the_banner_needs_no_torch(write_config: WriteConfig, base_config: Confi
 def test_a_start_says_what_takes_time(
     write_config: WriteConfig, base_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = start_of(write_config(base_config | {"plugins": ["collation_fast"]}), capsys)
+    with pytest.raises(SystemExit):
+        main(["train", str(write_config(base_config | {"plugins": ["collation_fast"]}))])
+    lines = capsys.readouterr().err.splitlines()
     assert any(line.startswith("  plugins  collation_fast ") for line in lines)
     done = [line.split("] ")[1] for line in lines if line.startswith("  [")]
     assert done[:5] == [

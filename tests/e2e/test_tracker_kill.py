@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sqlite3
 import sys
 import urllib.request
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from listening import free_port
 from otlp_receiver import OtlpReceiver
 from prometheus_client.parser import text_string_to_metric_families
 from run_helpers import Config, KillableProcess, config_to_kill, num_lines, read_metrics
@@ -81,12 +81,6 @@ def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
     assert len(receiver.runs()) == 1
     assert len({path.name for path in (run_dir / "swanlab").glob("run-*/*.swanlab")}) == 1
     assert scraped["spurline_step"] > 2
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
 
 
 def scrape(port: int) -> dict[str, float]:

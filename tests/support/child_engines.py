@@ -39,11 +39,11 @@ def shared_memory(bucket_bytes: int = 20_000, **settings: Any) -> SharedMemorySy
     return sync
 
 
-async def publish(engine: Any, version: int, model: Path) -> SyncReport:
-    """Publish the weights of this folder to an engine."""
-    sync = shared_memory()
+async def publish(engine: Any, version: int, model: Path, sync: Any = None, *, change: Any = None) -> SyncReport:
+    """Publish the weights of this folder to an engine, after `change` if it is given."""
+    sync = sync or shared_memory()
     try:
-        backend: Any = WeightsOf(model)
+        backend: Any = WeightsOf(model, change)
         return await sync.publish(version, backend, [engine])
     finally:
         sync.close()

@@ -1,7 +1,8 @@
-"""What processes listen on, and whether others than this machine can reach it."""
+"""What processes listen on, whether others than this machine can reach it, and a port that is free."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -29,6 +30,12 @@ def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
 def reachable(sockets: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, int]]:
     """Return the listening sockets that are not on the loopback."""
     return [one for one in sockets if not _plain(one[1]).is_loopback]
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return bound.getsockname()[1]
 
 
 def _plain(address: str) -> IPv4Address | IPv6Address:

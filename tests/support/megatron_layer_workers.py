@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from sharing_workers import PROFILE, stream_of
+from sharing_workers import PROFILE, GroupsOfNeighbours, stream_of
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, LlamaConfig
@@ -42,19 +42,7 @@ class _Copied(torch.autograd.Function):
         return gradient, None
 
 
-class _GroupsOfNeighbours:
-    """sizes: of the groups that this rank is in, which each divide the world."""
-
-    def __init__(self, place: Place, *sizes: int) -> None:
-        self._groups: dict[int, dist.ProcessGroup] = {}
-        for size in sizes:
-            for start in range(0, place.world, size):
-                group = dist.new_group(list(range(start, start + size)))
-                if start <= place.rank < start + size:
-                    self._groups[size] = group
-
-
-class VocabularyRank(_GroupsOfNeighbours):
+class VocabularyRank(GroupsOfNeighbours):
     """Ranks that divide a vocabulary."""
 
     def scores(
@@ -111,7 +99,7 @@ def loss_of(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     return loss if entropy is None else loss + (entropy * factors.flip(0)).sum() + (entropy**3).sum()
 
 
-class AttentionRank(_GroupsOfNeighbours):
+class AttentionRank(GroupsOfNeighbours):
     """Ranks that share a stream."""
 
     def attends(

@@ -23,9 +23,9 @@ def on(ranks: int, **settings: Any) -> dict[str, Any]:
     return {"name": "megatron", "device": "cpu", "ranks": ranks, "num_threads": 1, **limits, **settings}
 
 
-def write_qwen3(folder: Path, **overrides: Any) -> Path:
-    """Write a model with norms of queries and keys. overrides: fields of its config."""
-    return write_tiny_model(folder, **overrides)
+write_qwen3, write_qwen3_moe = write_tiny_model, write_tiny_moe_model
+"""Write a model with norms of queries and keys, the second with experts in every layer, which two or four ranks can
+divide."""
 
 
 def write_qwen25(folder: Path, **overrides: Any) -> Path:
@@ -41,8 +41,3 @@ def write_llama3(folder: Path, **overrides: Any) -> Path:
     from transformers import LlamaConfig
 
     return write_model(folder, LlamaConfig, {"rope_parameters": LLAMA3_ROPE, **overrides})
-
-
-def write_qwen3_moe(folder: Path, **overrides: Any) -> Path:
-    """Write a model with experts in every layer, which two or four ranks can divide."""
-    return write_tiny_moe_model(folder, **overrides)

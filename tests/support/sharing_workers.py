@@ -57,10 +57,10 @@ def computed(stream: TokenStream, part: TokenStream, heads: int, key_heads: int)
     return tables, values[part.source]
 
 
-class SharingRank:
+class GroupsOfNeighbours:
+    """sizes: of the groups of neighbouring ranks that this rank is in; each divides the world."""
+
     def __init__(self, place: Place, *sizes: int) -> None:
-        """sizes: of the groups of neighbouring ranks that share; each divides the world."""
-        self._place = place
         self._groups: dict[int, Any] = {1: None}
         for size in sizes:
             for start in range(0, place.world, size):
@@ -68,6 +68,8 @@ class SharingRank:
                 if start <= place.rank < start + size:
                     self._groups[size] = group
 
+
+class SharingRank(GroupsOfNeighbours):
     def parts(self, size: int, lengths: list[int], loss: list[bool], multiple: int, at_least: int) -> dict[str, Any]:
         """Return the part of a stream that this rank computes."""
         stream = stream_of(lengths, loss)

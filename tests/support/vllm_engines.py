@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import psutil
 from backend_batches import run_config
+from child_engines import publish as publish
+from child_engines import shared_memory as shared_memory
 from living_processes import living_below
 
 from spurline.config.run_config import ModelConfig
@@ -18,12 +20,11 @@ from spurline.protocols.backend import BackendConfig
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.collective import CollectiveSync
-from spurline_async_rl.weights.configs import CollectiveSyncConfig, DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.configs import CollectiveSyncConfig, DiskSyncConfig
 from spurline_async_rl.weights.disk import DiskSync
-from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
-from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
+from spurline_rl.testing.engine_update_contract import ModelPair
 from spurline_text.tokenizer import load_tokenizer
 
 Result = TypeVar("Result")
@@ -69,13 +70,6 @@ def vllm_engine(model: Path, run_dir: Path, *, backend: BackendConfig | None = N
     model_config = ModelConfig(path=str(model))
     run = run_config(model, model=model_config, run_dir=run_dir, backend=backend or LocalBackendConfig())
     return VllmEngine(config, run=run, tokenizer=load_tokenizer(model_config))
-
-
-def shared_memory(**settings: Any) -> SharedMemorySync:
-    """Return a sync whose buckets are so small that a tiny model takes several, some layers in parts."""
-    sync = SharedMemorySync(SharedMemorySyncConfig(**settings))
-    sync.max_bucket_bytes = 20_000
-    return sync
 
 
 def collective(**settings: Any) -> CollectiveSync:
@@ -145,16 +139,6 @@ class OneEngine(HeldEngine):
                 return await use(self.engine)
 
         return self.run(main(), DataError)
-
-
-async def publish(engine: Any, version: int, model: Path, sync: Any = None, *, change: Any = None) -> Any:
-    """Publish the weights of this folder, after `change` if it is given."""
-    sync = sync or shared_memory()
-    try:
-        backend: Any = WeightsOf(model, change)
-        return await sync.publish(version, backend, [engine])
-    finally:
-        sync.close()
 
 
 def engine_processes() -> list[psutil.Process]:
