@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from every_run import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_driver import assert_nothing_lost, counts_of, limits, outcomes
@@ -25,8 +25,6 @@ from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt
 from spurline_rl.prompt_source import collect_groups
 from spurline_rl.trajectory import Group, Trajectory, Turn
-
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
 from spurline_rl.rollout_batches import RolloutsCollator
-from spurline_rl.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, greedy, model_logprobs, request
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, model_logprobs, request
 from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.tokenizer import load_tokenizer
 
@@ -334,25 +334,6 @@ def test_loading_the_own_copy_draws_nothing_from_the_runs_generator(spurline_tin
     before = torch.get_rng_state()
     generate(make_engine(spurline_tiny_model), [request(PROMPTS[0])])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_request_joins_others_and_leaves_before_them(spurline_tiny_model: Path, gate: Gate) -> None:
-    async def use(engine: InProcessEngine) -> tuple[GenerationResult, bool, GenerationResult]:
-        long = asyncio.ensure_future(engine.generate(request(PROMPTS[0], temperature=0.0, max_new_tokens=11)))
-        await gate.wait_until_reached()
-        short = asyncio.ensure_future(engine.generate(request(PROMPTS[1], temperature=0.0, max_new_tokens=2)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        gate.steps.release(3)
-        early = await short
-        was_written = long.done()
-        gate.open()
-        return early, was_written, await long
-
-    short, long_was_done, long = with_engine(make_engine(spurline_tiny_model), use)
-    assert not long_was_done
-    assert short.token_ids.tolist() == greedy(spurline_tiny_model, PROMPTS[1], 2)
-    assert long.token_ids.tolist() == greedy(spurline_tiny_model, PROMPTS[0], 11)
 
 
 def test_a_step_that_takes_too_long_ends_the_engine_with_the_names_of_those_who_wait(
