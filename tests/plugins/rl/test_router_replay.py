@@ -14,6 +14,7 @@ import pytest
 import torch
 from backend_batches import local_backend, run_config
 from expert_models import replaying_source
+from generated_rollouts import batch_of, generate, in_process_engine, largest_mismatch
 from preparation_oracle import FakeBackend, make_groups
 from rl_attempts import core_registry
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, GptOssConfig, Qwen3NextConfig
@@ -34,12 +35,10 @@ from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import ExpertRecord
 from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.preparation import Preparation
-from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig
-from spurline_rl.rollout_batches import RolloutsCollator
+from spurline_rl.protocols.rollout_engine import GenerationResult, RolloutEngineConfig
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, request
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of, with_turns
-from spurline_text.tokenizer import load_tokenizer
+from spurline_rl.trajectory import Group, turns_of, with_turns
 
 LAYERS, TOP_K = 2, 2
 
@@ -49,44 +48,13 @@ def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 
-def make_engine(model: Path, *, replays: bool = True, **changes: Any) -> InProcessEngine:
-    model_config = ModelConfig(path=str(model))
-    config = InProcessEngineConfig(**({"device": "cpu", "timeout_s": 60.0} | changes))
-    sections = {"source": replaying_source()} if replays else {}
-    run = run_config(model, model=model_config, **sections)
-    return InProcessEngine(config, run=run, tokenizer=load_tokenizer(model_config))
+def make_engine(model: Path, **settings: Any) -> InProcessEngine:
+    return in_process_engine(model, {"source": replaying_source()}, **settings)
 
 
 def make_backend(model: Path, **settings: Any) -> LocalBackend:
     run = {"model": ModelConfig(path=str(model)), "source": replaying_source()}
     return local_backend(model, run=run, **settings)
-
-
-def generate(engine: InProcessEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    async def use() -> list[GenerationResult]:
-        try:
-            return list(await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), 120))
-        finally:
-            await engine.close()
-
-    return asyncio.run(use())
-
-
-def turn_of(asked: GenerationRequest, result: GenerationResult) -> Turn:
-    return Turn(
-        np.asarray(asked.prompt_ids, np.int32),
-        result.token_ids,
-        np.ones(len(result.token_ids), np.uint8),
-        logprobs=result.logprobs,
-        routed_experts=result.routed_experts,
-    )
-
-
-def batch_of(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> TrainingBatch:
-    turns = map(turn_of, requests, results)
-    trajectories = [Trajectory(f"prompt-{number}", 0, (turn,)) for number, turn in enumerate(turns)]
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    return collator.collate_rollouts(trajectories)
 
 
 def perturb_routers(backend: LocalBackend, size: float) -> None:
@@ -108,10 +76,8 @@ def test_rollout_and_trainer_agree_and_share_their_experts(experts_model: Path, 
     engine.share(backend)
     results = generate(engine, REQUESTS)
     batch = batch_of(REQUESTS, results)
-    trained = batch.tokens["loss_weights"] != 0
     with backend._model.routing.noting() as noted:
-        recomputed = backend.logprobs(batch)
-    assert float((recomputed - batch.tokens["rollout_logprobs"])[trained].abs().max()) <= 1e-5
+        assert largest_mismatch(backend, batch) <= 1e-5
     for asked, result in zip(REQUESTS, results, strict=True):
         experts = result.routed_experts
         assert experts is not None
@@ -152,13 +118,10 @@ def test_rollout_and_trainer_agree_in_other_families(tmp_path: Path, family: str
     engine.share(backend)
     results = generate(engine, REQUESTS[:3])
     batch = batch_of(REQUESTS[:3], results)
-    trained = batch.tokens["loss_weights"] != 0
-    difference = (backend.logprobs(batch) - batch.tokens["rollout_logprobs"])[trained]
-    assert float(difference.abs().max()) <= 1e-5
+    assert largest_mismatch(backend, batch) <= 1e-5
     # And not because nothing is replayed.
     others = (batch.tokens["routed_experts"] + 1) % 8
-    moved = backend.logprobs(batch.with_tokens(routed_experts=others))
-    assert float((moved - batch.tokens["rollout_logprobs"])[trained].abs().max()) > 1e-4
+    assert largest_mismatch(backend, batch.with_tokens(routed_experts=others)) > 1e-4
 
 
 def test_experts_are_those_of_the_model_reading_the_same_tokens(experts_model: Path) -> None:
@@ -198,7 +161,7 @@ def test_replay_undoes_what_perturbed_routers_would_choose(experts_model: Path) 
 
 
 def test_engines_that_are_not_asked_note_nothing(experts_model: Path) -> None:
-    results = generate(make_engine(experts_model, replays=False), REQUESTS[:2])
+    results = generate(in_process_engine(experts_model), REQUESTS[:2])
     assert [result.routed_experts for result in results] == [None, None]
 
 
