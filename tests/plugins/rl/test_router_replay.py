@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,29 +14,22 @@ import torch
 from backend_batches import local_backend, run_config
 from expert_models import replaying_source
 from generated_rollouts import batch_of, generate, in_process_engine, largest_mismatch
-from preparation_oracle import FakeBackend, make_groups
-from rl_attempts import core_registry
+from preparation_oracle import FakeBackend, make_groups, make_preparation
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, GptOssConfig, Qwen3NextConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
-from spurline.protocols.collator import ParallelLayout
-from spurline.testing.samples import PAD
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing import write_tiny_moe_model
 from spurline_models.testing.inputs import write_model
 from spurline_models.weights import NamedWeights
-from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import ExpertRecord
-from spurline_rl.losses.configs import PpoConfig
-from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.rollout_engine import GenerationResult, RolloutEngineConfig
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, request
-from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Group, turns_of, with_turns
 
 LAYERS, TOP_K = 2, 2
@@ -229,18 +221,8 @@ def test_a_record_keeps_what_came_first_and_refuses_gaps() -> None:
 
 
 def prepare(groups: Sequence[Group], **source: Any) -> TrainingBatch:
-    run = SimpleNamespace(
-        collator=RolloutsCollatorConfig(), loss=PpoConfig(), minibatches=ByPromptConfig(prompts_per_minibatch=2)
-    )
-    context: Any = SimpleNamespace(
-        config=run,
-        host=SimpleNamespace(registry=core_registry()),
-        layout=ParallelLayout(),
-        tokenizer=SimpleNamespace(pad_token_id=PAD),
-    )
     backend: Any = FakeBackend(1)
-    config = replaying_source().model_copy(update=source)
-    return Preparation(config, context).prepare(groups, backend)
+    return make_preparation(replaying_source().model_copy(update=source)).prepare(groups, backend)
 
 
 def with_experts(groups: Sequence[Group], lacking: int | None = None) -> list[Group]:
