@@ -54,6 +54,7 @@ for name in {LIGHT!r}:
         "from spurline.cli import main; exits(lambda: main(['plan', 'examples/sft_sort.yaml', '--set', 'sead=1']))",
         "from spurline.cli import main; exits(lambda: main(['plugins']))",
         "from spurline.cli import main; exits(lambda: main(['schema']))",
+        "from spurline.cli import main; exits(lambda: main(['simulate', '--help']))",
     ],
 )
 def test_answers_that_need_no_model_import_no_heavy_library(code: str) -> None:

@@ -55,12 +55,6 @@ def sleeps(parent: Parent) -> None:
     time.sleep(600)
 
 
-def tells_where_it_is(parent: Parent) -> None:
-    parent.send(
-        {"group": os.getpgrp(), "id": os.getpid(), "environment": os.environ.get("OF_A_TEST"), "path": sys.path}
-    )
-
-
 def start_and_wait(task: str) -> None:
     """Start a child, print the ids that it sends, and wait to be killed."""
     ChildProcess(

@@ -9,12 +9,6 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 import psutil
 
 
-def family_of(pid: int) -> list[psutil.Process]:
-    """Return the process and all its descendants."""
-    process = psutil.Process(pid)
-    return [process, *process.children(recursive=True)]
-
-
 def listening(processes: Iterable[psutil.Process]) -> set[tuple[str, str, int]]:
     """Return (process, address, port) of each listening socket."""
     found: set[tuple[str, str, int]] = set()

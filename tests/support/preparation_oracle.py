@@ -9,20 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rl_attempts import core_registry
 from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD
-from spurline_rl.configs import RolloutsCollatorConfig
+from spurline_rl.configs import RolloutsCollatorConfig, RolloutSourceConfig
+from spurline_rl.losses.configs import PpoConfig
+from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.rollout_batches import RolloutsCollator
+from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
 
 Row = dict[str, NDArray[Any]]
@@ -54,6 +59,19 @@ class FakeBackend:
             token, position = (int(real.tokens[name][row, column]) for name in ("input_ids", "position_ids"))
             found[row, column] = says(token, position, role, temperature)
         return found
+
+
+def make_preparation(config: RolloutSourceConfig, ranks: int = 1, **run: Any) -> Preparation:
+    """Make a preparation for mini-batches of 2 prompts. run: other sections of the run's config."""
+    sections = {"collator": RolloutsCollatorConfig(), "loss": PpoConfig()}
+    sections |= {"minibatches": ByPromptConfig(prompts_per_minibatch=2)} | run
+    context: Any = SimpleNamespace(
+        config=SimpleNamespace(**sections),
+        host=SimpleNamespace(registry=core_registry()),
+        layout=ParallelLayout(data=ranks),
+        tokenizer=SimpleNamespace(pad_token_id=PAD),
+    )
+    return Preparation(config, context)
 
 
 def make_groups(prompts: int, samples: int, seed: int = 3) -> list[Group]:

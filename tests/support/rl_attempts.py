@@ -16,6 +16,7 @@ from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import Task
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_rl.testing.environment_contract import ScriptedEngine
+from spurline_rl.trajectory import Turn
 from spurline_text.testing.inputs import tiny_tokenizer
 
 T = TypeVar("T")
@@ -67,3 +68,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 def decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return str(tokenizer.decode([int(token) for token in ids], skip_special_tokens=False))
+
+
+def extends(before: Turn, after: Turn) -> bool:
+    """Whether the later turn's prompt begins with all tokens of the earlier turn."""
+    seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
+    return after.prompt_ids.tolist()[: len(seen)] == seen

@@ -17,7 +17,7 @@ from harness_runs import Harness, attempt, client
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
-from rl_attempts import decode, encode, make_policy, says, tokenizer_with
+from rl_attempts import decode, encode, extends, make_policy, says, tokenizer_with
 
 from spurline.testing.fuzzing import fuzzing
 from spurline_agents.agents import Session
@@ -237,11 +237,6 @@ def test_the_list_of_models_has_the_policy() -> None:
 
     names, _ = asked(ask, ScriptedEngine(says(TOKENIZER, "y")))
     assert names == ["policy"]
-
-
-def extends(before: Turn, after: Turn) -> bool:
-    seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
-    return after.prompt_ids.tolist()[: len(seen)] == seen
 
 
 async def say(api: openai.AsyncOpenAI, messages: list[Any], **settings: Any) -> Any:

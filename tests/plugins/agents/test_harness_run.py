@@ -11,7 +11,6 @@ from run_helpers import assert_same_weights, deterministic, read_metrics
 
 from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
-from spurline.errors import RunFailedError
 from spurline_models.local.backend import LocalBackend
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
@@ -28,9 +27,6 @@ def talk(session):
             messages += [answer.choices[0].message, {"role": "user", "content": question}]
     letters = [letter for letter in (messages[-2].content or "").lower() if letter.isalpha()]
     return {"early": sum(letter < "n" for letter in letters) / max(1, len(letters)), "turns": 2}
-
-def fails(session):
-    raise KeyError("no luck")
 '''
 
 
@@ -135,10 +131,3 @@ def test_agents_go_on_while_the_model_trains(harness_config: dict[str, Any]) -> 
     for line in read_metrics(harness_config["run_dir"]):
         assert line["rewards/turns"] == 2
         assert line["staleness/max"] <= 1
-
-
-def test_prompts_whose_agent_fails_are_given_up_with_the_reason(harness_config: dict[str, Any]) -> None:
-    harness_config["source"]["environment"]["agent"] = "run_agents:fails"
-    harness_config["source"]["faults"] = {"retries": 1, "max_quarantined": 0}
-    with pytest.raises(RunFailedError, match=r"after 2 attempts\): KeyError: 'no luck' \(.*run_agents\.py"):
-        Run(load_config(harness_config)).train()

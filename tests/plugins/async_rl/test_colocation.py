@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
-import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from every_run import SOAK
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -443,21 +443,12 @@ def without_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "_LONGEST_BREAK_S", 0.001)
 
 
-def run_machine(examples: int) -> None:
+@pytest.mark.slow
+def test_no_order_of_failures_gives_the_memory_to_both_or_trains_after_a_failed_publish() -> None:
     limits = settings(
-        max_examples=examples,
+        max_examples=600 if SOAK else 40,
         stateful_step_count=12,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     run_state_machine_as_test(ColocationMachine, settings=limits)
-
-
-def test_no_order_of_failures_gives_the_memory_to_both_or_trains_after_a_failed_publish() -> None:
-    run_machine(40)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="600 examples; SPURLINE_SOAK=1")
-def test_no_order_of_failures_gives_the_memory_to_both_in_many_more_tries() -> None:
-    run_machine(600)

@@ -8,16 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from backend_batches import run_config
 from child_engines import child_engine, publish
+from generated_rollouts import in_process_engine
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from spurline.config.run_config import ModelConfig
 from spurline.errors import RunFailedError
-from spurline_rl.engines.configs import InProcessEngineConfig
-from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
-from spurline_text.tokenizer import load_tokenizer
 
 PROMPT = tuple(range(5, 25))
 WIDE = {"hidden_size": 512, "intermediate_size": 8192, "num_attention_heads": 8}
@@ -94,16 +90,9 @@ def test_a_child_engine_gives_its_weights_memory_away_while_it_sleeps_and_goes_o
     asyncio.run(main())
 
 
-def in_process_engine(model: Path) -> InProcessEngine:
-    model_config = ModelConfig(path=str(model))
-    run = run_config(model, model=model_config)
-    config = InProcessEngineConfig(device="cpu", deterministic=True)
-    return InProcessEngine(config, run, load_tokenizer(model_config))
-
-
 def test_an_engine_that_slept_without_weights_generates_nothing_before_they_came(spurline_tiny_model: Path) -> None:
     async def main() -> None:
-        engine = in_process_engine(spurline_tiny_model)
+        engine = in_process_engine(spurline_tiny_model, deterministic=True)
         await engine.generate(request("before", 3))
         await engine.sleep(keep_weights=False)
         await engine.wake("weights")
@@ -118,7 +107,7 @@ def test_an_engine_that_slept_without_weights_generates_nothing_before_they_came
 
 def test_responses_under_way_go_on_after_a_sleep_as_if_there_had_been_none(spurline_tiny_model: Path) -> None:
     async def main() -> None:
-        engine = in_process_engine(spurline_tiny_model)
+        engine = in_process_engine(spurline_tiny_model, deterministic=True)
         expected = await engine.generate(request("alone", 12))
         written = asyncio.Event()
         going = asyncio.create_task(engine.generate(request("under way", 12), lambda _: written.set()))

@@ -86,11 +86,6 @@ def assert_same(restored: list[Group], originals: list[Group]) -> None:
                 assert value.shape == expected.shape
 
 
-@given(groups())
-def test_groups_come_back_bit_for_bit(originals: list[Group]) -> None:
-    assert_same([*groups_of(groups_state(originals))], originals)
-
-
 @given(originals=groups(), num_bytes=st.integers(1, 200))
 @settings(max_examples=30)
 def test_groups_come_back_from_blocks_of_any_size(originals: list[Group], num_bytes: int) -> None:

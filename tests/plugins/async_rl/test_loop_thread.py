@@ -80,12 +80,6 @@ def test_closing_ends_the_thread_and_cancels_what_runs() -> None:
     loop.close()
 
 
-def test_a_loop_that_was_never_used_has_nothing_to_close() -> None:
-    before = threading.active_count()
-    LoopThread("unused").close()
-    assert threading.active_count() == before
-
-
 def test_a_blocked_loop_tells_where_it_is_blocked() -> None:
     loop = LoopThread("test-loop")
     go_on = threading.Event()

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
+from every_run import SOAK
 from hypothesis import given, settings
 from schedule_driver import KEPT, Schedule, random_schedule, run_schedule, schedules
 
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
-
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 
 @pytest.mark.slow

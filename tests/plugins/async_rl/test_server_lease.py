@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backend_batches import run_config
 from fake_vllm_server import FakeVllmServer, server_engine
 from virtual_loop import run_virtually
 from vllm_engines import disk
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import lease
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.engines.vllm.lease import ServerLease, WorkerClaim
@@ -206,12 +204,6 @@ def test_a_server_whose_workers_cannot_be_called_any_more_is_given_up_with_its_e
                 await engine.generate(request([5] * 10, max_new_tokens=5))
 
     asyncio.run(main())
-
-
-def test_a_server_that_is_listed_twice_is_a_problem() -> None:
-    config = VllmEngineConfig(mode="server", urls=("http://a:8000", "http://a:8000"))
-    [problem] = config.problems(run_config("unused"))
-    assert "lists a server twice" in problem.message
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +62,6 @@ def as_json(capsys: pytest.CaptureFixture[str], *words: str | Path) -> dict[str,
     code, out, err = simulate(capsys, *words, "--json")
     assert code == 0, err
     return json.loads(out)
-
-
-@pytest.mark.processes
-def test_the_help_imports_nothing_heavy() -> None:
-    program = (
-        "import sys\nfrom spurline.cli import main\n"
-        "try: main(['simulate', '--help'])\nexcept SystemExit: pass\n"
-        "print('HEAVY', [name for name in ('numpy', 'torch', 'transformers', 'rich.table') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "--step-seconds" in result.stdout
-    assert "HEAVY []" in result.stdout
 
 
 def test_a_table_and_json_compare_the_config_with_other_settings(

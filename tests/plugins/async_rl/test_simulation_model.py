@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from collected_groups import BAD, EQUAL, LOST, UNREADABLE, VARIED, collect
+from every_run import SOAK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_driver import assert_nothing_lost, counts_of, limits, outcomes
 
-from spurline.config.run_config import DatasetConfig
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import SchedulerLimits
 from spurline_async_rl.simulation.model import Model
 from spurline_async_rl.simulation.prediction import figures_of, trained_work
 from spurline_async_rl.simulation.workload import Fate, Times, Workload
-from spurline_rl.draws import Draw, SkippedRow
-from spurline_rl.group_runner import GivenUpPrompt
-from spurline_rl.prompt_source import collect_groups
-from spurline_rl.trajectory import Group, Trajectory, Turn
-
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 
 @dataclass(frozen=True)
@@ -120,36 +113,19 @@ def test_the_work_of_a_group_is_the_sum_of_its_parts_over_versions(setup: Setup)
         assert group.oldest >= group.version
 
 
+FATES = {"buffered": VARIED, "quarantined": LOST, "skipped": BAD, "unreadable": UNREADABLE}
+
+
 def synchronous_batches(setup: Setup) -> dict[int, list[int]]:
     """Draws by step, of core's own synchronous collection."""
-
-    def take(start: int, count: int) -> list[Draw | SkippedRow]:
-        return [
-            SkippedRow(f"p@{number}", number, "unreadable")
-            if setup.fate(number).outcome == "unreadable"
-            else Draw(number, f"p@{number}", DatasetConfig(name="rows"), f"rows:{number}", {})
-            for number in range(start, start + count)
-        ]
-
-    async def run(draws: Sequence[Draw]) -> list[Any]:
-        return [outcome(draw) for draw in draws]
-
-    def outcome(draw: Draw) -> Any:
-        kind = setup.fate(draw.number).outcome
-        if kind in ("quarantined", "skipped"):
-            record = GivenUpPrompt if kind == "quarantined" else SkippedRow
-            return record(draw.uid, draw.number, "broken")
-        rewards = (0.0, 1.0) if kind == "buffered" else (1.0, 1.0)
-        turns = [Turn([1], [2], [1], rewards=np.array([reward], np.float32)) for reward in rewards]
-        return Group(draw.uid, draw.number, tuple(Trajectory(draw.uid, i, (turn,)) for i, turn in enumerate(turns)))
-
     batches: dict[int, list[int]] = {}
     first, given = 0, setup.limits
     for step in range(1, given.num_batches + 1):
-        collected = asyncio.run(
-            collect_groups(
-                take, run, first_draw=first, count=given.batch_size, draw_limit=given.draw_limit, filters=True
-            )
+        collected = collect(
+            lambda number: FATES.get(setup.fate(number).outcome, EQUAL),
+            first_draw=first,
+            count=given.batch_size,
+            draw_limit=given.draw_limit,
         )
         first, batches[step] = collected.next_draw, [group.draw for group in collected.groups]
     return batches

@@ -6,27 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backend_batches import run_config
+from generated_rollouts import in_process_engine
 
-from spurline.config.run_config import ModelConfig
 from spurline_async_rl.weights.buckets import InProcessSync
 from spurline_async_rl.weights.configs import InProcessSyncConfig
-from spurline_rl.engines.configs import InProcessEngineConfig
-from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.weight_sync import WeightSync
 from spurline_rl.testing import EngineUpdateContract
-from spurline_text.tokenizer import load_tokenizer
 
 
 class TestInProcess(EngineUpdateContract):
     settings: dict[str, Any] = {}
 
     def make_engine(self, model: Path) -> Any:
-        config = InProcessEngineConfig(device="cpu", **self.settings)
-        model_config = ModelConfig(path=str(model))
-        return InProcessEngine(
-            config, run=run_config(model, model=model_config), tokenizer=load_tokenizer(model_config)
-        )
+        return in_process_engine(model, **self.settings)
 
     def make_sync(self) -> WeightSync:
         sync = InProcessSync(InProcessSyncConfig())

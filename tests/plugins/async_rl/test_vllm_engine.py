@@ -123,17 +123,6 @@ def test_processes_of_an_engine_listen_on_the_loopback_alone(one_engine: OneEngi
     one_engine.use(untied.old, use)
 
 
-def test_weights_come_through_files_too(one_engine: OneEngine, untied: ModelPair, tmp_path: Path) -> None:
-    async def use(engine: Any) -> GenerationResult:
-        await publish(engine, 2, untied.new, disk(tmp_path))
-        return await engine.generate(request(PROMPTS[0]))
-
-    result = one_engine.use(untied.old, use)
-    assert set(result.versions.tolist()) == {2}
-    assert distance(untied.new, PROMPTS[0], result) <= 1e-5
-    assert list(tmp_path.iterdir()) == []
-
-
 def old_head(weights: dict[str, Tensor], old: dict[str, Tensor]) -> None:
     weights["lm_head.weight"] = old["lm_head.weight"]
 

@@ -233,6 +233,7 @@ def test_a_missing_package_is_an_error_with_the_command_that_installs_it(
         ({"mode": "server", "urls": ("localhost:9999",)}, "urls"),
         ({"mode": "server", "urls": ("http://",)}, "urls"),
         ({"mode": "server", "urls": ("http://a:port",)}, "urls"),
+        ({"mode": "server", "urls": ("http://a", "http://a")}, "urls"),
         ({"mode": "server", "urls": ("http://a",), "engines": 2}, "engines"),
         ({"mode": "server", "urls": ("http://a",), "dtype": "float32"}, "dtype"),
         ({"mode": "server", "urls": ("http://a",), "kv_cache": "keep"}, "kv_cache"),

@@ -12,19 +12,15 @@ import pytest
 import torch
 from backend_batches import local_backend, run_config
 from expert_models import replaying_source
+from generated_rollouts import batch_of, largest_mismatch
 from transformers import AutoModelForCausalLM
 from vllm_engines import LIMIT_S, START_S, publish, vllm_expert_models
 
 from spurline.config.run_config import ModelConfig
-from spurline.protocols.collator import ParallelLayout
-from spurline.testing.samples import PAD
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
-from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
-from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
-from spurline_rl.trajectory import Trajectory, Turn
 from spurline_text.tokenizer import load_tokenizer
 
 pytest.importorskip("vllm")
@@ -102,28 +98,8 @@ REQUESTS = [request(prompt, seed=seed, max_new_tokens=20, temperature=1.0) for s
 def test_experts_are_those_of_the_model_and_the_trainer_agrees(engine: Engine, model: Path) -> None:
     results = engine.generate(REQUESTS)
     assert_experts_of(model, REQUESTS, results)
-    trajectories = [
-        Trajectory(
-            f"prompt-{number}",
-            0,
-            (
-                Turn(
-                    np.asarray(asked.prompt_ids, np.int32),
-                    result.token_ids,
-                    np.ones(len(result.token_ids), np.uint8),
-                    logprobs=result.logprobs,
-                    routed_experts=result.routed_experts,
-                ),
-            ),
-        )
-        for number, (asked, result) in enumerate(zip(REQUESTS, results, strict=True))
-    ]
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    batch = collator.collate_rollouts(trajectories)
     backend = local_backend(model, run={"model": ModelConfig(path=str(model)), "source": replaying_source()})
-    trained = batch.tokens["loss_weights"] != 0
-    difference = (backend.logprobs(batch) - batch.tokens["rollout_logprobs"])[trained]
-    assert float(difference.abs().max()) <= 1e-4
+    assert largest_mismatch(backend, batch_of(REQUESTS, results)) <= 1e-4
 
 
 def test_a_prompt_that_was_read_before_has_its_experts_too(engine: Engine, model: Path) -> None:

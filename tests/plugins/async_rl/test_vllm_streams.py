@@ -164,26 +164,6 @@ def test_chunks_have_the_tokens_logprobs_versions_and_experts_of_one_by_one_deli
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
-@pytest.mark.parametrize("settles", [True, False])
-def test_what_there_is_of_a_chunk_is_handed_over_before_an_update_and_has_the_older_version(settles: bool) -> None:
-    async def main() -> None:
-        schedule = Schedule(3, chunk_tokens=100)
-        await schedule.begin()
-        for _ in range(3):
-            for gives in ({0: 1, 1: 1}, {1: 1}, {0: 1, 1: 1, 2: 1}, {1: 1, 2: 2}):
-                schedule.step(gives, {})
-                if settles:
-                    await schedule.settle()
-            await schedule.update()
-        schedule.step({0: 1, 1: 2, 2: 3}, {0: "stop", 1: "length", 2: "stop"})
-        for asked in schedule.asked:
-            assert await asked.writing == asked.reason
-            asked.check()
-            assert set(asked.versions) == {0, 1, 2, 3}
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-
-
 def test_an_update_waits_for_those_that_are_woken_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM wakes so many, and lets others run before it wakes the next."""
     monkeypatch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "1")

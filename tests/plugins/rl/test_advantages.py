@@ -192,21 +192,6 @@ def test_gae_without_a_critic_says_what_is_missing() -> None:
         Gae(GaeConfig()).advantages([replace(groups[0], trajectories=(bare,))])
 
 
-def test_lengths_of_samples_do_not_leak_into_reinforce_pp() -> None:
-    # Weighed by tokens, the mean over the batch would not be 0 and the flat group would be pushed.
-    def sample(number: int, reward: float, length: int) -> Trajectory:
-        rewards = np.zeros(length, np.float32)
-        rewards[-1] = reward
-        tokens = np.ones(length, np.int32)
-        return Trajectory("uid", number, (Turn(tokens, tokens, np.ones(length, np.uint8), rewards=rewards),))
-
-    lively = Group("a", 0, (sample(0, 1.0, 50), sample(1, 0.0, 2)))
-    flat = Group("b", 1, (sample(0, 1.0, 7), sample(1, 1.0, 3)))
-    result = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages([lively, flat])
-    assert all(set(joined(trajectory, "advantages")) == {0.0} for trajectory in result[1].trajectories)
-    assert set(joined(result[0].trajectories[0], "advantages")) != {0.0}
-
-
 @pytest.mark.parametrize("name", [*RELATIVE, "reinforce_pp"])
 def test_group_of_one_is_refused_with_the_reason_and_the_way_out(name: str) -> None:
     (group, *_) = AdvantageContract().groups()

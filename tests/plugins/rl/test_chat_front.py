@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_attempts import decode, encode, make_policy, run, says, tokenizer_with
+from rl_attempts import decode, encode, extends, make_policy, run, says, tokenizer_with
 
 from spurline.errors import DataError
 from spurline.testing.fuzzing import fuzzing
@@ -33,11 +33,6 @@ def converse(tokenizer, engine: ScriptedEngine, *between: str, opening=QUESTION,
 
     run(talk())
     return policy, chat
-
-
-def extends(before, after) -> bool:
-    seen = [*before.prompt_ids.tolist(), *before.response_ids.tolist()]
-    return after.prompt_ids.tolist()[: len(seen)] == seen
 
 
 def test_each_prompt_is_the_tokens_so_far_and_the_encoding_of_the_new_messages():

@@ -88,12 +88,6 @@ def test_numbers_of_every_library_are_numbers():
             checked_score("mine", value, ANSWER)
 
 
-@pytest.mark.usefixtures("hung_threads")
-def test_a_plain_function_that_hangs_is_left_behind_with_a_message():
-    with pytest.raises(AttemptFailedError, match=r"Reward 'mine' .*:hangs did not return within 0\.1 s"):
-        terms("hangs", timeout_s=0.1)
-
-
 def test_what_cannot_be_called_or_found_is_refused_at_the_start():
     with pytest.raises(ConfigError, match=r"two_arguments\(prompt: 'str'.* Write `def two_arguments\(answer\)`"):
         make_reward("two_arguments")
@@ -202,7 +196,7 @@ def test_a_function_that_many_threads_still_run_is_called_again_when_some_have_e
         return sum(thread.name == "call-hangs" for thread in threading.enumerate())
 
     for _ in range(4):
-        with pytest.raises(AttemptFailedError, match="did not return within"):
+        with pytest.raises(AttemptFailedError, match=r"Reward 'mine' .*:hangs did not return within 0\.05 s"):
             terms("hangs", timeout_s=0.05)
     assert hung() == 2, "the last two calls have waited for a place"
     assert terms("length") == {"mine": 4.0}

@@ -13,36 +13,25 @@ import numpy as np
 import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config
+from generated_rollouts import batch_of, generate, in_process_engine, largest_mismatch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import RunFailedError
-from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
-from spurline.testing.samples import PAD
 from spurline_models.local.backend import LocalBackend
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
-from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.decoder import Decoder, OwnCacheDecoder
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
-from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine
-from spurline_rl.rollout_batches import RolloutsCollator
-from spurline_rl.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, greedy, model_logprobs, request
-from spurline_rl.trajectory import Trajectory, Turn
-from spurline_text.tokenizer import load_tokenizer
+from spurline_rl.protocols.rollout_engine import GenerationResult, RolloutEngine
+from spurline_rl.testing.rollout_engine_contract import PROMPTS, RolloutEngineContract, model_logprobs, request
 
 Result = TypeVar("Result")
-
-
-def make_engine(model: Path, **changes: Any) -> InProcessEngine:
-    model_config = ModelConfig(path=str(model))
-    config = InProcessEngineConfig(**({"device": "cpu", "timeout_s": 60.0} | changes))
-    return InProcessEngine(config, run=run_config(model, model=model_config), tokenizer=load_tokenizer(model_config))
 
 
 def make_backend(model: Path, **changes: Any) -> LocalBackend:
@@ -59,31 +48,24 @@ def with_engine(engine: InProcessEngine, use: Callable[[InProcessEngine], Awaita
     return asyncio.run(main())
 
 
-def generate(engine: InProcessEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
-    async def use(engine: InProcessEngine) -> list[GenerationResult]:
-        return list(await asyncio.gather(*map(engine.generate, requests)))
-
-    return with_engine(engine, use)
-
-
 class TestContract(RolloutEngineContract):
     def make_engine(self, model: Path) -> RolloutEngine:
-        return make_engine(model)
+        return in_process_engine(model)
 
 
 class TestContractDeterministic(RolloutEngineContract):
     def make_engine(self, model: Path) -> RolloutEngine:
-        return make_engine(model, deterministic=True)
+        return in_process_engine(model, deterministic=True)
 
 
 class TestContractInNarrowBatches(RolloutEngineContract):
     def make_engine(self, model: Path) -> RolloutEngine:
-        return make_engine(model, max_batch=2, max_cache_tokens=30)
+        return in_process_engine(model, max_batch=2, max_cache_tokens=30)
 
 
 class TestContractSharingWeights(RolloutEngineContract):
     def make_engine(self, model: Path) -> RolloutEngine:
-        engine = make_engine(model)
+        engine = in_process_engine(model)
         engine.share(make_backend(model))
         return engine
 
@@ -124,29 +106,17 @@ def test_rollout_logprobs_equal_the_trainers(
     spurline_tiny_model: Path, temperature: float, deterministic: bool
 ) -> None:
     backend = make_backend(spurline_tiny_model)
-    engine = make_engine(spurline_tiny_model, deterministic=deterministic)
+    engine = in_process_engine(spurline_tiny_model, deterministic=deterministic)
     engine.share(backend)
     requests = [
         request(prompt, seed=seed, max_new_tokens=30, temperature=temperature)
         for seed in range(4)
         for prompt in PROMPTS
     ]
-    trajectories = [
-        Trajectory(f"prompt-{number}", 0, (_turn(asked, result),))
-        for number, (asked, result) in enumerate(zip(requests, generate(engine, requests), strict=True))
-    ]
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    batch = collator.collate_rollouts(trajectories)
-    trained = batch.tokens["loss_weights"] != 0
-    assert int(trained.sum()) == sum(len(trajectory.turns[0].response_ids) for trajectory in trajectories)
-    recomputed = backend.logprobs(batch, temperature=temperature)
-    assert float((recomputed - batch.tokens["rollout_logprobs"])[trained].abs().max()) <= 1e-5
-
-
-def _turn(asked: GenerationRequest, result: GenerationResult) -> Turn:
-    response = result.token_ids
-    mask = np.ones(len(response), np.uint8)
-    return Turn(np.asarray(asked.prompt_ids, np.int32), response, mask, logprobs=result.logprobs)
+    results = generate(engine, requests)
+    batch = batch_of(requests, results)
+    assert int((batch.tokens["loss_weights"] != 0).sum()) == sum(len(result.token_ids) for result in results)
+    assert largest_mismatch(backend, batch, temperature) <= 1e-5
 
 
 def train_a_little(backend: LocalBackend) -> None:
@@ -165,7 +135,7 @@ def test_a_shared_model_generates_with_each_update_and_its_version(spurline_tiny
         engine.set_version(7)
         return [before, await asyncio.gather(*map(engine.generate, asked))]
 
-    before, after = with_engine(make_engine(spurline_tiny_model), use)
+    before, after = with_engine(in_process_engine(spurline_tiny_model), use)
     assert before[0].token_ids.tolist() != after[0].token_ids.tolist()
     # Written by transformers' own generate.
     assert [result.token_ids.tolist() for result in after] == backend.generate(PROMPTS, max_new_tokens=12)
@@ -184,7 +154,7 @@ def deterministic_pair(spurline_tiny_model: Path) -> Iterator[tuple[asyncio.Runn
     """An engine that shares trained weights, one with a copy of them, and what each of POOL gets alone."""
     backend = make_backend(spurline_tiny_model)
     train_a_little(backend)
-    sharing, copying = (make_engine(spurline_tiny_model, deterministic=True, max_batch=40) for _ in range(2))
+    sharing, copying = (in_process_engine(spurline_tiny_model, deterministic=True, max_batch=40) for _ in range(2))
     sharing.share(backend)
     with asyncio.Runner() as runner:
         runner.run(update(copying, 1, backend.named_weights()))
@@ -242,7 +212,7 @@ def test_whoever_asks_again_at_once_joins_the_very_next_step(
 
         await asyncio.gather(ask(1, 10), ask(3, 4), ask(3, 4))
 
-    with_engine(make_engine(spurline_tiny_model), use)
+    with_engine(in_process_engine(spurline_tiny_model), use)
     assert sizes == [3] * 9
 
 
@@ -253,7 +223,7 @@ def test_generation_leaves_training_as_it_was(tmp_path: Path) -> None:
     batch, objective = lay_out(make_samples([9, 12])), Objective(CrossEntropy(CrossEntropyConfig()), 5.0)
     expected = make_backend(model).update(batch, objective)["loss"]
     backend = make_backend(model)
-    engine = make_engine(model)
+    engine = in_process_engine(model)
     engine.share(backend)
     generate(engine, [request(prompt) for prompt in PROMPTS])
     assert backend._model.causal.training
@@ -277,7 +247,7 @@ def test_the_model_is_given_back_during_a_pause(spurline_tiny_model: Path, gate:
         gate.open()
         return *state, await writing
 
-    training, attention, result = with_engine(make_engine(spurline_tiny_model), use)
+    training, attention, result = with_engine(in_process_engine(spurline_tiny_model), use)
     assert training
     assert attention == "spurline_segments"
     # The first two tokens came from the prompt and the one step that passed.
@@ -304,7 +274,7 @@ def test_keys_and_values_of_old_weights_are_kept_only_when_asked_for(
         gate.open()
         return await writing
 
-    engine = make_engine(spurline_tiny_model, kv_cache=kv_cache, deterministic=deterministic)
+    engine = in_process_engine(spurline_tiny_model, kv_cache=kv_cache, deterministic=deterministic)
     errors = []
     for wanted, result in zip(asked, with_engine(engine, use), strict=True):
         expected = model_logprobs(other, wanted.prompt_ids, result.token_ids.tolist(), 1.0)
@@ -323,7 +293,7 @@ def test_tokens_are_told_as_they_are_written(spurline_tiny_model: Path) -> None:
         await neighbour
         return result
 
-    result = with_engine(make_engine(spurline_tiny_model), use)
+    result = with_engine(in_process_engine(spurline_tiny_model), use)
     assert [token for news in told for token in news.token_ids] == result.token_ids.tolist()
     assert [logprob for news in told for logprob in news.logprobs] == pytest.approx(result.logprobs.tolist())
     assert [news.finish_reason for news in told] == [None] * (len(told) - 1) + [result.finish_reason]
@@ -332,27 +302,8 @@ def test_tokens_are_told_as_they_are_written(spurline_tiny_model: Path) -> None:
 
 def test_loading_the_own_copy_draws_nothing_from_the_runs_generator(spurline_tiny_model: Path) -> None:
     before = torch.get_rng_state()
-    generate(make_engine(spurline_tiny_model), [request(PROMPTS[0])])
+    generate(in_process_engine(spurline_tiny_model), [request(PROMPTS[0])])
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_request_joins_others_and_leaves_before_them(spurline_tiny_model: Path, gate: Gate) -> None:
-    async def use(engine: InProcessEngine) -> tuple[GenerationResult, bool, GenerationResult]:
-        long = asyncio.ensure_future(engine.generate(request(PROMPTS[0], temperature=0.0, max_new_tokens=11)))
-        await gate.wait_until_reached()
-        short = asyncio.ensure_future(engine.generate(request(PROMPTS[1], temperature=0.0, max_new_tokens=2)))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        gate.steps.release(3)
-        early = await short
-        was_written = long.done()
-        gate.open()
-        return early, was_written, await long
-
-    short, long_was_done, long = with_engine(make_engine(spurline_tiny_model), use)
-    assert not long_was_done
-    assert short.token_ids.tolist() == greedy(spurline_tiny_model, PROMPTS[1], 2)
-    assert long.token_ids.tolist() == greedy(spurline_tiny_model, PROMPTS[0], 11)
 
 
 def test_a_step_that_takes_too_long_ends_the_engine_with_the_names_of_those_who_wait(
@@ -368,7 +319,7 @@ def test_a_step_that_takes_too_long_ends_the_engine_with_the_names_of_those_who_
         gate.open()
         return [*outcomes, *late]
 
-    outcomes = with_engine(make_engine(spurline_tiny_model), use)
+    outcomes = with_engine(in_process_engine(spurline_tiny_model), use)
     for name, outcome in zip(("the slow one", "its neighbour", "the slow one", "pause"), outcomes, strict=True):
         assert isinstance(outcome, RunFailedError)
         assert f"{name}: " in str(outcome)
@@ -389,7 +340,7 @@ def test_a_cancelled_caller_gets_the_model_back_before_it_goes_on(spurline_tiny_
         await asyncio.wait({unwanted})
         return bool(done), backend._model.causal.training
 
-    went_on_during_the_step, was_given_back = with_engine(make_engine(spurline_tiny_model), use)
+    went_on_during_the_step, was_given_back = with_engine(in_process_engine(spurline_tiny_model), use)
     assert not went_on_during_the_step
     assert was_given_back
 
@@ -410,7 +361,7 @@ def test_an_error_while_decoding_reaches_everyone_and_later_requests(
         )
         return [*first, *later]
 
-    outcomes = with_engine(make_engine(spurline_tiny_model, max_batch=2), use)
+    outcomes = with_engine(in_process_engine(spurline_tiny_model, max_batch=2), use)
     assert len({id(outcome) for outcome in outcomes}) == len(outcomes) == 7
     for number, outcome in enumerate(outcomes):
         assert isinstance(outcome, RunFailedError)
@@ -423,7 +374,7 @@ def test_weights_that_are_not_finite_are_reported_with_the_request(spurline_tiny
     backend = make_backend(spurline_tiny_model)
     with torch.no_grad():
         next(backend._model.head.parameters()).fill_(torch.nan)
-    engine = make_engine(spurline_tiny_model)
+    engine = in_process_engine(spurline_tiny_model)
     engine.share(backend)
     with pytest.raises(RunFailedError, match=r"asked by a test.*not finite"):
         generate(engine, [request(PROMPTS[0])])
@@ -432,7 +383,9 @@ def test_weights_that_are_not_finite_are_reported_with_the_request(spurline_tiny
 def test_a_model_that_cannot_be_loaded_is_told_to_whoever_asks(spurline_tiny_model: Path, tmp_path: Path) -> None:
     model = ModelConfig(path=str(tmp_path / "nothing"))
     engine = InProcessEngine(
-        InProcessEngineConfig(), run=run_config("x", model=model), tokenizer=make_engine(spurline_tiny_model)._tokenizer
+        InProcessEngineConfig(),
+        run=run_config("x", model=model),
+        tokenizer=in_process_engine(spurline_tiny_model)._tokenizer,
     )
     with pytest.raises(RunFailedError, match=r"asked by a test.*model\.path.*nothing"):
         generate(engine, [request(PROMPTS[0])])
@@ -441,7 +394,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_whoever_asks(spurline_tiny_mod
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_reported_under_the_engines_own_setting(spurline_tiny_model: Path) -> None:
     with pytest.raises(RunFailedError, match=r"source\.engine\.device.*sees no GPU.*device: auto"):
-        generate(make_engine(spurline_tiny_model, device="cuda"), [request(PROMPTS[0])])
+        generate(in_process_engine(spurline_tiny_model, device="cuda"), [request(PROMPTS[0])])
 
 
 async def update(engine: InProcessEngine, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
-from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_groups
-from rl_attempts import core_registry
+from preparation_oracle import CAP, EPS, GAMMA, LAM, FakeBackend, Oracle, make_groups, make_preparation
 
 from spurline.data.batch import TrainingBatch
-from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.testing.samples import PAD, check_batch
 from spurline_rl.advantages.configs import GaeConfig, RlooConfig
 from spurline_rl.configs import KlInRewardConfig, RolloutsCollatorConfig, RolloutSourceConfig, SamplingConfig
 from spurline_rl.losses.configs import KlConfig, PpoConfig, TruncatedImportanceSamplingConfig
-from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.advantage import AdvantageConfig
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
-from spurline_rl.training_configs import ByPromptConfig
 
 RANKS, PROMPTS, SAMPLES, PER_MINIBATCH = 3, 4, 3, 2
 TEMPERATURE = 0.8
@@ -46,19 +41,11 @@ def prepare(
         sampling=SamplingConfig(temperature=TEMPERATURE),
         **source,
     )
-    run = SimpleNamespace(
-        collator=RolloutsCollatorConfig(pad_side=pad_side),
-        loss=loss or PpoConfig(),
-        minibatches=minibatches or ByPromptConfig(prompts_per_minibatch=PER_MINIBATCH),
-    )
-    context: Any = SimpleNamespace(
-        config=run,
-        host=SimpleNamespace(registry=core_registry()),
-        layout=ParallelLayout(data=RANKS),
-        tokenizer=SimpleNamespace(pad_token_id=PAD),
-    )
+    run: dict[str, Any] = {"loss": loss or PpoConfig(), "collator": RolloutsCollatorConfig(pad_side=pad_side)}
+    if minibatches is not None:
+        run["minibatches"] = minibatches
     backend: Any = FakeBackend(RANKS)
-    preparation = Preparation(config, context)
+    preparation = make_preparation(config, RANKS, **run)
     # Some were prepared when they were finished, and some were not: read from a recording, for one.
     groups = [preparation.ready(group) if group.draw % 2 else group for group in make_groups(PROMPTS, SAMPLES)]
     return preparation.prepare(groups, backend), backend

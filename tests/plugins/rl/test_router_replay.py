@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,32 +13,24 @@ import pytest
 import torch
 from backend_batches import local_backend, run_config
 from expert_models import replaying_source
-from preparation_oracle import FakeBackend, make_groups
-from rl_attempts import core_registry
+from generated_rollouts import batch_of, generate, in_process_engine, largest_mismatch
+from preparation_oracle import FakeBackend, make_groups, make_preparation
 from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Glm4MoeConfig, GptOssConfig, Qwen3NextConfig
 
 from spurline.config.run_config import ModelConfig
 from spurline.data.batch import TrainingBatch
 from spurline.errors import DataError
-from spurline.protocols.collator import ParallelLayout
-from spurline.testing.samples import PAD
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing import write_tiny_moe_model
 from spurline_models.testing.inputs import write_model
 from spurline_models.weights import NamedWeights
-from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import ExpertRecord
-from spurline_rl.losses.configs import PpoConfig
-from spurline_rl.preparation import Preparation
-from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngineConfig
-from spurline_rl.rollout_batches import RolloutsCollator
+from spurline_rl.protocols.rollout_engine import GenerationResult, RolloutEngineConfig
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, request
-from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of, with_turns
-from spurline_text.tokenizer import load_tokenizer
+from spurline_rl.trajectory import Group, turns_of, with_turns
 
 LAYERS, TOP_K = 2, 2
 
@@ -49,44 +40,13 @@ def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_moe_model(tmp_path_factory.mktemp("experts"))
 
 
-def make_engine(model: Path, *, replays: bool = True, **changes: Any) -> InProcessEngine:
-    model_config = ModelConfig(path=str(model))
-    config = InProcessEngineConfig(**({"device": "cpu", "timeout_s": 60.0} | changes))
-    sections = {"source": replaying_source()} if replays else {}
-    run = run_config(model, model=model_config, **sections)
-    return InProcessEngine(config, run=run, tokenizer=load_tokenizer(model_config))
+def make_engine(model: Path, **settings: Any) -> InProcessEngine:
+    return in_process_engine(model, {"source": replaying_source()}, **settings)
 
 
 def make_backend(model: Path, **settings: Any) -> LocalBackend:
     run = {"model": ModelConfig(path=str(model)), "source": replaying_source()}
     return local_backend(model, run=run, **settings)
-
-
-def generate(engine: InProcessEngine, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    async def use() -> list[GenerationResult]:
-        try:
-            return list(await asyncio.wait_for(asyncio.gather(*map(engine.generate, requests)), 120))
-        finally:
-            await engine.close()
-
-    return asyncio.run(use())
-
-
-def turn_of(asked: GenerationRequest, result: GenerationResult) -> Turn:
-    return Turn(
-        np.asarray(asked.prompt_ids, np.int32),
-        result.token_ids,
-        np.ones(len(result.token_ids), np.uint8),
-        logprobs=result.logprobs,
-        routed_experts=result.routed_experts,
-    )
-
-
-def batch_of(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> TrainingBatch:
-    turns = map(turn_of, requests, results)
-    trajectories = [Trajectory(f"prompt-{number}", 0, (turn,)) for number, turn in enumerate(turns)]
-    collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout())
-    return collator.collate_rollouts(trajectories)
 
 
 def perturb_routers(backend: LocalBackend, size: float) -> None:
@@ -108,10 +68,8 @@ def test_rollout_and_trainer_agree_and_share_their_experts(experts_model: Path, 
     engine.share(backend)
     results = generate(engine, REQUESTS)
     batch = batch_of(REQUESTS, results)
-    trained = batch.tokens["loss_weights"] != 0
     with backend._model.routing.noting() as noted:
-        recomputed = backend.logprobs(batch)
-    assert float((recomputed - batch.tokens["rollout_logprobs"])[trained].abs().max()) <= 1e-5
+        assert largest_mismatch(backend, batch) <= 1e-5
     for asked, result in zip(REQUESTS, results, strict=True):
         experts = result.routed_experts
         assert experts is not None
@@ -152,13 +110,10 @@ def test_rollout_and_trainer_agree_in_other_families(tmp_path: Path, family: str
     engine.share(backend)
     results = generate(engine, REQUESTS[:3])
     batch = batch_of(REQUESTS[:3], results)
-    trained = batch.tokens["loss_weights"] != 0
-    difference = (backend.logprobs(batch) - batch.tokens["rollout_logprobs"])[trained]
-    assert float(difference.abs().max()) <= 1e-5
+    assert largest_mismatch(backend, batch) <= 1e-5
     # And not because nothing is replayed.
     others = (batch.tokens["routed_experts"] + 1) % 8
-    moved = backend.logprobs(batch.with_tokens(routed_experts=others))
-    assert float((moved - batch.tokens["rollout_logprobs"])[trained].abs().max()) > 1e-4
+    assert largest_mismatch(backend, batch.with_tokens(routed_experts=others)) > 1e-4
 
 
 def test_experts_are_those_of_the_model_reading_the_same_tokens(experts_model: Path) -> None:
@@ -198,7 +153,7 @@ def test_replay_undoes_what_perturbed_routers_would_choose(experts_model: Path) 
 
 
 def test_engines_that_are_not_asked_note_nothing(experts_model: Path) -> None:
-    results = generate(make_engine(experts_model, replays=False), REQUESTS[:2])
+    results = generate(in_process_engine(experts_model), REQUESTS[:2])
     assert [result.routed_experts for result in results] == [None, None]
 
 
@@ -266,18 +221,8 @@ def test_a_record_keeps_what_came_first_and_refuses_gaps() -> None:
 
 
 def prepare(groups: Sequence[Group], **source: Any) -> TrainingBatch:
-    run = SimpleNamespace(
-        collator=RolloutsCollatorConfig(), loss=PpoConfig(), minibatches=ByPromptConfig(prompts_per_minibatch=2)
-    )
-    context: Any = SimpleNamespace(
-        config=run,
-        host=SimpleNamespace(registry=core_registry()),
-        layout=ParallelLayout(),
-        tokenizer=SimpleNamespace(pad_token_id=PAD),
-    )
     backend: Any = FakeBackend(1)
-    config = replaying_source().model_copy(update=source)
-    return Preparation(config, context).prepare(groups, backend)
+    return make_preparation(replaying_source().model_copy(update=source)).prepare(groups, backend)
 
 
 def with_experts(groups: Sequence[Group], lacking: int | None = None) -> list[Group]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from decimal import Decimal
 from typing import Any
@@ -15,7 +14,6 @@ from rl_attempts import core_registry, decode, make_policy, make_task, run, says
 from spurline.config.assembly import assemble
 from spurline.config.run_config import DataConfig, DatasetConfig
 from spurline.errors import DataError, PluginError
-from spurline_rl.chat_front import PrefixError
 from spurline_rl.environments import tools
 from spurline_rl.environments.calculator import calculator
 from spurline_rl.environments.configs import ToolsConfig
@@ -98,12 +96,6 @@ def test_tools_of_the_row_are_shown_in_place_of_the_configured_ones():
     prompt = attempt("42", tokenizer=tokenizer_with("qwen3"), row=row).info["prompt"]
     assert "of_the_row" in prompt
     assert "calculator" not in prompt
-
-
-def test_several_calls_in_one_turn_are_answered_in_order():
-    trajectory = attempt(call(expression="1 + 1") + call(expression="2 + 2"), "x")
-    assert tool_messages(trajectory) == ["2", "4"]
-    assert trajectory.info["calls"] == 2
 
 
 @pytest.mark.parametrize(
@@ -203,13 +195,9 @@ def test_a_conversation_that_outgrows_the_context_ends_and_is_scored():
     assert trajectory.rewards == {"exact_match": 0.0}
 
 
-def test_a_template_that_drops_thinking_ends_the_attempt_with_turn_and_text():
-    tokenizer = tokenizer_with("strips_thinking")
+def test_with_retokenize_a_template_may_drop_thinking():
     replies = [f"<think>\nuse it\n</think>\n\n{call(expression='6 * 7')}", "42"]
-    place = re.escape("rows.jsonl:1 (prompt train:0@0, sample 0): the chat template rewrites turn 0")
-    with pytest.raises(PrefixError, match=f"^{place}.* There was 'hink>"):
-        attempt(*replies, tokenizer=tokenizer)
-    trajectory = attempt(*replies, tokenizer=tokenizer, history="retokenize")
+    trajectory = attempt(*replies, tokenizer=tokenizer_with("strips_thinking"), history="retokenize")
     assert trajectory.rewards == {"exact_match": 1.0}
 
 

@@ -300,12 +300,3 @@ def test_a_huge_difference_from_the_old_policy_stays_finite(case: Case) -> None:
     (gradient,) = torch.autograd.grad(loss.sum(), inputs.logprobs)
     assert bool(torch.isfinite(loss).all())
     assert bool(torch.isfinite(gradient).all())
-
-
-def test_losses_say_what_they_minimise() -> None:
-    loss = Ppo(PpoConfig(clip_high=0.28, dual_clip=3.0, kl=KL, entropy_coefficient=0.01))
-    assert loss.describe() == (
-        "PPO: minus advantage times probability ratio to the policy before the update, clipped to 0.8..1.28 per "
-        "token, and at most 3 for negative advantages; plus 0.3 times the KL divergence from the reference model (k3); "
-        "minus 0.01 times the entropy."
-    )
