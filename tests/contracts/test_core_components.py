@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from spurline import load_config
-from spurline.builtin import PLUGIN
 from spurline.data.configs import SerialPrefetchConfig, WholeBatchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.plugins.host import PluginHost
@@ -36,9 +35,6 @@ class TestCorePlugin(PluginContract):
 
     def load(self) -> PluginHost:
         return PluginHost.load([])
-
-    def test_core_is_named_core(self) -> None:
-        assert PLUGIN.name == "core"
 
 
 class TestSerial(PrefetchContract):
