@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shown_panels import PANELS
 
 from spurline import load_config
-from spurline.builtin import PLUGIN
 from spurline.data.configs import SerialPrefetchConfig, WholeBatchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.plugins.host import PluginHost
-from spurline.plugins.registry import resolve
 from spurline.testing import LossContract, MiniBatchesContract, PluginContract, PrefetchContract, TrackerContract
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
@@ -36,9 +35,6 @@ class TestCorePlugin(PluginContract):
 
     def load(self) -> PluginHost:
         return PluginHost.load([])
-
-    def test_core_is_named_core(self) -> None:
-        assert PLUGIN.name == "core"
 
 
 class TestSerial(PrefetchContract):
@@ -155,18 +151,10 @@ class TestConsole(TrackerContract):
         return ConsoleTracker(ConsoleTrackerConfig())
 
 
-PANELS = [entry for entry in PluginHost.load([]).registry.entries("core") if entry.kind == "report_panel"]
-
-
-@pytest.fixture(params=PANELS, ids=lambda entry: entry.name)
-def panel_entry(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
 class TestPanels(ReportPanelContract):
-    @pytest.fixture(autouse=True)
-    def _each_panel(self, panel_entry: Any) -> None:
-        self._entry = panel_entry
+    @pytest.fixture(autouse=True, params=PANELS)
+    def _each_panel(self, request: pytest.FixtureRequest) -> None:
+        self._name = request.param
 
     def make_panel(self) -> Any:
-        return resolve(self._entry.factory, "panel")(ReportPanelConfig(name=self._entry.name))
+        return PANELS[self._name](ReportPanelConfig(name=self._name))

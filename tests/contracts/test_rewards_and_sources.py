@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -94,15 +92,3 @@ class TestAsyncRollouts(SourceContract):
         **ROLLOUTS,
     }
     run_settings: ClassVar[dict[str, Any]] = OF_ROLLOUTS
-
-
-class TestSftOfTwoFiles(SourceContract):
-    source_settings: ClassVar[dict[str, Any]] = {"name": "sft"}
-    run_settings: ClassVar[dict[str, Any]] = {"batch_size": 6}
-
-    def data(self, folder: Path, word: str = "say") -> dict[str, Any]:
-        paths = [folder / "one.jsonl", folder / "two.jsonl"]
-        for path in paths:
-            rows = self.rows(f"{word} {path.stem}")
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        return {"train": [{"path": str(path), "weight": 0.5} for path in paths]}

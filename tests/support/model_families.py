@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -321,6 +322,10 @@ FAMILIES = (
 )
 
 
+def family_of(model_type: str) -> Family:
+    return next(family for family in FAMILIES if family.model_type == model_type)
+
+
 def tiny_model(family: Family) -> PreTrainedModel:
     """Make a model with random weights in fp32. Initial weights could hide a mistake."""
     torch.manual_seed(0)
@@ -331,6 +336,16 @@ def tiny_model(family: Family) -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
     return model
+
+
+def taken_gradients(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Return the gradients of all parameters, of those without one zeros, and clear them."""
+    found = [
+        (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
+        for name, parameter in model.named_parameters()
+    ]
+    model.zero_grad()
+    return found
 
 
 READ_AS: dict[Reading, str] = {"stream": "packed", "rows": "a row each"}

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig, PretrainedConfig
+
 from spurline.config.loading import load_config
 from spurline_planning.plan import Plan, make_plan
+
+PUBLISHED = Path(__file__).parents[1] / "plugins/megatron_backend/published"
+"""Folder of `config.json` files of large models."""
+
+
+def published(name: str) -> PretrainedConfig:
+    return AutoConfig.for_model(**json.loads((PUBLISHED / f"{name}.json").read_text()))
 
 
 def config_of(name: str, model: Path, rows: Path, folder: Path) -> dict[str, Any]:

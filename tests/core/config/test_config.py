@@ -60,14 +60,6 @@ def test_a_mapping_is_accepted_and_left_untouched() -> None:
     assert json.dumps(given) == before
 
 
-def test_what_the_file_leaves_out_gets_defaults(write: Callable[..., Path]) -> None:
-    resolved = load_config(write(MINIMAL)).resolved()
-    assert resolved["collator"]["name"] == "packed"
-    assert resolved["backend"]["name"] == "table"
-    assert resolved["optimizer"]["betas"] == [0.9, 0.95]
-    assert resolved["data"]["train"][0] | {"split": "train", "weight": 1.0} == resolved["data"]["train"][0]
-
-
 def test_resolved_settings_load_to_themselves(write: Callable[..., Path]) -> None:
     resolved = load_config(write(MINIMAL)).resolved()
     assert load_config(json.loads(json.dumps(resolved))).resolved() == resolved

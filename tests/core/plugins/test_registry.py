@@ -153,12 +153,6 @@ def test_one_plugin_registering_a_name_twice_is_an_error(registry: Registry) -> 
         fast.add(of_kind(Config, "loss"), FACTORY, name="x")
 
 
-def test_default_is_cores_until_a_plugin_claims_it(registry: Registry) -> None:
-    assert registry.default("collator") == "packed"
-    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="fast", default=True)
-    assert registry.default("collator") == "fast"
-
-
 @pytest.mark.parametrize("second", ["fast", "quick"])
 def test_a_kind_has_one_default(registry: Registry, second: str) -> None:
     plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="one", default=True)
@@ -166,11 +160,6 @@ def test_a_kind_has_one_default(registry: Registry, second: str) -> None:
         PluginError, match=rf"default collator: spurline-fast \('one'\) and spurline-{second} \('two'\)"
     ):
         plugin(registry, second).add(of_kind(Config, "collator"), FACTORY, name="two", default=True)
-
-
-def test_entries_leave_aliases_out_and_can_be_limited_to_a_plugin(registry: Registry) -> None:
-    plugin(registry).add(of_kind(Config, "loss"), FACTORY, name="x")
-    assert [(entry.kind, entry.name) for entry in registry.entries("fast")] == [("loss", "x")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from bare_components import Noted, Table
 from fake_plugins import FakePlugins
+from run_helpers import at, fail, train
 from safetensors.torch import load_file
 
 from spurline import Run, load_config
@@ -34,7 +35,6 @@ from spurline.errors import (
 from spurline.plugins import ComponentRegistrar, hookimpl
 from spurline.plugins.registry import Registry
 from spurline.protocols.evaluation import EvaluationConfig
-from spurline.run.endings.ending import RunResult
 from spurline.run.evaluations.evaluation import DataEvaluation
 from spurline.trackers.jsonl import read_metrics
 
@@ -57,25 +57,6 @@ def config(lines: Path, tmp_path: Path) -> Config:
         "evaluation": {"every_steps": 2},
         "checkpoint": {"every_steps": 3},
     }
-
-
-class At:
-    """Does something at a hook of one step."""
-
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self._step, self._act = step, act
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            self._act()
-
-
-def train(config: Config, *attached: object, **options: Any) -> RunResult:
-    loaded = load_config(config)
-    for number, each in enumerate(attached):
-        loaded.host.attach(each, f"test/{number}")
-    return Run(loaded, **options).train()
 
 
 def recorded(run_dir: Path | str) -> list[dict[str, Any]]:
@@ -119,16 +100,12 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: Config, tmp_
     train(whole)
     loaded = load_config(config)
     run = Run(loaded)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    act = {
+    act: Callable[[], object] = {
         "signal": lambda: signal.raise_signal(signal.SIGTERM),
         "request": lambda: run.request_stop("enough"),
         "failure": fail,
     }[stop]
-    loaded.host.attach(At(5, act), "test/stop")
+    loaded.host.attach(SimpleNamespace(on_step_start=hookimpl(at(5, act))), "test/stop")
     if stop == "failure":
         with pytest.raises(HookFailedError):
             run.train()
@@ -146,7 +123,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: Config, tmp_
 def test_a_run_that_has_finished_is_not_trained_again(config: Config) -> None:
     train(config)
     before = recorded(config["run_dir"])
-    result = train(config, At(1, lambda: pytest.fail("trained")))
+    result = train(config, on_step_start=at(1, pytest.fail, "trained"))
     assert (result.status, result.step) == ("finished", 8)
     assert recorded(config["run_dir"]) == before
     # More steps are trained from where it ended.
@@ -154,7 +131,7 @@ def test_a_run_that_has_finished_is_not_trained_again(config: Config) -> None:
 
 
 def test_other_data_and_other_settings_are_refused_on_a_resume(config: Config, lines: Path) -> None:
-    train(config, At(4, lambda: signal.raise_signal(signal.SIGTERM)))
+    train(config, stop_after=4)
     with pytest.raises(CheckpointError, match=r"optimizer\.learning_rate: 0\.5 -> 0\.25"):
         train({**config, "optimizer": {"learning_rate": 0.25}})
     text = lines.read_text()
@@ -172,7 +149,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_the_last_checkpoint_stands(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(NonFiniteLossError):
-        train(config, At(5, lambda: monkeypatch.setattr(Table, "is_next_lost", True)))
+        train(config, on_step_start=at(5, monkeypatch.setattr, Table, "is_next_lost", True))
     assert summary(config)["status"] == "failed"
     assert [line["step"] for line in recorded(config["run_dir"])] == [1, 2, 3, 4]
     monkeypatch.setattr(Table, "is_next_lost", False)
@@ -234,7 +211,7 @@ def test_hooks_see_every_point_of_a_run_and_keep_their_state_over_a_resume(confi
         "end None",
     ]
     assert result.files == {"average": tmp_path / "whole" / "average.txt"}
-    train(config, Average(), At(4, lambda: signal.raise_signal(signal.SIGTERM)))
+    train(config, Average(), stop_after=4)
     resumed = Average()
     train(config, resumed)
     assert resumed.called[0] == "start 4"
@@ -294,7 +271,7 @@ def test_only_one_run_has_a_directory(config: Config) -> None:
         with pytest.raises(RunDirectoryError):
             train(config)
 
-    assert train(config, At(2, again)).status == "finished"
+    assert train(config, on_step_start=at(2, again)).status == "finished"
 
 
 def test_the_command_trains_and_says_where_it_left_what(config: Config, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,33 +23,32 @@ class Terminal(io.StringIO):
 
 
 def metrics(step: int, **more: float) -> dict[str, float]:
-    return {"loss": 2.0 / step, "lr": 3e-4, "grad_norm": 0.5, "tokens": 6150, "time/step": 0.5} | more
+    return {"step": step, "loss": 2.0 / step, "lr": 3e-4, "grad_norm": 0.5, "tokens": 6150, "time/step": 0.5} | more
 
 
-def plain_lines(steps: range, every_steps: int = 10, resume_step: int = 0, **at: dict[str, float]) -> list[str]:
+def plain_lines(*logged: dict[str, float], every_steps: int = 1000, warns: str | None = None) -> list[str]:
+    """Return what a log file shows of these metrics, each followed by a warning of this kind if one is given."""
     output = io.StringIO()
     tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=every_steps), Console(file=output))
-    tracker.start(RunInfo(Path("runs/a"), resume_step, 200, {}))
-    for step in steps:
-        tracker.log(step, metrics(step, **at.get(f"step_{step}", {})))
+    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
+    for line in logged:
+        step = int(line["step"])
+        tracker.log(step, {name: value for name, value in line.items() if name != "step"})
+        if warns is not None:
+            tracker.warn(step, warns, f"Something is off: [{warns}].")
     tracker.close()
     return output.getvalue().splitlines()
 
 
 def test_a_plain_line_reads_step_loss_rate_speed_and_time_left() -> None:
-    first, second = plain_lines(range(1, 3), every_steps=1)
+    first, second = plain_lines(metrics(1), metrics(2), every_steps=1)
     assert first == "step 1/200  loss 2.000  12.3k tokens/s  lr 3.0e-04  grad 0.50", "the first step has no ETA"
     assert re.fullmatch(r"step 2/200  loss \d\.\d{3}  ETA 0:01:\d\d  \S+ tokens/s  lr 3\.0e-04  grad 0\.50", second)
 
 
 def test_plain_lines_come_first_then_every_so_many_steps_and_last() -> None:
-    lines = plain_lines(range(1, 201), every_steps=60)
+    lines = plain_lines(*map(metrics, range(1, 201)), every_steps=60)
     assert [line.split()[1] for line in lines] == ["1/200", "60/200", "120/200", "180/200", "200/200"]
-
-
-def test_tokens_per_second_leave_evaluation_out() -> None:
-    slow = {"time/step": 9.5, "time/evaluate": 9.0}
-    assert "12.3k tokens/s" in plain_lines(range(1, 2), step_1=slow)[0]
 
 
 def test_names_and_notes_of_others_can_neither_steer_the_terminal_nor_be_read_as_markup() -> None:
@@ -61,15 +60,6 @@ def test_names_and_notes_of_others_can_neither_steer_the_terminal_nor_be_read_as
     assert not {"\x1b", "\x07", "\u009b", "\ud83d"} & set(output.getvalue())
     assert output.getvalue().startswith(r"\x1b]0;mine\x07 [red]x[/red] :smile: \x9b2J\ud83d")
     assert r"eval at step 1/3  \x1b[2J 0.5" in output.getvalue()
-
-
-def test_notes_on_the_start_come_before_the_first_step() -> None:
-    output = io.StringIO()
-    tracker = ConsoleTracker(ConsoleTrackerConfig(), Console(file=output))
-    tracker.start(RunInfo(Path("runs/a"), 0, 3, {}, ("train: 20 samples [1 left out]", "eval: 5 samples")))
-    tracker.flush()
-    tracker.close()
-    assert output.getvalue() == "train: 20 samples [1 left out]\neval: 5 samples\n"
 
 
 def test_metrics_without_loss_or_times_still_print_the_step() -> None:
@@ -104,50 +94,29 @@ def test_a_terminal_shows_a_bar_with_loss_and_evaluations_above_it(width: int) -
 
 
 def test_a_step_of_pairs_reads_accuracy_and_margin_beside_the_loss() -> None:
-    (line,) = plain_lines(range(1, 2), step_1={"dpo/accuracy": 0.625, "dpo/margin": -0.0315})
+    (line,) = plain_lines(metrics(1, **{"dpo/accuracy": 0.625, "dpo/margin": -0.0315}))
     assert line.startswith("step 1/200  loss 2.000  accuracy 62%  margin -0.032  12.3k tokens/s")
 
 
-def rl_lines(*steps: dict[str, float], every_steps: int = 1000) -> list[str]:
-    output = io.StringIO()
-    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=every_steps), Console(file=output))
-    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
-    for line in steps:
-        tracker.log(int(line["step"]), {name: value for name, value in line.items() if name != "step"})
-    tracker.close()
-    return output.getvalue().splitlines()
-
-
 def test_a_step_of_rollouts_reads_reward_equal_groups_and_both_speeds_and_no_loss() -> None:
-    line = rl_lines(rl_metrics(1), rl_metrics(2), every_steps=1)[1]
+    line = plain_lines(rl_metrics(1), rl_metrics(2), every_steps=1)[1]
     speeds = "gen 4.00k, train 8.00k tokens/s"
     assert line.startswith(f"step 2/200  reward 0.420  equal groups 25%  ETA 0:06:36  {speeds}  lr 5.0e-04")
 
 
 def test_a_line_of_an_asynchronous_step_tells_the_age_of_its_tokens_in_updates() -> None:
-    assert "reward 0.410  age 1.5  equal groups" in rl_lines(rl_metrics(1, staleness__mean=1.5))[0]
-    assert "age" not in rl_lines(rl_metrics(1))[0]
+    assert "reward 0.410  age 1.5  equal groups" in plain_lines(rl_metrics(1, staleness__mean=1.5))[0]
+    assert "age" not in plain_lines(rl_metrics(1))[0]
 
 
 def test_pass_rates_are_printed_as_percent_and_rewards_as_numbers() -> None:
     evaluated = {"eval/pass@1": 0.953, "eval/pass@4": 1.0, "eval/reward": 0.87, "eval/time": 1.0}
-    assert rl_lines(rl_metrics(1) | evaluated)[1] == "eval at step 1/200  pass@1 95.3%  pass@4 100.0%  reward 0.87"
-
-
-def warned(*warnings: tuple[int, str]) -> list[str]:
-    """Lines of warnings of these steps and kinds."""
-    output = io.StringIO()
-    tracker = ConsoleTracker(ConsoleTrackerConfig(every_steps=1000), Console(file=output))
-    tracker.start(RunInfo(Path("runs/a"), 0, 200, {}))
-    for step, kind in warnings:
-        tracker.log(step, metrics(step))
-        tracker.warn(step, kind, f"Something is off: [{kind}].")
-    tracker.close()
-    return [line for line in output.getvalue().splitlines() if line.startswith("warning")]
+    assert plain_lines(rl_metrics(1) | evaluated)[1] == "eval at step 1/200  pass@1 95.3%  pass@4 100.0%  reward 0.87"
 
 
 def test_a_warning_is_printed_when_it_first_appears_and_then_at_most_every_50_steps() -> None:
-    assert warned(*((step, "cut") for step in range(3, 120))) == [
+    lines = plain_lines(*map(metrics, range(3, 120)), warns="cut")
+    assert [line for line in lines if line.startswith("warning")] == [
         f"warning at step {step}/200: Something is off: [cut]." for step in (3, 53, 103)
     ]
 

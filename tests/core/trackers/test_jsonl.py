@@ -115,12 +115,6 @@ def test_flush_forces_the_lines_to_the_disk(tmp_path: Path, monkeypatch: pytest.
     tracker.close()
 
 
-def test_a_line_without_a_step_is_an_error_at_resume(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"loss": 1}\n')
-    with pytest.raises(RunDirectoryError, match="'step'"):
-        started(tmp_path, resume_step=1)
-
-
 @pytest.mark.processes
 def test_a_kill_in_the_middle_loses_no_finished_step_and_resume_continues_the_file(tmp_path: Path) -> None:
     writer = subprocess.Popen(

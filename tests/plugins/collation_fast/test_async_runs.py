@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_same_weights, deterministic, read_metrics, wait_for
+from run_helpers import assert_same_weights, deterministic, read_metrics, train, wait_for
 
-from spurline import Run, load_config
 from spurline.data.batch import TrainingBatch
 from spurline.data.collators.reference import PackedCollator
 from spurline.data.token_store import TokenView
@@ -47,13 +45,6 @@ def comparable(run_dir: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != ASYNC_ONLY} for line in lines]
 
 
-def train(config: dict[str, Any], *observers: object) -> Any:
-    loaded = load_config(config)
-    for number, observer in enumerate(observers):
-        loaded.host.attach(observer, f"observer-{number}")
-    return Run(loaded).train()
-
-
 @pytest.mark.parametrize("depth", [1, 5])
 def test_a_run_with_async_collation_stopped_and_resumed_equals_a_serial_run(
     config: dict[str, Any], tmp_path: Path, depth: int
@@ -62,8 +53,8 @@ def test_a_run_with_async_collation_stopped_and_resumed_equals_a_serial_run(
     train(whole)
     pieces = config | {"run_dir": str(tmp_path / "async"), "prefetch": {"name": "async", "depth": depth}}
     before = set(threading.enumerate())
-    assert train(pieces, StopAfter(2)).step == 2
-    assert train(pieces, StopAfter(7)).step == 7
+    assert train(pieces, stop_after=2).step == 2
+    assert train(pieces, stop_after=7).step == 7
     assert train(pieces).status == "finished"
     assert set(threading.enumerate()) <= before
     assert len(comparable(pieces["run_dir"])) == 11
@@ -102,7 +93,7 @@ def test_checkpoints_record_the_last_step_trained_on_not_the_ones_collated_ahead
     config |= {"prefetch": {"name": "async", "depth": 3}, "checkpoint": {"every_steps": 2}}
     built = record_builds(monkeypatch)
     watcher = CheckpointWatcher(Path(config["run_dir"]), built)
-    train(config, watcher, StopAfter(7))
+    train(config, watcher, stop_after=7)
     assert watcher.saved == [2, 4, 6, 7]
     assert watcher.ahead == [3, 3, 3, 3]
     built.clear()
@@ -157,18 +148,6 @@ def record_builds(monkeypatch: pytest.MonkeyPatch, broken_from: int = 1000) -> l
 
     monkeypatch.setattr(SftSource, "build", build)
     return built
-
-
-class StopAfter:
-    """Ask the run to stop once it finished this step, as SIGTERM would."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    @hookimpl
-    def on_step_start(self, step: int) -> None:
-        if step == self._step:
-            signal.raise_signal(signal.SIGTERM)
 
 
 class Trained:

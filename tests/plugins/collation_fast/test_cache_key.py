@@ -29,10 +29,6 @@ def key_of(path: Path, *, tokenizer: Any = None, dataset: dict[str, Any] | None 
     return cache_key([DatasetToTokenize(HfDataset(config), config)], tokenizer or tiny_tokenizer(), settings)
 
 
-def test_equal_input_has_an_equal_key(spurline_chat_file: Path) -> None:
-    assert key_of(spurline_chat_file) == key_of(spurline_chat_file)
-
-
 def test_renaming_and_touching_the_file_keep_the_key(spurline_chat_file: Path) -> None:
     before = key_of(spurline_chat_file)
     renamed = spurline_chat_file.with_name("other.jsonl")

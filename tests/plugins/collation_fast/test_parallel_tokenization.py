@@ -267,13 +267,6 @@ def test_a_cache_that_cannot_be_written_keeps_tokens_in_memory_and_says_so(
     assert "tokenization.cache_dir" in note
 
 
-def test_an_error_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
-    cached = {"disable_cache": False, "cache_dir": tmp_path, "workers": 0}
-    with pytest.raises(DataError, match="is broken"):
-        parallel([source(TrappedRows(chat_rows(5), {4: "is broken"}))], cached)
-    assert list(tmp_path.rglob("*.bin")) == []
-
-
 def test_workers_are_started_for_many_rows_on_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, num_rows, expected in ((2, 10**6, 0), (8, 1000, 0), (8, 10**6, 8), (99, 10**6, 64)):
         monkeypatch.setattr(block_source, "available_cores", lambda cores=cores: cores)

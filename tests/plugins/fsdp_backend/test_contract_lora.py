@@ -11,7 +11,6 @@ import torch
 from fsdp_layouts import LONG, in_bf16, on
 from safetensors.torch import load_file
 
-from spurline.errors import ModelError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
@@ -90,14 +89,6 @@ class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
     @classmethod
     def adapted_model(cls, half_precision_files: Path) -> Path:
         return half_precision_files
-
-
-@pytest.mark.processes
-def test_an_adapter_on_a_tied_output_layer_is_refused(tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path, tie_word_embeddings=True)
-    settings = on(2, lora={**ADAPTERS, "target_modules": ["lm_head"]})
-    with pytest.raises(ModelError, match="share one weight"), opened(backend_run(model, settings, ("fsdp_backend",))):
-        pass
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fsdp_layouts import LONG, on
-from model_families import FAMILIES, tiny_model
+from model_families import family_of, tiny_model
 
 from spurline.config.loading import LoadedConfig
 from spurline.errors import DataError, ModelError
@@ -92,8 +92,7 @@ def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_ne
 def test_caps_sinks_and_rows_of_models_that_mix_tokens_are_those_of_the_local_backend(
     model_type: str, tmp_path: Path
 ) -> None:
-    family = next(family for family in FAMILIES if family.model_type == model_type)
-    tiny_model(family).save_pretrained(tmp_path)
+    tiny_model(family_of(model_type)).save_pretrained(tmp_path)
     local_run = backend_run(tmp_path, {"name": "models/local", "device": "cpu"})
     with opened(backend_run(tmp_path, on(2), ("fsdp_backend",))) as (backend, layout), opened(local_run) as (local, _):
         # A rank without rows, or with rows of fewer lengths, runs the model as often as the others.
@@ -104,8 +103,7 @@ def test_caps_sinks_and_rows_of_models_that_mix_tokens_are_those_of_the_local_ba
 
 
 def test_sequences_of_a_model_that_mixes_tokens_are_not_shared_among_ranks(tmp_path: Path) -> None:
-    family = next(family for family in FAMILIES if family.model_type == "qwen3_5_text")
-    tiny_model(family).save_pretrained(tmp_path)
+    tiny_model(family_of("qwen3_5_text")).save_pretrained(tmp_path)
     with (
         pytest.raises(ModelError, match=r"reads a row for each sequence.*Set backend\.context: 1"),
         opened(backend_run(tmp_path, on(2, context=2), ("fsdp_backend",))),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from megatron_models import FAMILIES, LLAMA3_ROPE, tiny_causal, tiny_config
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from rank_plans import published
+from transformers import GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
 from spurline.errors import ModelError
 from spurline_megatron_backend.architecture import Architecture, read_architecture
@@ -222,8 +221,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs_are_read(name: str) -> None:
-    fields = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
-    assert read_architecture(AutoConfig.for_model(**fields)) == PUBLISHED[name]
+    assert read_architecture(published(name)) == PUBLISHED[name]
 
 
 def test_notes_that_tools_leave_in_configs_do_not_matter() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from backend_batches import lay_out, make_samples
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_layouts import on, write_llama3, write_qwen3, write_qwen3_moe
-from transformers import AutoConfig
+from rank_plans import published
 
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
@@ -31,11 +30,6 @@ from spurline_models.optimizers.configs import AdamWConfig
 from spurline_ranks.group import open_ranks
 from spurline_ranks.messages import plain_objective, plain_run
 from spurline_rl.testing.backend_runs import backend_run
-
-
-def architecture_of(name: str) -> Architecture:
-    fields = json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
-    return read_architecture(AutoConfig.for_model(**fields))
 
 
 @st.composite
@@ -85,7 +79,7 @@ def test_every_rank_holds_what_its_stage_is_said_to_hold(case: tuple[Architectur
 
 @pytest.mark.parametrize(("name", "billions"), [("llama-3-70b", 70.55), ("qwen3-235b-a22b", 235.09)])
 def test_one_rank_holds_as_many_parameters_as_the_model_is_published_with(name: str, billions: float) -> None:
-    assert sum(held_values(architecture_of(name), Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert sum(held_values(read_architecture(published(name)), Grid(1), 0)) / 1e9 == pytest.approx(billions, abs=0.01)
 
 
 def a_run(*, replays_experts: bool = False) -> RunConfig:
@@ -135,7 +129,7 @@ def test_recomputing_more_never_needs_more_memory_and_neither_do_smaller_micro_b
 
 
 def test_experts_that_are_replayed_lie_beside_a_step() -> None:
-    layout, architecture = layout_on(Grid(8, expert=8), 4096), architecture_of("qwen3-235b-a22b")
+    layout, architecture = layout_on(Grid(8, expert=8), 4096), read_architecture(published("qwen3-235b-a22b"))
     without, replayed = (
         estimate_fullest(layout, a_run(replays_experts=replays), architecture, 4096, 8 * 8192).parts
         for replays in (False, True)

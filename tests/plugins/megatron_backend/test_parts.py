@@ -187,16 +187,6 @@ def test_layers_are_dealt_whole_and_evenly_with_light_ends(num_layers: int, num_
         assert sizes[-1] == min(sizes) or min(sizes[1:]) == max(sizes)
 
 
-@given(divided())
-def test_stages_hold_every_layer_once_and_in_order(case: tuple[Architecture, Grid]) -> None:
-    architecture, grid = case
-    stages = [grid.layers(architecture.num_layers, stage) for stage in range(grid.pipeline)]
-    assert {len(parts) for parts in stages} == {grid.virtual_stages}
-    assert [layer for turn in zip(*stages, strict=True) for part in turn for layer in part] == list(
-        range(architecture.num_layers)
-    )
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_have_the_names_and_shapes_that_transformers_gives_them(family: str, tied: bool) -> None:

@@ -3,7 +3,6 @@ layouts that fit."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any, cast
@@ -11,8 +10,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rank_plans import config_of, planned, with_model
-from transformers import AutoConfig
+from rank_plans import PUBLISHED, config_of, planned, published, with_model
 
 from spurline.config.loading import load_config
 from spurline_megatron_backend.architecture import Architecture, read_architecture
@@ -22,7 +20,6 @@ from spurline_megatron_backend.layout_search import Candidate, find_layouts, idl
 from spurline_megatron_backend.planning import estimate_fullest
 from spurline_planning.plan import make_plan
 
-PUBLISHED = Path(__file__).parent / "published"
 GIB = 2**30
 BACKEND = {"name": "megatron", "device": "cuda", "ranks": 8, "precision": "bf16"}
 
@@ -36,17 +33,13 @@ def with_published(config: dict[str, Any], folder: Path, name: str) -> dict[str,
     return with_model(config, folder, (PUBLISHED / f"{name}.json").read_text()) | {"batch_size": 512}
 
 
-def architecture_of(name: str) -> Architecture:
-    return read_architecture(AutoConfig.for_model(**json.loads((PUBLISHED / f"{name}.json").read_text())))
-
-
 def searched(
     config: dict[str, Any], a: Architecture | str, ranks: int, usable: float, rows: int, row_length: int
 ) -> tuple[list[Candidate], Candidate]:
     run = load_config(
         config | {"backend": {**BACKEND, "ranks": ranks, "launch": "ray", "ranks_per_node": min(8, ranks)}}
     ).config
-    a = architecture_of(a) if isinstance(a, str) else a
+    a = read_architecture(published(a)) if isinstance(a, str) else a
     return find_layouts(cast(MegatronBackendConfig, run.backend), run, a, row_length, rows * row_length, usable)
 
 
@@ -156,7 +149,7 @@ def test_what_is_found_divides_the_model_and_fits_and_what_sends_least_comes_fir
 
 
 def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
-    a, step = architecture_of("llama-3-70b"), (8192, 8192 * 64)
+    a, step = read_architecture(published("llama-3-70b")), (8192, 8192 * 64)
     values = 70.55e9
 
     def sent(a: Architecture, ranks: int, **layout: Any) -> int:
@@ -173,7 +166,7 @@ def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
     assert sent(a, 2, context=2, **of_row) - 6 * values / 2 == pytest.approx(exchanged, rel=0.01)
     # Stages of 5 parts pass on each token and its gradient.
     assert sent(a, 8, pipeline=8, virtual_stages=5, **of_row) == pytest.approx(2 * 5 * activations)
-    moe = architecture_of("qwen3-235b-a22b")
+    moe = read_architecture(published("qwen3-235b-a22b"))
     apart = sent(moe, 2, expert=2, **of_row) - sent(moe, 2, **of_row)
     # Half of the 8 copies of each token go and come back in two passes; gradients of experts need no sum any more.
     copies = 94 * 2 * 2 * 8 / 2 * 32 * 8192 * 4096 * 2
@@ -182,7 +175,7 @@ def test_what_a_rank_sends_is_worked_out_by_hand() -> None:
 
 
 def test_interleaving_shortens_the_wait_for_other_stages() -> None:
-    a = architecture_of("llama-3-70b")
+    a = read_architecture(published("llama-3-70b"))
     # 8 stages and 64 micro-batches on one copy: 7 of 71 turns.
     assert idle_share(Grid(8, pipeline=8), a, 64) == pytest.approx(7 / 71)
     assert idle_share(Grid(8, pipeline=8, virtual_stages=5), a, 64) == pytest.approx(7 / (5 * 64 + 7))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backend_batches import lay_out, make_samples
-from model_families import FAMILIES, MARKED, PAGE, Family, table, tiny_model
+from model_families import FAMILIES, MARKED, PAGE, Family, family_of, table, taken_gradients, tiny_model
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
@@ -25,15 +25,6 @@ SAMPLES = make_samples([3, 7, 7, 12, 5, 19, 1, 9], seed=3, loss_share=1.1)
 ROWS = [[0, 1, 2], [3], [4, 5], [6, 7]]
 
 
-def gradients(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    found = [
-        (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
-        for name, parameter in model.named_parameters()
-    ]
-    model.zero_grad()
-    return found
-
-
 def one_at_a_time(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     """As transformers alone has them."""
     model.set_attn_implementation("eager")
@@ -42,14 +33,14 @@ def one_at_a_time(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
             tokens, weights = torch.tensor([sample.tokens]), torch.tensor(sample.weights[1:])
             logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
             (F.cross_entropy(logits, tokens[0, 1:], reduction="none") * weights).sum().backward()
-    return gradients(model)
+    return taken_gradients(model)
 
 
 def as_a_batch(model: StreamModel) -> list[tuple[str, Tensor]]:
     stream = token_stream(lay_out(SAMPLES, ROWS, gap=2), np.arange(len(ROWS)), (), device_profile("cpu"))
     assert stream is not None
     (-model.loss_inputs(stream, ()).logprobs * stream.weights).sum().backward()
-    return gradients(model.causal)
+    return taken_gradients(model.causal)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
@@ -63,8 +54,7 @@ def test_a_batch_has_the_gradients_of_each_sequence_alone(family: Family) -> Non
 
 
 def test_rows_of_one_pass_and_of_many_and_idle_ones_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = next(family for family in FAMILIES if family.model_type == "qwen3_5_text")
-    model = StreamModel(tiny_model(family).train(), chunk_tokens=16)
+    model = StreamModel(tiny_model(family_of("qwen3_5_text")).train(), chunk_tokens=16)
     model.read_as("rows")
     wanted = as_a_batch(model)
     passes: list[int] = []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backend_batches import lay_out, local_backend, make_samples, run_config, write_model_folder
 from held_weights import OBJECTIVE, adapted, round_files, train, write_fp32_files
-from model_families import FAMILIES, tiny_model
+from model_families import family_of, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -37,7 +37,7 @@ def files(tmp_path: Path) -> Path:
 
 def mamba(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A model that rounds what it computes to the dtype of a weight."""
-    tiny_model(next(family for family in FAMILIES if family.model_type == "mamba")).to(dtype).save_pretrained(folder)
+    tiny_model(family_of("mamba")).to(dtype).save_pretrained(folder)
     return folder
 
 
@@ -141,9 +141,8 @@ def test_an_export_reads_files_of_the_decoder_alone(files: Path, tmp_path: Path)
 
 
 def test_a_model_without_linear_layers_is_not_held_wide_in_silence() -> None:
-    family = next(family for family in FAMILIES if family.model_type == "gpt2")
     with pytest.raises(ModelError, match="base_dtype"):
-        quantize_weights(tiny_model(family), torch.float32)
+        quantize_weights(tiny_model(family_of("gpt2")), torch.float32)
 
 
 @pytest.mark.parametrize("trains", ["weights", "adapters"])

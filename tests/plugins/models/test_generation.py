@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
-from model_families import FAMILIES, tiny_model
+from model_families import family_of, tiny_model
 
 from spurline.config.run_config import DataConfig
 from spurline_models.generation import generate_greedily
@@ -43,7 +43,7 @@ def test_generation_equals_a_greedy_loop_without_a_cache(tmp_path: Path) -> None
 def test_generation_is_exact_for_models_that_cannot_leave_padding_out_and_for_those_that_sdpa_does_not_know(
     name: str,
 ) -> None:
-    family = next(family for family in FAMILIES if family.model_type == name)
+    family = family_of(name)
     model = StreamModel(tiny_model(family))
     model.read_as(family.reading)
     expected = [greedy_without_cache(model.causal, prompt, 12, stop=-1) for prompt in MORE_PROMPTS]

@@ -18,7 +18,6 @@ from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluatio
 from spurline_models.dealing import RankShare, deal
 from spurline_models.device_profile import device_profile
 from spurline_models.local.backend import LocalBackend
-from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import TokenStream, share_streams
 from spurline_rl.losses.algorithms import Gspo
 from spurline_rl.losses.configs import GspoConfig
@@ -60,15 +59,11 @@ def shares_of(batch: TrainingBatch, ranks: int) -> tuple[RankShare, ...]:
     return deal(batch, ranks, columns=COLUMNS, max_tokens=16, hidden=32).shares
 
 
-def model_of(backend: LocalBackend) -> StreamModel:
-    return backend._model
-
-
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_gradients_and_sums_of_ranks_add_up_to_those_of_one_process(backend: LocalBackend, ranks: int) -> None:
     batch, objective = batch_of(), Objective(LOSS, 7.0)
     expected = list(backend.gradients(batch, objective))
-    model, parts = model_of(backend), []
+    model, parts = backend._model, []
     for share in shares_of(batch, ranks):
         sums = accumulate_gradients(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE)
         parts.append(sums.fetch()[0])
@@ -86,7 +81,7 @@ def test_gradients_and_sums_of_ranks_add_up_to_those_of_one_process(backend: Loc
 
 
 def test_an_idle_rank_runs_the_model_and_gives_every_parameter_a_gradient_of_zeros(backend: LocalBackend) -> None:
-    model = model_of(backend)
+    model = backend._model
     runs: list[nn.Module] = []
     handle = model.decoder.register_forward_hook(lambda module, *_: runs.append(module))
     idle = [(np.zeros(0, np.int64), TokenStream.idle(COLUMNS, PROFILE))] * 2
@@ -107,7 +102,7 @@ def test_an_idle_rank_runs_the_model_and_gives_every_parameter_a_gradient_of_zer
 @pytest.mark.parametrize("ranks", [1, 3, 8])
 def test_evaluation_and_logprobs_of_ranks_are_those_of_one_process(backend: LocalBackend, ranks: int) -> None:
     batch, objective = batch_of(), Objective(LOSS, 1.0)
-    model = model_of(backend)
+    model = backend._model
     dealing = deal(batch, ranks, columns=COLUMNS, max_tokens=16, hidden=32)
     parts = [
         evaluation_sums(model, share_streams(share, COLUMNS, PROFILE), objective, PROFILE) for share in dealing.shares

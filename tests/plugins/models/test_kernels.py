@@ -135,8 +135,7 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
 @pytest.mark.skipif(not SOAK, reason="importing Liger takes a quarter of a minute; see `make soak`")
 @pytest.mark.skipif(find_spec("liger_kernel") is None, reason="the extra liger is not installed")
 def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
-    types = TYPES
-    done = subprocess.run([sys.executable, SUPPORT, *types], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run([sys.executable, SUPPORT, *TYPES], capture_output=True, text=True, check=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(types, "gated activations, norms")
+    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(TYPES, "gated activations, norms")
     assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

@@ -14,7 +14,7 @@ from backend_batches import cross_entropy, excite, lay_out, local_backend, make_
 from expert_models import write_expert_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model_families import FAMILIES, tiny_model
+from model_families import family_of, tiny_model
 from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
@@ -133,7 +133,7 @@ LEFT_OUT = {
 
 def model_of(model_type: str, folder: Path) -> dict[str, Any]:
     """Sections of a run with a tiny model of this family."""
-    tiny_model(next(family for family in FAMILIES if family.model_type == model_type)).save_pretrained(folder)
+    tiny_model(family_of(model_type)).save_pretrained(folder)
     return {"model": ModelConfig(path=str(folder))}
 
 

@@ -17,6 +17,7 @@ import peft
 import pytest
 import torch
 from backend_batches import local_backend, run_config, write_model_folder
+from run_helpers import anonymous_bytes
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -71,25 +72,6 @@ def test_pretrained_weights_are_loaded_in_float32_and_leave_under_their_file_nam
         assert torch.equal(tensor, stored.state_dict()[name].float()), name
 
 
-def test_fused_experts_leave_under_the_names_of_the_files(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    folder = write_model_folder(
-        tmp_path / "moe",
-        architectures=None,
-        model_type="qwen3_moe",
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-    )
-    backend = local_backend(folder)
-    backend._model.causal.save_pretrained(tmp_path / "saved")
-    expected = load_file(tmp_path / "saved/model.safetensors")
-    got = dict(backend.named_weights())
-    assert got.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in got.items())
-
-
 def test_weights_that_are_given_take_the_place_of_those_of_the_files(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -102,11 +84,6 @@ def test_weights_that_are_given_take_the_place_of_those_of_the_files(tmp_path: P
     del weights["lm_head.weight"]
     with pytest.raises(ModelError, match=r"lack 1 weights .*lm_head\.weight"):
         load_model(ModelConfig(path=str(folder)), device_profile("cpu"), 0, weights=weights)
-
-
-def test_an_unknown_override_gets_the_nearest_field(architecture: Path) -> None:
-    with pytest.raises(ModelError, match=r"'num_hiden_layers' is not a field.*Did you mean 'num_hidden_layers'"):
-        load(architecture, init="random", config_overrides={"num_hiden_layers": 1})
 
 
 @pytest.mark.parametrize(
@@ -215,11 +192,6 @@ def growth() -> Iterator[Callable[[], int]]:
     finally:
         done.set()
         thread.join()
-
-
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
 def write_weights(folder: Path, dtype: torch.dtype) -> Path:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
 from expert_models import write_expert_model
-from model_families import FAMILIES, Family, tiny_model
+from model_families import Family, family_of, taken_gradients, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -36,10 +36,6 @@ TRAINED = [sample for sample in SAMPLES if any(sample.weights)]
 PACKED = [[0, 4], [2], [3, 1, 5]]
 PROFILE = device_profile("cpu")
 SCORED_BY: dict[str, Any] = {"qwen3_moe": "softmax", "deepseek_v3": "sigmoid", "gpt_oss": "softmax"}
-
-
-def family(model_type: str) -> Family:
-    return next(family for family in FAMILIES if family.model_type == model_type)
 
 
 def equations(logits: Tensor, experts: Tensor, scored_by: str) -> Tensor:
@@ -77,15 +73,6 @@ def one_at_a_time(model: PreTrainedModel, scored_by: str) -> tuple[list[tuple[st
     return taken_gradients(model), values / len(TRAINED)
 
 
-def taken_gradients(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    found = [
-        (name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone())
-        for name, parameter in model.named_parameters()
-    ]
-    model.zero_grad()
-    return found
-
-
 def as_a_batch(
     model: StreamModel, batch: TrainingBatch, cuts: int, *, share: slice = slice(None)
 ) -> tuple[list[tuple[str, Tensor]], float]:
@@ -101,7 +88,7 @@ def as_a_batch(
 
 @pytest.mark.parametrize("model_type", SCORED_BY)
 def test_gradients_are_those_of_the_equations_however_a_batch_is_laid_out_and_cut(model_type: str) -> None:
-    model = tiny_model(family(model_type)).train()
+    model = tiny_model(family_of(model_type)).train()
     wanted, value = one_at_a_time(model, SCORED_BY[model_type])
     streams = StreamModel(model)
     padded, left = lay_out(SAMPLES), lay_out(SAMPLES, left=True, padding_rows=2)
@@ -158,7 +145,7 @@ def test_a_model_without_routers_or_coefficient_is_refused(tmp_path: Path) -> No
 
 
 def test_routers_that_make_scores_in_another_way_are_refused() -> None:
-    settings = family("qwen3_moe").settings
+    settings = family_of("qwen3_moe").settings
     model = StreamModel(tiny_model(Family("phimoe", settings=settings)))
     choose_reading(model, PROFILE)
     with pytest.raises(ModelError, match=r"has a router of class PhimoeTopKRouter.* Remove model.router_aux_loss"):

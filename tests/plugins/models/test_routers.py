@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_families import FAMILIES, Family, tiny_model
+from model_families import FAMILIES, Family, family_of, tiny_model
 
 from spurline.errors import ModelError
 from spurline_models.architecture import experts_per_token, num_experts
@@ -15,11 +15,11 @@ from spurline_models.probe import check_routers, choose_reading, probe_sequences
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 
 PROFILE = device_profile("cpu")
-EXPERTS = next(family for family in FAMILIES if family.model_type == "qwen3_moe").settings
-LATENT = next(family for family in FAMILIES if family.model_type == "deepseek_v3").settings
+EXPERTS = family_of("qwen3_moe").settings
+LATENT = family_of("deepseek_v3").settings
 GEMMA4 = Family(
     "gemma4_text",
-    settings=next(family for family in FAMILIES if family.model_type == "gemma4_text").settings
+    settings=family_of("gemma4_text").settings
     | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 )
 REPLAYED = [*(family for family in FAMILIES if "experts" in family.has and family.replays), GEMMA4]
@@ -103,7 +103,7 @@ def test_a_router_that_reads_its_sizes_from_its_config_is_balanced_and_measured(
 
 
 def test_a_pass_that_ended_before_its_routers_leaves_nothing_to_the_next() -> None:
-    model = read(FAMILIES[[family.model_type for family in FAMILIES].index("qwen3_moe")])
+    model = read(family_of("qwen3_moe"))
     stream = probe_stream(probe_sequences(128, (5, 5)), PROFILE)
 
     def hidden(experts: Any = None) -> torch.Tensor:

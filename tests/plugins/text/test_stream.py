@@ -186,10 +186,6 @@ def test_bad_rows_stop_the_run_or_are_left_out_wherever_they_are(spurline_tiny_m
     source = make_source(spurline_tiny_model, stream(str(path), on_bad_row="skip"), batch_size=8)
     seen = [source.build(step) for step in range(1, 7)]
     assert seen[-1].info["stream/left_out"] == 2.0
-    state = source.state_dict()
-    later = make_source(spurline_tiny_model, stream(str(path), on_bad_row="skip"), batch_size=8)
-    later.load_state_dict(state)
-    assert later.build(7).info["stream/left_out"] == source.build(7).info["stream/left_out"]
 
 
 def test_a_resume_on_other_data_is_refused(spurline_tiny_model: Path, tmp_path: Path) -> None:

@@ -127,16 +127,6 @@ def test_bad_rows_are_counted_when_skipped_and_unreadable_ones_too(make_tokenize
         tokenize(make_tokenizer(), rows)
 
 
-def test_a_rewritten_history_is_counted_with_its_place(make_tokenizer):
-    turns = [("user", "q"), ("assistant", "<think>\nt\n</think>\n\na"), ("user", "r"), ("assistant", "b")]
-    chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    plain = {"messages": chat["messages"][2:]}
-    result = tokenize(make_tokenizer("qwen3"), [plain, chat], train_on="all_assistants")
-    assert result.dropped == {"template_rewrites_history": 1}
-    assert result.examples == {"template_rewrites_history": "d0.jsonl:2"}
-    assert len(result.store) == 1
-
-
 def test_a_dataset_without_usable_sample_is_an_error_with_reasons_and_counts(make_tokenizer):
     unusable = [ids([1, 2], 2), ids([1, 2], 2), ids(range(9), 6)]
     with pytest.raises(DataError) as error:

@@ -208,31 +208,11 @@ def test_padding_may_be_any_token_and_a_batch_may_have_no_rows(model: Path) -> N
     assert backend.logprobs(batch.between(0, 0)).numel() == 0
 
 
-def inputs(logprobs: Tensor) -> TokenLossInputs:
-    return TokenLossInputs(logprobs, torch.zeros(len(logprobs), dtype=torch.int64), 1, {})
-
-
-def some_logprobs() -> Tensor:
-    return torch.tensor([-0.1, -1.0, -2.5, -9.0], dtype=torch.float64, requires_grad=True)
-
-
-def test_cross_entropy_is_the_negative_logprob_and_its_gradient_is_minus_one() -> None:
-    logprobs = some_logprobs()
-    loss = CrossEntropy(CrossEntropyConfig()).token_loss(inputs(logprobs))
-    assert torch.equal(loss, -logprobs)
-    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
-    assert torch.equal(gradient, torch.full_like(logprobs, -1.0))
-
-
-def test_dynamic_fine_tuning_weighs_each_token_by_its_own_probability() -> None:
-    logprobs = some_logprobs()
-    loss = DynamicFineTuning(DynamicFineTuningConfig()).token_loss(inputs(logprobs))
+def test_dynamic_fine_tuning_weighs_each_token_by_its_probability_and_sends_no_gradient_through_it() -> None:
+    logprobs = torch.tensor([-0.1, -1.0, -2.5, -9.0], dtype=torch.float64, requires_grad=True)
+    inputs = TokenLossInputs(logprobs, torch.zeros(4, dtype=torch.int64), 1, {})
+    loss = DynamicFineTuning(DynamicFineTuningConfig()).token_loss(inputs)
     torch.testing.assert_close(loss, -logprobs.exp() * logprobs, rtol=1e-14, atol=0)
-
-
-def test_dynamic_fine_tuning_sends_no_gradient_through_the_probability() -> None:
-    logprobs = some_logprobs()
-    loss = DynamicFineTuning(DynamicFineTuningConfig()).token_loss(inputs(logprobs))
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     # With the factor differentiated it would be -p * (1 + log p).
     torch.testing.assert_close(gradient, -logprobs.detach().exp(), rtol=1e-14, atol=0)

@@ -87,20 +87,6 @@ def rollouts(**settings: Any) -> dict[str, Any]:
     return {**BASE, "source": source}
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ("prompt_mean", {"name": "prompt_mean", "length": None}),
-        ({"name": "fixed_norm", "length": 512}, {"name": "fixed_norm", "length": 512}),
-        ({}, {"name": "token_mean", "length": None}),
-    ],
-)
-def test_a_reduction_is_a_name_or_a_section(written: Any, expected: dict[str, Any]) -> None:
-    resolved = load_config({**BASE, "reduction": written}).resolved()
-    assert resolved["reduction"] == expected
-    assert load_config(resolved).resolved() == resolved
-
-
 def test_a_critic_chooses_its_optimizer_as_the_policy_does() -> None:
     def chosen(written: Any) -> dict[str, Any]:
         return load_config({**rollouts(), "critic": {"optimizer": written}}).resolved()["critic"]["optimizer"]

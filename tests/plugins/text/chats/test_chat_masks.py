@@ -90,19 +90,6 @@ def test_masks_equal_those_of_a_conversation_written_by_hand(make_tokenizer, tem
 
 @FEW
 @given(turns=TURNS)
-def test_trained_tokens_decode_to_content_and_end_of_turn(make_tokenizer, turns):
-    # A visible first character keeps the content from merging with the header.
-    clean = [("q" + question, "a" + answer) for question, answer in turns]
-    for template in ("chatml", "generation"):
-        tokenizer = make_tokenizer(template)
-        outcome = sample(tokenizer, dialogue(clean), "all_assistants")
-        assert trained_runs(tokenizer, outcome) == [answer + "<|im_end|>" for _, answer in clean]
-        outcome = sample(tokenizer, dialogue(clean))
-        assert trained_runs(tokenizer, outcome) == [clean[-1][1] + "<|im_end|>"]
-
-
-@FEW
-@given(turns=TURNS)
 def test_masks_do_not_depend_on_a_tokenizer_that_trims_white_space_from_offsets(make_tokenizer, turns):
     exact = sample(make_tokenizer("chatml"), dialogue(turns), "all_assistants")
     trimming = sample(make_tokenizer("chatml", trim_offsets=True), dialogue(turns), "all_assistants")

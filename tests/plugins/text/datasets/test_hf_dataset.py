@@ -162,6 +162,7 @@ def test_a_folder_has_splits_by_the_names_of_its_files():
     assert dataset.location(3) == "data/train-1.jsonl:2"
     assert dataset.label == "data"
     assert [row["n"] for row in rows_of(open_data("data", split="test"))] == [9]
+    assert [row["n"] for row in rows_of(open_data("data", split="train[1:3]+test[:1]"))] == [1, 2, 9]
     with pytest.raises(DataError, match=r"data: has no split 'tests'\. Did you mean 'test'\? Splits: test, train\."):
         open_data("data", split="tests")
 
@@ -312,13 +313,6 @@ def test_the_fingerprint_of_whole_splits_opens_no_file(split, monkeypatch):
     assert dataset.fingerprint() == expected
     with pytest.raises(AssertionError, match="opened"):
         len(dataset)
-
-
-def test_parts_of_a_split_string_choose_rows_across_files():
-    for name, start in (("train-0", 0), ("train-1", 10), ("test-0", 20)):
-        numbered(f"data/{name}.jsonl", 10, start=start)
-    dataset = open_data("data", split="train[5:15]+test[:4]")
-    assert [row["n"] for row in rows_of(dataset)] == [*range(5, 15), *range(20, 24)]
 
 
 def test_a_dataset_can_be_pickled_for_worker_processes():

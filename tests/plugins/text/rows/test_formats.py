@@ -72,13 +72,9 @@ def test_columns_that_fit_no_format_are_listed_with_what_each_format_needs(make_
         assert part in message
 
 
-def test_completion_text_and_the_end_token_have_loss(make_tokenizer):
-    row = {"prompt": "hello world,", "completion": " how are you"}
-    assert parts(make_tokenizer(), row) == ("hello world,", " how are you<|end|>")
-
-
 def test_bos_is_there_only_when_the_tokenizer_adds_it_and_the_end_token_only_once(make_tokenizer):
     row = {"prompt": "hello", "completion": " fine"}
+    assert parts(make_tokenizer(), row) == ("hello", " fine<|end|>")
     assert parts(make_tokenizer(adds_bos=True), row) == ("<|begin|>hello", " fine<|end|>")
     assert parts(make_tokenizer(adds_bos=True, adds_eos=True), row) == ("<|begin|>hello", " fine<|end|>")
     ended = {"prompt": "hello", "completion": " fine<|end|>"}
