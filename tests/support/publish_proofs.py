@@ -41,6 +41,9 @@ class HeldLoop:
         future.set_result(self._held.run(coroutine))
         return future
 
+    def run(self, coroutine: Coroutine[Any, Any, Any], *_: Any) -> Any:
+        return self._held.run(coroutine)
+
     def wait(self, future: concurrent.futures.Future[Any], *_: Any, **__: Any) -> Any:
         return future.result()
 
@@ -64,6 +67,7 @@ class ProvenPublishes:
             crosses=True,
             restarts=True,
             distrust=lambda *_: None,
+            trust=lambda *_: None,
             timeout_s=LIMIT_S,
             report_s=LIMIT_S,
             notify=lambda: None,

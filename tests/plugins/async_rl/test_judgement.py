@@ -96,19 +96,20 @@ def one(judge: Judge, version: int, tokens: list[int], given: list[float], score
     return judge.judge(version, tokens, np.array(given, np.float32), np.array(scored, np.float32))
 
 
-def test_the_first_difference_sets_the_bar():
-    assert one(Judge(), 0, [7, 8], [-1.0, -1.0], [-1.6, -1.6]).fault
-    far = Judge()
-    verdict = one(far, 0, [7, 8], [-1.0, -1.0], [-1.06, -1.06])
-    assert (verdict.is_far, verdict.fault) == (True, "")
-    assert far.bar == pytest.approx(0.18, rel=1e-3)
+@pytest.mark.parametrize(("difference", "bar"), [(0.0, 1e-3), (2e-3, 0.05), (0.06, 0.18), (0.4, 0.5)])
+def test_the_difference_that_is_measured_first_sets_the_limit(difference: float, bar: float):
+    judge, tokens = Judge(), [7] * TOKENS
+    verdict = one(judge, 0, tokens, [-1.0] * TOKENS, [-1.0 - difference] * TOKENS)
+    assert verdict == Verdict(pytest.approx(difference, rel=1e-3), is_far=difference > 0.05)
+    assert judge.bar == pytest.approx(bar, rel=1e-3)
+    assert one(judge, 0, tokens, [-1.0] * TOKENS, [-1.01 - bar] * TOKENS).fault
+
+
+def test_likely_tokens_and_few_tokens_measure_nothing():
     judge = Judge()
-    assert one(judge, 0, [7, 8], [-1.0, -1.0], [-1.002, -1.002]) == Verdict(pytest.approx(0.002, rel=1e-3))
-    assert judge.bar == pytest.approx(0.02, rel=1e-3)
-    exact = Judge()
-    assert not one(exact, 0, [7, 8], [-1.0, -1.0], [-1.0, -1.0]).fault
-    assert exact.bar == 1e-3
-    assert one(exact, 0, [7, 8], [-1.0, -1.0], [-1.002, -1.002]).fault
+    one(judge, 0, [7] * TOKENS, [-1e-5] * TOKENS, [-1e-5] * TOKENS)
+    one(judge, 0, [7, 8], [-1.0, -1.0], [-1.0, -1.0])
+    assert judge.bar == 0.5
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf")])

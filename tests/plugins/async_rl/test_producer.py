@@ -27,7 +27,7 @@ from spurline_async_rl.source.recordings import groups_state
 from spurline_async_rl.timeline.records import Timeline
 from spurline_rl.draws import Draw, SkippedRow
 from spurline_rl.group_runner import GivenUpPrompt, Outcome
-from spurline_rl.trajectory import Group, Trajectory, Turn
+from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 KEPT, EQUAL, GIVEN_UP, BAD_ROW, UNREADABLE, BROKEN = "kept", "equal", "given up", "bad row", "unreadable", "broken"
 
@@ -39,6 +39,7 @@ class ScriptedGroups:
     fates: Sequence[str] = ()
     delays: Sequence[int] = ()
     version: int = 0
+    engine: str = "engine 0"
     skipped: list[int] = field(default_factory=list)
     started: list[int] = field(default_factory=list)
 
@@ -67,13 +68,13 @@ class ScriptedGroups:
             return GivenUpPrompt(prompt.uid, prompt.number, "it failed")
         if fate == BAD_ROW:
             return SkippedRow(prompt.uid, prompt.number, "no prompt")
-        return scored_group(prompt, [1.0, 1.0] if fate == EQUAL else [0.0, 1.0], version)
+        return scored_group(prompt, [1.0, 1.0] if fate == EQUAL else [0.0, 1.0], version, self.engine)
 
     def take_retries(self, uid: str) -> int:
         return int(uid.rpartition("@")[2]) % 3
 
 
-def scored_group(prompt: Draw, rewards: Sequence[float], version: int) -> Group:
+def scored_group(prompt: Draw, rewards: Sequence[float], version: int, engine: str) -> Group:
     return Group(
         prompt.uid,
         prompt.number,
@@ -81,7 +82,16 @@ def scored_group(prompt: Draw, rewards: Sequence[float], version: int) -> Group:
             Trajectory(
                 prompt.uid,
                 sample,
-                (Turn(np.array([1]), np.array([2]), np.array([1]), versions=[version], rewards=[reward]),),  # type: ignore[arg-type]
+                (
+                    Turn(
+                        np.array([1]),
+                        np.array([2]),
+                        np.array([1]),
+                        versions=np.array([version]),
+                        rewards=[reward],
+                        engines=(engine,),
+                    ),
+                ),
             )
             for sample, reward in enumerate(rewards)
         ),
@@ -201,6 +211,39 @@ def test_a_step_that_cannot_be_filled_ends_the_run_with_the_limit() -> None:
 
     with pytest.raises(RunFailedError, match=r"(?s)drew 4 prompts and 3 of them were given up.*\n- it failed"):
         asyncio.run(first())
+
+
+@pytest.mark.parametrize("fates", [[KEPT] * 3, [KEPT, KEPT, EQUAL]])
+def test_groups_with_tokens_of_an_unproven_version_wait_and_so_do_filtered_ones(fates: list[str]) -> None:
+    async def main() -> None:
+        changed, groups = asyncio.Event(), ScriptedGroups(fates, delays=[0, 0, 0, 50])
+        producer = make_producer(groups, changed, limits(max_running=4))
+        producer.start()
+        await asyncio.sleep(0.1)
+        assert producer.take(1, unproven=0) is None
+        assert producer.take(1, unproven=1) is not None
+        await producer.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_was_distrusted_is_trusted_with_what_it_makes_after_its_proof() -> None:
+    async def main() -> None:
+        changed, groups = asyncio.Event(), ScriptedGroups()
+        producer = make_producer(groups, changed, limits())
+        producer.start()
+        await asyncio.sleep(0.1)
+        producer.distrust("engine 0", -1)
+        await asyncio.sleep(0.1)
+        assert producer.take_given_back() >= 2
+        assert producer.take(1) is None
+        groups.version = 1
+        producer.trust("engine 0", 1)
+        collected, _ = await next_groups(producer, changed, 1)
+        assert {int(turn.versions[0]) for turn in turns_of(collected.groups)} == {1}  # type: ignore[index]
+        await producer.close()
+
+    asyncio.run(main())
 
 
 def test_closing_leaves_no_task_behind() -> None:

@@ -71,7 +71,7 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 
 _GIVEN_UP_CLOSE_S = 5.0
 """Time limit in seconds to close an engine that is dead or has not started. Then its processes are killed."""
-_LOOK_S = 0.002
+_LOOK_S = 0.01
 """Seconds between two looks at the tokens of a request."""
 _BEGINNING_S = 0.5
 """Seconds that an update may wait for the first token of a request that begins before it and ends after it."""

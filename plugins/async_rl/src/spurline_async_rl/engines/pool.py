@@ -160,20 +160,20 @@ class EnginePool(ControlledEngine):
     async def generate_on_each(
         self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
     ) -> Mapping[str, GenerationResult]:
-        async def answer(engine: PooledEngine) -> GenerationResult | None:
+        async def answer(engine: PooledEngine) -> GenerationResult:
             progress = Progress()
             try:
                 reason = await engine.generate(request, progress)
             except EngineDiedError:
                 # Its replacement answers after its own update.
-                return None
+                progress, reason = Progress(), None
             return self._result_of(engine, request, progress, reason)
 
         await self._until(request.name, lambda: not self._held)
         # Do not wait for dead engines. Their replacements need the thread that waits for these answers.
         ready = [engine for engine in self._ready() if members is None or engine in members]
         answers = await asyncio.gather(*map(answer, ready))
-        return {engine.name: found for engine, found in zip(ready, answers, strict=True) if found is not None}
+        return {engine.name: found for engine, found in zip(ready, answers, strict=True)}
 
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
         crossing = [engine for engine in self._engines if engine.is_crossing]

@@ -5,12 +5,12 @@ with the weights of earlier publishes (p). Out: a Verdict. Pure numpy; no torch,
 
 Two measures decide:
 - `difference`, the mean of |e - n|. Between an honest engine and the trainer this is rounding, in fp32 about 1e-6.
-- `delivered`, the projection of the engine's change on the trainer's, a = (e - p)(n - p) / |n - p|^2, which is 1 for an
-  engine with the published weights, and at most about 0 for one that still has the weights of p. In bf16 one update may
-  move the logprobs by less than rounding does, so p is also taken from 2, 4, ... publishes before. With d = n - p, and
-  rounding of variance s_i^2 at token i, the standard deviation of a is about 2 sqrt(sum s_i^2 d_i^2) / |d|^2. Rounding
-  is measured per token, because unlikely tokens have the largest rounding and the largest updates. A projection decides
-  only if its standard deviation is small, and d is well above the rounding.
+- `delivered`, the projection of the engine's change on the trainer's, a = (e - p)(n - p) / |n - p|^2. It is about 1 for
+  an engine with the published weights, and about 0 or less for one that still has the weights of p. In bf16 one update
+  may move the logprobs by less than rounding does, so p is also taken from 2, 4, ... publishes before. With d = n - p,
+  and rounding of variance s_i^2 at token i, the standard deviation of a is about 2 sqrt(sum s_i^2 d_i^2) / |d|^2.
+  Rounding is measured per token, because unlikely tokens have the largest rounding and the largest updates. A
+  projection decides only if its standard deviation is small, and d is well above the rounding.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ from numpy.typing import NDArray
 
 Logprobs = NDArray[np.float32]
 
-_LEAST_BAR = 1e-3
-"""Mean differences up to this many nats per token are always small enough."""
+_FP32_BAR = 1e-3
+"""The limit of mean differences, in nats per token, if trainer and engine compute in fp32."""
 _USUAL_BAR = 0.05
-"""Later differences above this are too large, unless the first one of the run was larger than a third of it."""
+"""The limit with other precisions, unless three times the measured difference is larger."""
 _LARGEST_BAR = 0.5
-"""A first difference above this is too large: no precision or quantization explains it."""
-_HONEST_FACTOR = 10.0
-"""In between, a difference may be this many times as large as the first one of the run."""
+"""The limit until the difference is measured, and the largest limit. No precision or quantization explains more."""
+_FP32_DIFFERENCE = 1e-4
+"""A measured mean difference up to this means fp32."""
+_UNCERTAIN = -0.1
+"""Tokens with a logprob below this measure the difference. Likely tokens have little rounding in any precision."""
+_MEASURED_TOKENS = 32
+"""Number of uncertain tokens that measure the difference."""
 _LEAST_ROUNDING = 1e-6
 _REMEMBERED = 32
-"""Number of publishes for which answers and rounding are remembered."""
+"""Number of publishes for which the trainer's logprobs are remembered, and of answers for which rounding is."""
 _SURE = 0.1
 """Largest standard deviation with which a projection decides. It is a fifth of the distance from 1 to the limit."""
 _HALF_DELIVERED = 0.5
 _ABOVE_ROUNDING = 16.0
-"""The update must have this many times the squared length of the rounding."""
+"""A projection decides only if the squared length of the update is more than this many times that of the rounding."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +53,10 @@ class Verdict:
     Attributes:
         difference: Mean |logprob of the engine - logprob of the trainer|, in nats per token.
         delivered: 1 if the engine's weights have changed as the trainer's have, 0 if they have not; None if the change
-            does not exceed the rounding.
+            does not exceed the rounding, or if the rounding is not known yet.
         fault: The reason why the engine is not believed; empty if it is.
-        is_far: Whether the first difference of the run is larger than rounding in bf16 explains.
+        is_far: Whether this answer completes the measurement of the difference, and the difference is larger than
+            rounding in bf16 explains.
     """
 
     difference: float
@@ -64,13 +69,20 @@ class Judge:
     """Judges the probes of all engines of a run, publish after publish."""
 
     def __init__(self) -> None:
-        self.bar = _LARGEST_BAR
-        """Largest mean difference that is not a fault. The first difference of the run lowers it."""
-        self._has_bar = False
+        self.measured_tokens, self.measured_nats = 0, 0.0
+        """Uncertain tokens of the first believed answers, and the sum of their differences. A checkpoint keeps them."""
         # Squared differences of believed answers, by token.
         self._squares: deque[NDArray[np.float64]] = deque(maxlen=_REMEMBERED)
         # For each version: the trainer's logprobs of each answer, by its tokens.
         self._scored: deque[tuple[int, dict[tuple[int, ...], Logprobs]]] = deque(maxlen=_REMEMBERED + 1)
+
+    @property
+    def bar(self) -> float:
+        """Largest mean difference that is not a fault."""
+        if self.measured_tokens < _MEASURED_TOKENS:
+            return _LARGEST_BAR
+        measured = self.measured_nats / self.measured_tokens
+        return _FP32_BAR if measured <= _FP32_DIFFERENCE else max(_USUAL_BAR, min(3 * measured, _LARGEST_BAR))
 
     def judge(self, version: int, tokens: Sequence[int], given: Logprobs, scored: Logprobs) -> Verdict:
         """Judge the answer of an engine to the probe.
@@ -98,13 +110,19 @@ class Judge:
             return Verdict(difference, delivered, f"its logprobs moved only {moved:.2f} times as far as the trainer's")
         self._squares.append(np.square(given.astype(np.float64) - scored))
         is_far = False
-        if not self._has_bar:
-            self._has_bar, is_far = True, difference > _USUAL_BAR
-            self.bar = max(_LEAST_BAR, min(_USUAL_BAR, _HONEST_FACTOR * difference), 3 * difference)
+        if self.measured_tokens < _MEASURED_TOKENS:
+            uncertain = scored < _UNCERTAIN
+            self.measured_tokens += int(uncertain.sum())
+            self.measured_nats += float(np.abs(given.astype(np.float64) - scored)[uncertain].sum())
+            measured = self.measured_nats / max(1, self.measured_tokens)
+            is_far = self.measured_tokens >= _MEASURED_TOKENS and measured > _USUAL_BAR
         return Verdict(difference, delivered, is_far=is_far)
 
     def _delivered(self, tokens: Sequence[int], given: Logprobs, scored: Logprobs) -> tuple[float | None, bool]:
-        """Return `delivered` since the latest version that decides, and whether all versions that decide agree."""
+        """Return `delivered`, measured from the latest version that decides, and True.
+
+        If a version that decides gives less than `_HALF_DELIVERED`, return its value and False.
+        """
         rounding = self._rounding(len(tokens))
         latest: float | None = None
         back = 1
@@ -132,7 +150,8 @@ class Judge:
             shared = min(count, len(squares))
             sums[:shared] += squares[:shared]
             counts[:shared] += 1
-        # A token with few measurements counts as at least as uncertain as the mean of all.
+        # The mean of all counts as one more measurement of each token. So a token with few measurements, or with only
+        # small ones, does not look exact.
         mean = float(np.concatenate(self._squares).mean())
         return np.maximum((sums + mean) / (counts + 1), max(mean / 4, _LEAST_ROUNDING**2))
 

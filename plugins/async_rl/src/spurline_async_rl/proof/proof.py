@@ -10,7 +10,7 @@ keys and values that should have been computed again.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError
-from spurline_async_rl.proof.judgement import Judge, mean_difference
+from spurline_async_rl.proof.judgement import Judge, Verdict
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.terminal import tell
@@ -97,8 +97,10 @@ class PublishProof:
         context, vocabulary: See `make_probes`.
         crosses: Whether engines compute keys and values again after an update.
         restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
-        distrust: Called on the event loop with the name of a rejected engine and the newest version that it has proven.
-            What the engine made since then must not be trained on.
+        distrust: Called on the event loop with the name of an engine and the newest version that it has proven. What
+            the engine has made with newer weights must not be trained on.
+        trust: Called on the event loop with the name of an engine and a version that it has proven. What it makes with
+            this version or a newer one may be trained on.
         timeout_s: Seconds that the engines may take to answer.
         report_s: Seconds after which a message says that the answers take long.
         notify: Called on the event loop when all engines have answered.
@@ -117,6 +119,7 @@ class PublishProof:
         crosses: bool,
         restarts: bool,
         distrust: Callable[[str, int], None],
+        trust: Callable[[str, int], None],
         timeout_s: float,
         report_s: float,
         notify: Callable[[], None],
@@ -126,6 +129,7 @@ class PublishProof:
         self._loop = loop
         self._restarts = restarts
         self._distrust = distrust
+        self._trust = trust
         self._timeout_s = timeout_s
         self._report_s = report_s
         self._notify = notify
@@ -133,6 +137,7 @@ class PublishProof:
         self._num_publishes = 0
         self._is_due = False
         self._asked: list[_Asked] = []
+        self._failure: RunFailedError | None = None
         # Engines about which `on_undelivered: warn` has told.
         self._told: set[str] = set()
         engine.needs_proof = config.on_undelivered != "warn"
@@ -140,6 +145,7 @@ class PublishProof:
         self._proven: dict[str, int] = {}
         self._probe, crossing = make_probes(tokenizer, temperature, context, vocabulary)
         self._crossing = crossing if crosses else None
+        self._second = replace(self._probe, seed=_SEED + 2, name="the second proof of a publish sample 0 turn 0")
 
     @property
     def unproven(self) -> int | None:
@@ -159,12 +165,13 @@ class PublishProof:
         every = self._config.every
         self._is_due = members is not None or self._num_publishes % every == 0
         self._num_publishes += members is None
-        self._engine.crossing = self._crossing if self._is_due and members is None else None
+        if members is None:
+            self._engine.crossing = self._crossing if self._is_due else None
 
     def ask(self, version: int, members: Sequence[TakesWeights] | None) -> None:
         """Send the probes to the engines that got this version."""
         if self._is_due:
-            crosses = self._engine.crossing is not None
+            crosses = members is None and self._engine.crossing is not None
             answers = self._loop.start(self._answer(version, members, crosses=crosses))
             answers.add_done_callback(lambda _: self._notify())
             self._asked.append(_Asked(version, members is None, answers))
@@ -190,14 +197,28 @@ class PublishProof:
         The trainer must still have the published weights. Before this, no token of these weights may be trained on.
 
         Raises:
-            RunFailedError: If an engine does not have the published weights, and is not replaced.
+            RunFailedError: If an engine does not have the published weights, and is not replaced. All later calls raise
+                this error too, so that no checkpoint holds what this engine has made.
         """
-        self.await_answers()
-        asked, self._asked = self._asked, []
+        if self._failure is not None:
+            raise self._failure
         metrics: dict[str, float] = {}
-        for each in asked:
-            note_worst(metrics, self._judge_all(each, *each.answers.result(), score))
+        try:
+            self.await_answers()
+            asked, self._asked = self._asked, []
+            for each in asked:
+                note_worst(metrics, self._judge_all(each, *each.answers.result(), score))
+        except RunFailedError as error:
+            self._failure = error
+            raise
         return metrics
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the measured difference of logprobs, from which the limit follows."""
+        return {"tokens": self._judge.measured_tokens, "nats": self._judge.measured_nats}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._judge.measured_tokens, self._judge.measured_nats = int(state["tokens"]), state["nats"]
 
     def _judge_all(
         self,
@@ -208,14 +229,20 @@ class PublishProof:
     ) -> dict[str, float]:
         version = asked.version
         # An engine that has died gives no tokens.
-        answers = {name: answer for name, answer in answers.items() if len(answer.token_ids)}
+        silent = {name for name, answer in answers.items() if not len(answer.token_ids)}
+        answers = {name: answer for name, answer in answers.items() if name not in silent}
         if asked.is_all:
-            self._distrust_silent(answers)
+            silent |= self._proven.keys() - answers.keys()
+        self._distrust_silent(silent)
+        crossed = {name: _up_to(answer, version, _CROSSED_TOKENS) for name, answer in crossed.items()}
         scored = self._score([*answers.values(), *crossed.values()], score)
-        verdicts = {
-            name: self._judge.judge(version, answer.token_ids.tolist(), answer.logprobs, next(scored))
-            for name, answer in answers.items()
-        }
+        verdicts = self._verdicts(version, answers, scored)
+        if self._restarts and any(verdict.fault for verdict in verdicts.values()):
+            # No engine is given up for a single answer. Colocated engines cannot answer now, since they sleep.
+            again = self._loop.run(self._engine.generate_on_each(self._second), self._timeout_s, "A second probe")
+            again = {name: again[name] for name in verdicts if verdicts[name].fault and name in again}
+            again = {name: answer for name, answer in again.items() if len(answer.token_ids)}
+            verdicts |= self._verdicts(version, again, self._score([*again.values()], score))
         faults = {name: verdict.fault for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
             if verdict.is_far:
@@ -231,7 +258,8 @@ class PublishProof:
             # Old keys and values show most in the first tokens after the update.
             trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)[:_CROSSED_TOKENS]
             if len(is_new):
-                difference = mean_difference(answer.logprobs[is_new], trainer[is_new])
+                # Stale keys and values change all tokens. A single one may differ because it went to another expert.
+                difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
                 differences.append(difference)
                 if not difference <= self._judge.bar and not faults.get(name):
                     faults[name] = (
@@ -247,6 +275,14 @@ class PublishProof:
             **({DIFFERENCE: max(differences)} if differences else {}),
             **({DELIVERED: min(delivered)} if delivered else {}),
             REJECTED: float(len(faults)),
+        }
+
+    def _verdicts(
+        self, version: int, answers: Mapping[str, GenerationResult], scored: Iterator[NDArray[np.float32]]
+    ) -> dict[str, Verdict]:
+        return {
+            name: self._judge.judge(version, answer.token_ids.tolist(), answer.logprobs, next(scored))
+            for name, answer in answers.items()
         }
 
     def _score(self, answers: Sequence[GenerationResult], score: Score) -> Iterator[NDArray[np.float32]]:
@@ -269,11 +305,12 @@ class PublishProof:
         for name in names:
             self._proven[name] = version
             self._engine.accept(name, version)
+            self._trust(name, version)
 
-    def _distrust_silent(self, answers: Mapping[str, GenerationResult]) -> None:
+    def _distrust_silent(self, names: Iterable[str]) -> None:
         """Distrust engines that died before they answered. Nobody knows with which weights they generated last."""
-        for name in [name for name in self._proven if name not in answers]:
-            proven = self._proven.pop(name)
+        for name in names:
+            proven = self._proven.pop(name, -1)
             if self._engine.needs_proof:
                 self._loop.call(self._distrust, name, proven)
 
@@ -297,3 +334,16 @@ class PublishProof:
         except RunFailedError as error:
             raise RunFailedError(f"{what} {error} {_ADVICE}") from error
         tell(f"{what} It is started again. What it has made since its last proof is generated again.")
+
+
+def _up_to(answer: GenerationResult, version: int, num_tokens: int) -> GenerationResult:
+    """Return the answer up to so many tokens of this version."""
+    end = int(np.flatnonzero(answer.versions == version)[:num_tokens].max(initial=-1)) + 1
+    experts = answer.routed_experts
+    return replace(
+        answer,
+        token_ids=answer.token_ids[:end],
+        logprobs=answer.logprobs[:end],
+        versions=answer.versions[:end],
+        routed_experts=None if experts is None else experts[: len(experts) - len(answer.token_ids) + end],
+    )

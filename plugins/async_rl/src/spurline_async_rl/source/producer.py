@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import numpy as np
 
 from spurline.errors import RunFailedError
 from spurline_async_rl.scheduling.scheduler import Scheduler, State
@@ -63,8 +65,8 @@ class Producer:
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
-        # The newest version that each rejected engine has proven.
-        self._distrusted: dict[str, int] = {}
+        # For each engine that was distrusted: (a, b) for tokens of versions between a and b; b is None until it proves.
+        self._distrusted: dict[str, list[tuple[int, int | None]]] = {}
         self._given_back = 0
         self._stopped = True
         self._goes_on_admitting = False
@@ -100,11 +102,13 @@ class Producer:
         ready = scheduler.next_batch()
         if ready is None and scheduler.is_exhausted():
             raise self._exhausted()
-        if ready is None or (unproven is not None and self._newest(ready) >= unproven):
+        if ready is None:
             scheduler.await_batch()
             self._admit()
             return None
         filtered = {*scheduler.filtered}
+        if unproven is not None and self._newest(filtered | {*ready}) >= unproven:
+            return None
         draws = scheduler.take(wait_s, seconds)
         groups = tuple(self._groups[draw] for draw in draws)
         every = tuple(self._groups.pop(draw) for draw in sorted(filtered | {*draws}))
@@ -122,7 +126,7 @@ class Producer:
 
         Running groups are checked when they end.
         """
-        self._distrusted[engine] = version
+        self._distrusted.setdefault(engine, []).append((version, None))
         tainted = [draw for draw, group in self._groups.items() if self._is_tainted(group)]
         for draw in tainted:
             del self._groups[draw]
@@ -133,20 +137,27 @@ class Producer:
         self._given_back += len(tainted)
         self._admit()
 
+    def trust(self, engine: str, version: int) -> None:
+        """Take groups of a distrusted engine again, if it has made them with weights of this version or newer ones."""
+        if engine in self._distrusted:
+            self._distrusted[engine] = [(above, below or version) for above, below in self._distrusted[engine]]
+
     def take_given_back(self) -> int:
         """Return how many groups were given back since the last call."""
         count, self._given_back = self._given_back, 0
         return count
 
-    def _newest(self, draws: Sequence[int]) -> int:
+    def _newest(self, draws: Iterable[int]) -> int:
         return max(version_range(self._groups[draw])[1] for draw in draws)
 
     def _is_tainted(self, group: Group) -> bool:
-        return any(
-            turn.versions is not None and turn.versions.max(initial=-1) > version and engine in turn.engines
-            for engine, version in self._distrusted.items()
-            for turn in turns_of([group])
-        )
+        # If another engine has finished a response, the pool has cut the unproven tokens of the engines before.
+        for turn in turns_of([group]) if self._distrusted else ():
+            for above, below in self._distrusted.get(turn.engines[-1], ()) if turn.engines else ():
+                versions = np.asarray(turn.versions)
+                if ((versions > above) & (below is None or versions < below)).any():
+                    return True
+        return False
 
     async def close(self) -> None:
         """Cancel all running groups, and wait until they end. Attempts have their own time limit for this."""

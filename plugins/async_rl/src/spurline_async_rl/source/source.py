@@ -90,6 +90,7 @@ class AsyncRolloutSource(PromptSource):
         )
         self._publisher: Publisher | None = None
         self._proof: PublishProof | None = None
+        self._proof_state: Mapping[str, float] | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
         # Metrics of publishes since the last call of `_take_synced`, and of their proofs since the last batch.
@@ -113,6 +114,8 @@ class AsyncRolloutSource(PromptSource):
         self._updates = step - 1
         self._timeline.resume(self._updates)
         self._proof = self._make_proof() if self._config.proof.every else None
+        if self._proof is not None and self._proof_state is not None:
+            self._proof.load_state_dict(self._proof_state)
         self._publisher = Publisher(
             self._engine,
             self._config,
@@ -253,10 +256,13 @@ class AsyncRolloutSource(PromptSource):
         # A checkpoint must not hold groups of an engine that is about to be rejected.
         self._settle_proof()
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
-        return {**prompts, **state, "groups": groups_state(groups), "made_with": self._config.group_terms()}
+        proof = None if self._proof is None else self._proof.state_dict()
+        terms = self._config.group_terms()
+        return {**prompts, **state, "groups": groups_state(groups), "made_with": terms, "proof": proof}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._load_prompts_state(state)
+        self._proof_state = state.get("proof")
         terms = cast("Mapping[str, Any]", state.get("made_with", self._config.group_terms()))
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
@@ -389,7 +395,9 @@ class AsyncRolloutSource(PromptSource):
         config = self._config
         model = load_model_config(self._context.config.model)
         limit = position_limit(model)
-        limits = (config.engine.context_tokens, None if limit is None else limit.tokens)
+        # The trainer needs the probe in one row.
+        rows = self._context.config.collator.row_capacity
+        limits = (config.engine.context_tokens, rows, None if limit is None else limit.tokens)
         return PublishProof(
             cast("TakesWeights", self._engine),
             config.proof,
@@ -401,6 +409,7 @@ class AsyncRolloutSource(PromptSource):
             crosses=config.engine.recomputes_cache,
             restarts=not config.engine.is_colocated,
             distrust=self._producer.distrust,
+            trust=self._producer.trust,
             timeout_s=config.stall_timeout_s,
             report_s=config.watchdog_s,
             notify=self._changed.set,

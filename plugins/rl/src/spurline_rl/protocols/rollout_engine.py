@@ -298,7 +298,7 @@ class TakesWeights(ABC):
         """Generate the same continuation on each of these members, or on all that have weights.
 
         Returns:
-            The results by the member's name, without members that died.
+            The results by the member's name. A member that died has a result without tokens.
         """
         return {"the engine": await cast("RolloutEngine", self).generate(request)}
 

@@ -37,7 +37,7 @@ _LONGEST_LINE = 1 << 24
 """Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
 START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
-    f"--logprobs-mode processed_logprobs --worker-extension-cls {WORKER_EXTENSION}."
+    f"--logprobs-mode processed_logprobs --scheduling-policy priority --worker-extension-cls {WORKER_EXTENSION}."
 )
 _OPEN = (
     "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
