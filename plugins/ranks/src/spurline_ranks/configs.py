@@ -125,7 +125,7 @@ class RankBackendConfig(ModelBackendConfig):
     def counts(self, rank: int) -> bool:
         """Return whether the controller uses this rank's answer. It uses the answer of one rank for each share.
 
-        The ranks with used answers, sorted by number, have the shares 0, 1, 2 and so on.
+        Sort the ranks whose answers are used by number. The first has share 0, the second share 1, and so on.
         """
         return True
 

@@ -1,8 +1,8 @@
 """Publish weights from the ranks in buckets. Weights never pass through the controller.
 
-Data flow: parts of weights -> one whole bucket at a time, in the first rank, the bucket's owner or all ranks -> a
-`BucketMaker` in these ranks -> a description of the bucket -> controller. Each call makes one bucket, so a consumer may
-stop after any bucket.
+Data flow: parts of weights -> one whole bucket at a time (in the first rank, the bucket's owner, or all ranks) ->
+the `BucketMaker` of these ranks -> a description of the bucket -> controller. Each call makes one bucket, so a
+consumer may stop after any bucket.
 """
 
 from __future__ import annotations

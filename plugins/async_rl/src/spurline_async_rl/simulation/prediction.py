@@ -32,7 +32,7 @@ class Figures:
     Attributes:
         staleness: Shares of the trained tokens, by their age in updates.
         trainer_idle: The share of the time in which training waited for a batch.
-        generation_idle: The share of `max_running` that no group used, as a mean over time.
+        generation_idle: The mean share of the `max_running` places for groups that were empty or paused.
         depth: The mean depth D (see depth.py), in groups.
     """
 
@@ -87,7 +87,10 @@ def predictor(workload: Workload, num_steps: int) -> Predict:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The output of `spurline simulate`. `alternatives` has predictions with one changed knob, by its letter."""
+    """The output of `spurline simulate`.
+
+    `alternatives` maps the letter of a knob (S, K, D, B or E) to predictions in which only this knob is changed.
+    """
 
     basis: Sequence[str]
     steps_simulated: int
@@ -189,7 +192,10 @@ def _bounds(knobs: Knobs) -> list[int]:
 
 
 def recommended(found: Sequence[Prediction]) -> Prediction:
-    """Choose the smallest bound with nearly the best throughput, and among its fastest runs the freshest tokens."""
+    """Find the smallest `max_staleness` with nearly the best throughput.
+
+    Returns the one of its fastest predictions that has the freshest tokens.
+    """
     best = max(item.per_s for item in found)
     bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)
     of_bound = [item for item in found if item.knobs.max_staleness == bound]
@@ -211,7 +217,10 @@ def _on_sides(current: Prediction) -> str:
 def _on_settings(current: Prediction, best: Prediction) -> str:
     gain, now, then = best.per_s / current.per_s, current.knobs, best.knobs
     if now == then or (gain < _WORTH_SAYING and then.max_staleness == now.max_staleness):
-        return "The settings are good: no other max_staleness or max_concurrent_groups gains 2% without older tokens."
+        return (
+            "The settings are good: any other max_staleness or max_concurrent_groups would gain less than 3% of "
+            "throughput, or make tokens older."
+        )
     settings = {
         "max_staleness": (now.max_staleness, then.max_staleness),
         "max_concurrent_groups": (now.max_running, then.max_running),

@@ -44,7 +44,8 @@ class AdapterWeights(GroupedWeights):
         tensors: dict[str, Tensor] = {}
         groups: list[WeightGroup] = []
         for layer, part, parameter in adapter_parameters(causal):
-            # Names in PEFT's files have this prefix, and lack the name of the adapter. PEFT adds it when it loads them.
+            # Names in PEFT's files begin with `base_model.model.` and leave out the adapter's name. PEFT inserts the
+            # adapter's name when it loads the file.
             leaf = ".".join(piece for piece in part.split(".") if piece != ADAPTER)
             source, name = f"{layer}.{part}", f"base_model.model.{layer}.{leaf}"
             tensors[source] = parameter

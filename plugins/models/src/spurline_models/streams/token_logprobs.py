@@ -84,7 +84,7 @@ class TokenLogprobs:
     def __init__(self, head: nn.Module, chunk_tokens: int):
         self._head = head
         self._chunk_tokens = chunk_tokens
-        # If the head has dropout, recomputation must restore the random generator, which waits for the device.
+        # If the head has dropout, the recomputation must restore the random generator. This waits for the device.
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
 
     def __call__(

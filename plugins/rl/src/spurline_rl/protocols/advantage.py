@@ -29,7 +29,7 @@ class Advantage(Protocol):
         """Return copies of the groups, in order, with `advantages` float32 per response token.
 
         Algorithms with a critic also set `returns`, the critic's target. The groups are the whole batch or one
-        mini-batch. Statistics over several groups use these groups.
+        mini-batch. A statistic over several groups is computed over the groups of one call only.
 
         Raises:
             DataError: If a group is too small or its rewards cannot be used. The error names the prompt.

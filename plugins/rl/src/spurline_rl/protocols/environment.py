@@ -92,7 +92,8 @@ class PolicyHandle(Protocol):
         """Return all turns as the attempt's trajectory.
 
         Args:
-            rewards: Reward terms of the attempt by name, before weights. Every attempt must have the same names.
+            rewards: Reward terms of the attempt by name, not yet multiplied by their weights. Every attempt must have
+                the same names.
             turn_rewards: One number per turn, for the turn's last token. Reward weights do not apply to turn rewards.
             info: JSON-serializable facts for the log and the report, such as `prompt` and `response`.
         """
@@ -122,7 +123,8 @@ class Environment(Protocol):
 
         Raises:
             DataError: For a row that cannot be used, such as a prompt that fills the context. The error ends the run,
-                unless `on_bad_row: skip` leaves out the row. `run` must catch the DataError of a later turn.
+                unless `on_bad_row: skip` leaves out the row. From the second turn on, `policy.generate` raises
+                DataError when the context is full. This method must catch that error and finish the attempt.
             AttemptFailedError: If another attempt may succeed. Other exceptions and time-outs count as this error. The
                 attempt is retried at most `faults.retries` times. If all retries fail, the prompt is given up.
             SpurlineError: Any other error of this class ends the run.

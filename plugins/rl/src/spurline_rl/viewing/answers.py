@@ -34,7 +34,8 @@ _PREVIEW = 200
 """Number of characters that a list shows of each prompt and response."""
 _MOST_GIVEN_UP = 200
 MOST_COMPARED = 4_000
-"""Most tokens between common start and common end that are compared. Longer spans are shown as different."""
+"""If there are more tokens than this between the common start and the common end, they are not compared, but shown
+as different."""
 _TEXTS = ("prompt", "response")
 """Long columns, which are not kept in memory. A filter that searches them reads the files again."""
 _SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
