@@ -64,6 +64,7 @@ class ProvenPublishes:
             temperature=1.0,
             context=CONTEXT,
             vocabulary=None,
+            in_fp32=True,
             crosses=True,
             restarts=True,
             distrust=lambda *_: None,

@@ -105,6 +105,12 @@ def test_the_difference_that_is_measured_first_sets_the_limit(difference: float,
     assert one(judge, 0, tokens, [-1.0] * TOKENS, [-1.01 - bar] * TOKENS).fault
 
 
+def test_equal_logprobs_in_bf16_do_not_mean_fp32():
+    judge = Judge(in_fp32=False)
+    one(judge, 0, [7] * TOKENS, [-1.0] * TOKENS, [-1.0] * TOKENS)
+    assert judge.bar == 0.05
+
+
 def test_likely_tokens_and_few_tokens_measure_nothing():
     judge = Judge()
     one(judge, 0, [7] * TOKENS, [-1e-5] * TOKENS, [-1e-5] * TOKENS)

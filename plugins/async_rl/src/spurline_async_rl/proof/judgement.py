@@ -31,7 +31,7 @@ _USUAL_BAR = 0.05
 _LARGEST_BAR = 0.5
 """The limit until the difference is measured, and the largest limit. No precision or quantization explains more."""
 _FP32_DIFFERENCE = 1e-4
-"""A measured mean difference up to this means fp32."""
+"""A measured mean difference up to this means that an engine computes in fp32, if the trainer does."""
 _UNCERTAIN = -0.1
 """Tokens with a logprob below this measure the difference. Likely tokens have little rounding in any precision."""
 _MEASURED_TOKENS = 32
@@ -66,9 +66,14 @@ class Verdict:
 
 
 class Judge:
-    """Judges the probes of all engines of a run, publish after publish."""
+    """Judges the probes of all engines of a run, publish after publish.
 
-    def __init__(self) -> None:
+    `in_fp32` says whether the trainer computes in fp32. In bf16 most differences may be tiny, and some large, if the
+    engine computes as the trainer does.
+    """
+
+    def __init__(self, *, in_fp32: bool = True) -> None:
+        self._in_fp32 = in_fp32
         self.measured_tokens, self.measured_nats = 0, 0.0
         """Uncertain tokens of the first believed answers, and the sum of their differences. A checkpoint keeps them."""
         # Squared differences of believed answers, by token.
@@ -82,7 +87,9 @@ class Judge:
         if self.measured_tokens < _MEASURED_TOKENS:
             return _LARGEST_BAR
         measured = self.measured_nats / self.measured_tokens
-        return _FP32_BAR if measured <= _FP32_DIFFERENCE else max(_USUAL_BAR, min(3 * measured, _LARGEST_BAR))
+        if self._in_fp32 and measured <= _FP32_DIFFERENCE:
+            return _FP32_BAR
+        return max(_USUAL_BAR, min(3 * measured, _LARGEST_BAR))
 
     def judge(self, version: int, tokens: Sequence[int], given: Logprobs, scored: Logprobs) -> Verdict:
         """Judge the answer of an engine to the probe.

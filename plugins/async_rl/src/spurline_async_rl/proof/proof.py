@@ -95,6 +95,7 @@ class PublishProof:
 
     Args:
         context, vocabulary: See `make_probes`.
+        in_fp32: Whether the trainer computes in fp32.
         crosses: Whether engines compute keys and values again after an update.
         restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
         distrust: Called on the event loop with the name of an engine and the newest version that it has proven. What
@@ -116,6 +117,7 @@ class PublishProof:
         temperature: float,
         context: int | None,
         vocabulary: int | None,
+        in_fp32: bool,
         crosses: bool,
         restarts: bool,
         distrust: Callable[[str, int], None],
@@ -133,7 +135,7 @@ class PublishProof:
         self._timeout_s = timeout_s
         self._report_s = report_s
         self._notify = notify
-        self._judge = Judge()
+        self._judge = Judge(in_fp32=in_fp32)
         self._num_publishes = 0
         self._is_due = False
         self._asked: list[_Asked] = []

@@ -262,7 +262,7 @@ class AsyncRolloutSource(PromptSource):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._load_prompts_state(state)
-        self._proof_state = state.get("proof")
+        self._proof_state = cast("Mapping[str, float] | None", state.get("proof"))
         terms = cast("Mapping[str, Any]", state.get("made_with", self._config.group_terms()))
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
@@ -406,6 +406,7 @@ class AsyncRolloutSource(PromptSource):
             temperature=config.sampling.temperature,
             context=min((limit for limit in limits if limit is not None), default=None),
             vocabulary=getattr(model.get_text_config(), "vocab_size", None),
+            in_fp32=self._context.config.backend.facts.computes_in != "bf16",
             crosses=config.engine.recomputes_cache,
             restarts=not config.engine.is_colocated,
             distrust=self._producer.distrust,
