@@ -9,7 +9,8 @@ TORCH_FROM := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 # Versions for development.
 TESTED := -c constraints.txt -c tests/constraints.txt
 # The tests of a file share models, engines and ranks, so they stay together. PYTEST_ARGS="-n 0 PATH" runs without workers.
-IN_PARALLEL := -n logical --maxprocesses 8 --dist loadfile
+# There is one more worker than cores, because tests often wait for other processes.
+IN_PARALLEL := -n $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8))) --dist loadfile
 
 .PHONY: help quickstart test test-fast alone check soak docs benchmarks clean
 help:
