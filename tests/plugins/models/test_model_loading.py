@@ -90,6 +90,7 @@ def test_weights_that_are_given_take_the_place_of_those_of_the_files(tmp_path: P
     ("overrides", "message"),
     [
         ({"hidden_size": "big"}, r"model\.config_overrides\.hidden_size is 'big'.*expected int.*model itself has 32"),
+        ({"use_return_dict": True}, r"model\.config_overrides\.use_return_dict is True, which does not fit"),
         ({"layer_types": "all"}, r"model\.config_overrides\.layer_types is 'all', which does not fit"),
         ({"hidden_act": "nope"}, r"model\.config_overrides: no model can be built with .*nope"),
         ({"to_dict": 1}, r"'to_dict' is not a field of Qwen3Config"),

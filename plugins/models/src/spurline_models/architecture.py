@@ -141,7 +141,7 @@ def _override(config: PretrainedConfig, name: str, value: Any) -> None:
     try:
         # transformers changes some values in place. The copy protects the run's config.
         setattr(config, name, deepcopy(value))
-    except (StrictDataclassError, TypeError, ValueError) as error:
+    except (StrictDataclassError, AttributeError, TypeError, ValueError) as error:
         reason = str(error.__cause__ or error).splitlines()[-1].strip()
         raise ModelError(
             f"model.config_overrides.{name} is {value!r}, which does not fit: {reason}. The model itself has "

@@ -52,7 +52,7 @@ class RankBackendConfig(ModelBackendConfig):
     """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Ranks on each machine of a cluster. null uses one machine if it has enough GPUs, else fills several machines."""
-    gpus: Annotated[tuple[int, ...] | None, OnResume.FREE] = None
+    gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, OnResume.FREE] = None
     """Numbers of the GPUs of this machine that ranks may use; null means all. Rollout engines get unused GPUs."""
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Maximum tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row
