@@ -150,8 +150,8 @@ def measure(size: Size, folder: Path) -> Measured:
     loaded.host.attach(measured, "controller")
     take = Producer.take
 
-    def taking(self: Producer, step: int, wait_s: float = 0.0, seconds: float = 0.0) -> Any:
-        found = take(self, step, wait_s, seconds)
+    def taking(self: Producer, step: int, *more: Any) -> Any:
+        found = take(self, step, *more)
         if found is not None:
             measured.taken()
         return found
@@ -188,6 +188,8 @@ def settings(size: Size, folder: Path) -> dict[str, Any]:
             "environment": "scripted",
             "advantage": "grpo",
             "correction": "tis",
+            # The logprobs of a scripted engine prove nothing.
+            "proof": {"every": 0},
             "engine": {"name": "scripted", "tokens": size.tokens, "mean_s": mean_s, "sigma": 0.5},
             "sampling": {"max_new_tokens": size.tokens},
         },
