@@ -103,7 +103,8 @@ class Judge:
         if not self._scored or self._scored[-1][0] != version:
             self._scored.append((version, {}))
         self._scored[-1][1][tuple(tokens)] = scored
-        difference = mean_difference(given, scored)
+        distances = np.abs(given.astype(np.float64) - scored)
+        difference = float(distances.mean())
         delivered, is_delivered = self._delivered(tokens, given, scored)
         # NaN is a fault, too.
         if not difference <= self.bar:
@@ -115,12 +116,12 @@ class Judge:
         if not is_delivered:
             moved = max(0.0, delivered or 0.0)
             return Verdict(difference, delivered, f"its logprobs moved only {moved:.2f} times as far as the trainer's")
-        self._squares.append(np.square(given.astype(np.float64) - scored))
+        self._squares.append(np.square(distances))
         is_far = False
         if self.measured_tokens < _MEASURED_TOKENS:
             uncertain = scored < _UNCERTAIN
             self.measured_tokens += int(uncertain.sum())
-            self.measured_nats += float(np.abs(given.astype(np.float64) - scored)[uncertain].sum())
+            self.measured_nats += float(distances[uncertain].sum())
             measured = self.measured_nats / max(1, self.measured_tokens)
             is_far = self.measured_tokens >= _MEASURED_TOKENS and measured > _USUAL_BAR
         return Verdict(difference, delivered, is_far=is_far)
@@ -161,11 +162,6 @@ class Judge:
         # small ones, does not look exact.
         mean = float(np.concatenate(self._squares).mean())
         return np.maximum((sums + mean) / (counts + 1), max(mean / 4, _LEAST_ROUNDING**2))
-
-
-def mean_difference(given: Logprobs, scored: Logprobs) -> float:
-    """Return the mean of |given - scored|."""
-    return float(np.abs(given.astype(np.float64) - scored).mean())
 
 
 def _score_of_prefix(scored: dict[tuple[int, ...], Logprobs], tokens: Sequence[int]) -> NDArray[np.float64]:

@@ -242,8 +242,8 @@ class PublishProof:
         if self._restarts and any(verdict.fault for verdict in verdicts.values()):
             # No engine is given up for a single answer. Colocated engines cannot answer now, since they sleep.
             again = self._loop.run(self._engine.generate_on_each(self._second), self._timeout_s, "A second probe")
-            again = {name: again[name] for name in verdicts if verdicts[name].fault and name in again}
-            again = {name: answer for name, answer in again.items() if len(answer.token_ids)}
+            doubted = {name for name, verdict in verdicts.items() if verdict.fault}
+            again = {name: answer for name, answer in again.items() if name in doubted and len(answer.token_ids)}
             verdicts |= self._verdicts(version, again, self._score([*again.values()], score))
         faults = {name: verdict.fault for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():

@@ -6,8 +6,9 @@ Everything here runs on one event loop. The training thread calls it through `Lo
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,8 +66,8 @@ class Producer:
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
-        # For each engine that was distrusted: (a, b) for tokens of versions between a and b; b is None until it proves.
-        self._distrusted: dict[str, list[tuple[int, int | None]]] = {}
+        # For each engine that was distrusted: (a, b) for tokens of versions between a and b.
+        self._distrusted: dict[str, list[tuple[int, float]]] = {}
         self._given_back = 0
         self._stopped = True
         self._goes_on_admitting = False
@@ -107,7 +108,9 @@ class Producer:
             self._admit()
             return None
         filtered = {*scheduler.filtered}
-        if unproven is not None and self._newest(filtered | {*ready}) >= unproven:
+        if unproven is not None and any(
+            version_range(self._groups[draw])[1] >= unproven for draw in filtered | {*ready}
+        ):
             return None
         draws = scheduler.take(wait_s, seconds)
         groups = tuple(self._groups[draw] for draw in draws)
@@ -126,7 +129,7 @@ class Producer:
 
         Running groups are checked when they end.
         """
-        self._distrusted.setdefault(engine, []).append((version, None))
+        self._distrusted.setdefault(engine, []).append((version, math.inf))
         tainted = [draw for draw, group in self._groups.items() if self._is_tainted(group)]
         for draw in tainted:
             del self._groups[draw]
@@ -140,24 +143,23 @@ class Producer:
     def trust(self, engine: str, version: int) -> None:
         """Take groups of a distrusted engine again, if it has made them with weights of this version or newer ones."""
         if engine in self._distrusted:
-            self._distrusted[engine] = [(above, below or version) for above, below in self._distrusted[engine]]
+            self._distrusted[engine] = [(above, min(below, version)) for above, below in self._distrusted[engine]]
 
     def take_given_back(self) -> int:
         """Return how many groups were given back since the last call."""
         count, self._given_back = self._given_back, 0
         return count
 
-    def _newest(self, draws: Iterable[int]) -> int:
-        return max(version_range(self._groups[draw])[1] for draw in draws)
-
     def _is_tainted(self, group: Group) -> bool:
+        if not self._distrusted:
+            return False
         # If another engine has finished a response, the pool has cut the unproven tokens of the engines before.
-        for turn in turns_of([group]) if self._distrusted else ():
-            for above, below in self._distrusted.get(turn.engines[-1], ()) if turn.engines else ():
-                versions = np.asarray(turn.versions)
-                if ((versions > above) & (below is None or versions < below)).any():
-                    return True
-        return False
+        finished = [(turn.engines[-1], np.asarray(turn.versions)) for turn in turns_of([group]) if turn.engines]
+        return any(
+            ((above < versions) & (versions < below)).any()
+            for engine, versions in finished
+            for above, below in self._distrusted.get(engine, ())
+        )
 
     async def close(self) -> None:
         """Cancel all running groups, and wait until they end. Attempts have their own time limit for this."""

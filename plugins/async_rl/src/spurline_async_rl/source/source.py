@@ -90,7 +90,7 @@ class AsyncRolloutSource(PromptSource):
         )
         self._publisher: Publisher | None = None
         self._proof: PublishProof | None = None
-        self._proof_state: Mapping[str, float] | None = None
+        self._proof_state: Mapping[str, Any] | None = None
         self._colocation: Colocation | None = None
         self._updates = 0
         # Metrics of publishes since the last call of `_take_synced`, and of their proofs since the last batch.
@@ -114,8 +114,10 @@ class AsyncRolloutSource(PromptSource):
         self._updates = step - 1
         self._timeline.resume(self._updates)
         self._proof = self._make_proof() if self._config.proof.every else None
-        if self._proof is not None and self._proof_state is not None:
-            self._proof.load_state_dict(self._proof_state)
+        # Another engine may compute in another precision, so its difference is measured again.
+        state = self._proof_state
+        if self._proof is not None and state and state["engine"] == self._config.engine.model_dump(mode="json"):
+            self._proof.load_state_dict(state)
         self._publisher = Publisher(
             self._engine,
             self._config,
@@ -256,13 +258,14 @@ class AsyncRolloutSource(PromptSource):
         # A checkpoint must not hold groups of an engine that is about to be rejected.
         self._settle_proof()
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
-        proof = None if self._proof is None else self._proof.state_dict()
+        engine = self._config.engine.model_dump(mode="json")
+        proof = None if self._proof is None else {**self._proof.state_dict(), "engine": engine}
         terms = self._config.group_terms()
         return {**prompts, **state, "groups": groups_state(groups), "made_with": terms, "proof": proof}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         self._load_prompts_state(state)
-        self._proof_state = cast("Mapping[str, float] | None", state.get("proof"))
+        self._proof_state = cast("Mapping[str, Any] | None", state.get("proof"))
         terms = cast("Mapping[str, Any]", state.get("made_with", self._config.group_terms()))
         self._producer.load_state_dict(state, keep_groups=self._config.may_train_on(terms))
 
