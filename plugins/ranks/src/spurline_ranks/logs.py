@@ -15,7 +15,7 @@ from spurline_models.machine import why_silent
 
 _LAST_WORDS_BYTES = 3000
 _STACKS_BYTES = 100_000
-_WRITING_S = 0.1
+_WRITING_S = 0.3
 """A process is assumed to have finished writing when its file has not grown for this many seconds."""
 _BEGIN = "The output of process "
 _RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")

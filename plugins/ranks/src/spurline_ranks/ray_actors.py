@@ -35,7 +35,9 @@ from spurline_ranks.store import open_store
 _END_TIMEOUT_S = 30.0
 """Seconds within which a killed process must have ended."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Seconds to wait for an answer about a rank."""
+"""Seconds to wait for a rank's report about its work."""
+_STACKS_TIMEOUT_S = 10.0
+"""Seconds to wait until a rank has written its stacks, and as long again for the answer of its machine."""
 _PING_TIMEOUT_S = 15.0
 """Seconds without an answer after which a machine counts as lost."""
 _TELLING_S = 10.0
@@ -146,10 +148,12 @@ class RayRanks(RankGroup):
         # A rank that has never answered has no known process id.
         known = [(number, self._ranks[number]) for number in missing if self._ranks[number].pid]
         asked = {
-            number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _ANSWER_TIMEOUT_S)
+            number: self._watchers[rank.node.id].stacks.remote(rank.pid, rank.log, _STACKS_TIMEOUT_S)
             for number, rank in known
         }
-        return what_comes(asked, 2 * _ANSWER_TIMEOUT_S)
+        limit_s = 2 * _STACKS_TIMEOUT_S
+        silent = f"The machine of this rank has not answered within {limit_s:g} s."
+        return dict.fromkeys(asked, silent) | what_comes(asked, limit_s)
 
     def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
         pids = self._pids_by_node(ranks)
