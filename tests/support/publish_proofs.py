@@ -90,9 +90,7 @@ class ProvenPublishes:
         assert 0.99 < found.get("publish/delivered", 1.0) < 1.01
 
     def assert_rejected(self, version: int, publishing: Coroutine[Any, Any, Any], logprobs: Logprobs) -> None:
-        with pytest.raises(
-            RunFailedError, match=rf"engine 0 .*does not generate with the weights of version {version}"
-        ):
+        with pytest.raises(RunFailedError, match=f"does not generate with the weights of version {version}"):
             self.publish(version, publishing, logprobs)
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import aiohttp
 import numpy as np
 import pytest
 from living_processes import living_below
-from vllm_engines import LIMIT_S, START_S, disk, publish, vllm_engine, vllm_models
+from publish_proofs import ProvenPublishes, moved_model
+from vllm_engines import LIMIT_S, START_S, HeldEngine, disk, publish, vllm_engine, vllm_models
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION
@@ -120,6 +122,45 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
             difference = np.abs(result.logprobs - expected)[result.versions == version]
             assert difference.max(initial=0.0) <= 1e-5
     assert any({1, 2} <= set(result.versions.tolist()) for result in results)
+
+
+@pytest.mark.parametrize("server", [OURS], indirect=True, ids=["collective"])
+def test_updates_that_a_server_confirms_and_does_not_do_are_found_out(
+    models: ModelPair, server: tuple[str, subprocess.Popen[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, process = server
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    weights = [models.old, *(moved_model(tmp_path / str(seed), models.old, seed) for seed in range(1, 5))]
+    held = HeldEngine(tmp_path)
+
+    async def start() -> None:
+        await _up(url, process)
+        held.engine = vllm_engine(models.old, tmp_path, **_server_settings(url))
+        await held.engine.start()
+        await publish(held.engine, 1, models.old)
+
+    def sending(version: int, sent: Path | None = None) -> Any:
+        claimed = weights[version - 1]
+        return (
+            version,
+            publish(held.engine, version, sent or claimed),
+            partial(model_logprobs, claimed, temperature=1.0),
+        )
+
+    async def pause_and_keep_the_cache(self: ServerApi) -> None:
+        await self._call("POST", "/pause", params={"mode": "abort", "clear_cache": "false"})
+
+    try:
+        held.run(start())
+        publishes = ProvenPublishes(held, models.old)
+        publishes.assert_honest(*sending(2))
+        publishes.assert_rejected(*sending(3, weights[1]))
+        publishes = ProvenPublishes(held, models.old)
+        publishes.assert_honest(*sending(4))
+        monkeypatch.setattr(ServerApi, "pause", pause_and_keep_the_cache)
+        publishes.assert_rejected(*sending(5))
+    finally:
+        held.close()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
