@@ -123,7 +123,8 @@ def test_knobs_that_do_not_fit_each_other_are_refused_with_the_fix(
 
 STALLS = {
     "blocks": (
-        "import asyncio, time\nasync def waits(answer):\n    await asyncio.sleep(0)\n    time.sleep(3)\n    return 0.0\n",
+        "import asyncio, time\nasync def waits(answer):\n    await asyncio.sleep(0)\n    time.sleep(3)\n"
+        "    return 0.0\n",
         r"blocked the event loop",
         ("has blocked", "run_blocks.py"),
     ),
