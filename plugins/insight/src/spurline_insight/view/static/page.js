@@ -68,7 +68,7 @@ async function show() {
     else link.removeAttribute("aria-current");
   }
   try {
-    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, samples: showSamples, attempt: showAttempt, diff: showDiff }[view](query);
+    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, attempt: showAttempt, diff: showDiff }[view](query);
     complain(null);
   } catch (error) {
     complain(error);
@@ -456,51 +456,6 @@ async function showSiblings(self) {
     box.append(make("span", {}, make("a", { href: "#attempt?" + attemptQuery(self.run, row) }, `sample ${row.sample} (reward ${short(row.reward)})`),
       " ", compare(self, other, "compare")));
   }
-}
-
-// Samples: read when a reader asks for those of a run, once for each time that the page is loaded.
-
-const samples = new Map();
-
-async function showSamples() {
-  byId("sampled").replaceChildren(...state.runs.map((run, number) => {
-    const button = make("button", { type: "button" }, `Read the samples of ${run.name}`);
-    button.addEventListener("click", () => readSamples(number).then(() => complain(null), complain));
-    return button;
-  }));
-}
-
-async function readSamples(number) {
-  byId("rows").replaceChildren();
-  byId("reading").textContent = "Reading; this takes some seconds.";
-  try {
-    if (!samples.has(number)) samples.set(number, await ask("samples", new URLSearchParams({ run: number })));
-  } finally {
-    byId("reading").textContent = "";
-  }
-  const { facts, rows } = samples.get(number);
-  const legend = make("p", { class: "legend" }, make("span", { class: "trained" }, "trained"), " ", make("span", {}, "context"), " ",
-    make("span", { class: "special" }, "special"));
-  byId("rows").replaceChildren(make("h2", {}, swatch(number), state.runs[number].name), ...facts.map((fact) => make("p", {}, fact)),
-    legend, ...rows.flatMap(sampleRow));
-}
-
-function sampleRow(row) {
-  const isPair = row.sequences.some((sequence) => sequence.kind === "chosen" || sequence.kind === "rejected");
-  return [make("h3", {}, row.title), make("div", isPair ? { class: "sides" } : {}, ...row.sequences.map(sampleSequence))];
-}
-
-function sampleSequence(sequence) {
-  const trained = sequence.weights.filter((weight) => weight !== 0).length;
-  const count = sequence.kind === "prompt" ? "" : `, ${short(trained)} trained`;
-  const spans = sequence.pieces.map((piece, number) => {
-    const weight = sequence.weights[number];
-    const classes = [weight ? "trained" : "", sequence.special[number] ? "special" : ""].filter(Boolean).join(" ");
-    const title = `${number}: id ${sequence.ids[number]}${weight ? `, weight ${short(weight)}` : ""}`;
-    return make("span", classes ? { class: classes, title } : { title }, piece);
-  });
-  const text = make("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": `Tokens of ${sequence.kind} ${visible(sequence.uid)}` }, ...spans);
-  return make("div", {}, make("p", {}, make("strong", {}, `${sequence.kind} ${sequence.uid}`), `: ${short(sequence.ids.length)} tokens${count}.`), ...sequence.notes.map((note) => make("p", { class: "marked" }, note)), text);
 }
 
 // Two attempts
