@@ -182,7 +182,8 @@ def test_curves_of_several_runs_and_tables_of_each_set(tmp_path: Path) -> None:
         ("a", "finished", 3, 1),
         ("b", "finished", 2, 1),
     ]
-    assert client.get("/api/series", params={"metric": "loss"}).json()[1] == {"steps": [1, 2], "values": [4.0, 2.0]}
+    series = client.get("/api/series", params={"metric": "loss"}).json()[1]
+    assert series == {"steps": [1, 2], "values": [4.0, 2.0], "means": [3.0, 3.0]}
     tables = client.get("/api/evaluations").json()[0]["tables"]
     assert [(table["set"], table["metrics"], len(table["rows"])) for table in tables] == [
         ("", ["pass@1"], 3),

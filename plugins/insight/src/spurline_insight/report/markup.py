@@ -61,9 +61,10 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
     """Return horizontal bars. Each part is a label, a share from 0 to 1, and a text at the right."""
     rows = "".join(
         f'<li><span class="label">{text(label)}</span>'
-        f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%"></span></span>'
+        f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%;'
+        f'background:var(--series-{min(number, 8)})"></span></span>'
         f'<span class="amount">{text(amount)}</span></li>'
-        for label, share, amount in parts
+        for number, (label, share, amount) in enumerate(parts, start=1)
     )
     return f'<ul class="shares">{rows}</ul>'
 

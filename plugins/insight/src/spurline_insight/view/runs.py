@@ -9,7 +9,7 @@ from typing import Any
 
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
-from spurline_insight.report.figure import thinned
+from spurline_insight.report.figure import moving_means, thinned
 from spurline_insight.report.record import distinct_names, evaluation_metrics, read_summary, setting
 from spurline_insight.report_panel import RunRecord
 
@@ -44,9 +44,9 @@ class ViewedRun:
         }
 
     def series(self, metric: str) -> dict[str, Any]:
-        """Return steps and values of a metric, with at most `MAX_POINTS` points."""
+        """Return steps, values and moving means of a metric, with at most `MAX_POINTS` points."""
         steps, values = thinned(*self._record().series(metric), MAX_POINTS)
-        return {"steps": steps, "values": values}
+        return {"steps": steps, "values": values, "means": moving_means(values)}
 
     def evaluations(self) -> dict[str, Any]:
         """Return `tables`, one for each evaluation: its metrics, and a row of values for each evaluated step."""

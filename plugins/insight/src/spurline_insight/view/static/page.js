@@ -51,8 +51,13 @@ function short(value) {
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-const series = (number) => "s" + ((number % 8) + 1);
-const swatch = (number) => make("span", { class: "swatch " + series(number), "aria-hidden": "true" });
+// Give an element the colour of a run.
+function coloured(element, number) {
+  element.style.color = `var(--series-${(number % 8) + 1})`;
+  return element;
+}
+
+const swatch = (number) => coloured(make("span", { class: "swatch", "aria-hidden": "true" }), number);
 
 // Where the reader is stands in the address after #: a view, and what it shows.
 function place() {
@@ -138,16 +143,6 @@ async function showCurves(query) {
   if (!chosen.length) byId("charts").append(make("p", {}, names.length ? "Choose a metric." : "No step has finished yet."));
 }
 
-function movingMean(values) {
-  const half = Math.max(2, Math.floor(Math.sqrt(values.length) / 2));
-  const sums = [0];
-  for (const value of values) sums.push(sums[sums.length - 1] + value);
-  return values.map((_, index) => {
-    const start = Math.max(0, index - half), end = Math.min(values.length, index + half + 1);
-    return (sums[end] - sums[start]) / (end - start);
-  });
-}
-
 function ticks(low, high, count) {
   const raw = (high - low) / count, base = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((factor) => factor * base).find((step) => step >= raw);
@@ -197,16 +192,13 @@ function chart(name, lines) {
     svg.append(draw("text", { class: "tick", x: x(step), y: height - 6, "text-anchor": "middle" }, short(step)));
   }
   const smooth = byId("smooth").checked;
-  const path = (of, faint, number) => draw("path", { class: `line ${series(number)}${faint ? " faint" : ""}`,
-    d: of.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") });
+  const path = (of, faint, number) => coloured(draw("path", { class: faint ? "line faint" : "line",
+    d: of.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") }), number);
   lines.forEach((line, number) => {
     const points = line.steps.map((step, index) => [step, line.values[index]]);
-    if (points.length === 1) svg.append(draw("circle", { class: series(number), cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }));
+    if (points.length === 1) svg.append(coloured(draw("circle", { class: "point", cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }), number));
     svg.append(path(points, smooth && points.length > 9, number));
-    if (smooth && points.length > 9) {
-      const means = movingMean(line.values);
-      svg.append(path(line.steps.map((step, index) => [step, means[index]]), false, number));
-    }
+    if (smooth && points.length > 9) svg.append(path(line.steps.map((step, index) => [step, line.means[index]]), false, number));
   });
   const cursor = draw("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
   svg.append(cursor);
