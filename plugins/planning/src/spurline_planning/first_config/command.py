@@ -5,10 +5,11 @@ The values in `run.yaml.jinja` are usual starting points. Comments explain the s
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 from ruamel.yaml import YAML
-from ruamel.yaml.compat import StringIO
 
 from spurline.config.loading import load_config
 from spurline.errors import UserError
@@ -41,10 +41,6 @@ _LEARNING_RATES: dict[tuple[Task, bool], str] = {
 """Learning rates by task, for all weights (False) and for adapters (True)."""
 _MAX_LENGTH = 4_096
 _MAX_NEW_TOKENS = 1_024
-_COMMENTS_AT = 33
-"""The column of comments."""
-_COMMENT = "\x1f"
-"""The mark of a comment before it is moved to its column."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +106,12 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
     """Return the config as YAML, with comments."""
     gpus, context = num_gpus(), sys.maxsize if model.context is None else model.context
     template = files("spurline_planning.first_config").joinpath("run.yaml.jinja").read_text(encoding="utf-8")
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-    environment.filters["scalar"] = _scalar
-    # A path may contain `  # `, but no value contains this control character, because YAML escapes it.
-    text = environment.from_string(template.replace("  # ", _COMMENT)).render(
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
+    )
+    # A string of JSON is one of YAML too.
+    environment.filters["scalar"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(template).render(
         options=options,
         model=model,
         data=data,
@@ -126,12 +124,3 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
         max_new_tokens=min(_MAX_NEW_TOKENS, context // 2),
         learning_rate=_LEARNING_RATES[data.task, bool(options.lora)],
     )
-    return re.sub(f"(.*){_COMMENT}", lambda found: f"{found[1]:{_COMMENTS_AT}} # ", text) + "\n"
-
-
-def _scalar(value: str) -> str:
-    """Return the value as YAML, on one line."""
-    out, yaml = StringIO(), YAML(typ="safe", pure=True)
-    yaml.width, yaml.default_flow_style = sys.maxsize, True
-    yaml.dump([value], out)
-    return out.getvalue().strip().removeprefix("[").removesuffix("]")
