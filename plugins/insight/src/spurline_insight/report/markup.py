@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spurline_insight.report_panel import ReportPanelConfig
@@ -76,13 +77,5 @@ def status_mark(status: str) -> str:
 
 
 def scalar(value: Any) -> str:
-    """Return the value as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        return "{}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(scalar(item) for item in value)}]"
-    return str(value) if value != "" else '""'
+    """Return a text as it is, and any other value as JSON, which is YAML too."""
+    return value if value and isinstance(value, str) else json.dumps(value)

@@ -138,8 +138,7 @@ async function showCurves(query) {
     return make("label", { class: "check" }, box, name);
   }));
   const answers = await Promise.all(chosen.map((name) => ask("series", new URLSearchParams({ metric: name }))));
-  drawn = { width: chartWidth(), charts: () => chosen.map((name, number) => chart(name, answers[number])) };
-  byId("charts").replaceChildren(...drawn.charts());
+  byId("charts").replaceChildren(...chosen.map((name, number) => chart(name, answers[number])));
   if (!chosen.length) byId("charts").append(make("p", {}, names.length ? "Choose a metric." : "No step has finished yet."));
 }
 
@@ -151,14 +150,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-let drawn = null;
-addEventListener("resize", () => {
-  // A hidden view has no width.
-  if (!drawn || !byId("charts").clientWidth || drawn.width === chartWidth()) return;
-  drawn.width = chartWidth();
-  const charts = drawn.charts();
-  if (charts.length) byId("charts").replaceChildren(...charts);
-});
+addEventListener("resize", () => place().view === "curves" && showCurves(place().query).catch(complain));
 
 // As the grid of page.css lays figures out, so that text keeps its size.
 function chartWidth() {
@@ -298,12 +290,12 @@ function listGivenUp({ matching, prompts }) {
 
 function listRow(run, row, limit) {
   const isOld = limit !== null && limit !== undefined && row.max_age > limit;
-  const cell = (name, value, attributes = {}) => make("td", { "data-name": name, ...attributes }, value);
+  const cell = (value, attributes = {}) => make("td", attributes, value);
   const link = make("a", { href: "#attempt?" + attemptQuery(run, row) }, row.preview.trim() || "(empty)");
-  return make("tr", {}, cell("step", short(row.step)), cell("", row.prompt.trim() || row.uid, { title: row.uid }), cell("sample", short(row.sample)),
-    cell("reward", short(row.reward)), cell("tokens", short(row.tokens)),
-    cell("age", short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
-    cell("gap", short(row.max_gap)), make("td", {}, link));
+  return make("tr", {}, cell(short(row.step)), cell(row.prompt.trim() || row.uid, { title: row.uid }), cell(short(row.sample)),
+    cell(short(row.reward)), cell(short(row.tokens)),
+    cell(short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
+    cell(short(row.max_gap)), cell(link));
 }
 
 let typing = 0;
