@@ -42,7 +42,7 @@ def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str,
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{text(title)}</title>
-<style>{_asset("report.css")}</style>
+<style>{_asset("view/static/theme.css")}{_asset("report/assets/report.css")}</style>
 </head>
 <body>
 <main>
@@ -53,7 +53,7 @@ def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str,
 <footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
 </main>
 <script type="text/plain" id="plotly">{_plotly()}</script>
-<script>{_asset("report.js")}</script>
+<script>{_asset("report/assets/report.js")}</script>
 </body>
 </html>
 """
@@ -69,5 +69,5 @@ def _plotly() -> str:
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def _asset(name: str) -> str:
-    return files("spurline_insight.report").joinpath("assets", name).read_text(encoding="utf-8")
+def _asset(path: str) -> str:
+    return files("spurline_insight").joinpath(path).read_text(encoding="utf-8")

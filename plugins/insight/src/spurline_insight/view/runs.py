@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
@@ -28,7 +27,6 @@ class ViewedRun:
         check_run_directory(run_dir)
         self.run_dir = run_dir
         self.name = name
-        self._lock = Lock()
         self._read: tuple[Any, Sequence[Mapping[str, float]]] = (None, [])
 
     def state(self) -> dict[str, Any]:
@@ -71,15 +69,14 @@ class ViewedRun:
     def _metrics(self) -> Sequence[Mapping[str, float]]:
         """Return the complete lines of metrics.jsonl. Read the file only if it has changed."""
         path = self.run_dir / METRICS_FILE
-        with self._lock:
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                return []
-            version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-            if self._read[0] != version:
-                self._read = (version, read_metrics(path))
-            return self._read[1]
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return []
+        version, read = (stat.st_ino, stat.st_size, stat.st_mtime_ns), self._read
+        if read[0] != version:
+            self._read = read = (version, read_metrics(path))
+        return read[1]
 
     def _record(self) -> RunRecord:
         return RunRecord(self.run_dir, self._metrics(), read_mapping(self.run_dir / CONFIG_FILE))
