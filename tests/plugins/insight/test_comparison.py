@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shown_panels
 from compared_runs import write_run
-from shown_panels import unpacked
 from typer.testing import CliRunner
 
 from spurline.cli import app
@@ -26,8 +26,8 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def figures(page: Path) -> dict[str, dict[str, Any]]:
     """By the titles of their y axes."""
-    (digits,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(encoding="utf-8"))
-    return {figure["layout"]["yaxis"]["title"]["text"]: figure for figure in json.loads(unpacked(digits))}
+    drawn = shown_panels.figures(page.read_text(encoding="utf-8"))
+    return {figure["layout"]["yaxis"]["title"]["text"]: figure for figure in drawn}
 
 
 def words(page: Path) -> str:

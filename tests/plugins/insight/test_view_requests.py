@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from spurline_insight.view import command
 from spurline_insight.view.app import make_app
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
-from spurline_planning.data_preview import viewing as samples
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, reader
 from spurline_rl.viewing import answers
 
@@ -184,7 +182,8 @@ def test_curves_of_several_runs_and_tables_of_each_set(tmp_path: Path) -> None:
         ("a", "finished", 3, 1),
         ("b", "finished", 2, 1),
     ]
-    assert client.get("/api/series", params={"metric": "loss"}).json()[1] == {"steps": [1, 2], "values": [4.0, 2.0]}
+    series = client.get("/api/series", params={"metric": "loss"}).json()[1]
+    assert series == {"steps": [1, 2], "values": [4.0, 2.0], "means": [3.0, 3.0]}
     tables = client.get("/api/evaluations").json()[0]["tables"]
     assert [(table["set"], table["metrics"], len(table["rows"])) for table in tables] == [
         ("", ["pass@1"], 3),
@@ -368,59 +367,6 @@ def test_a_folder_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> N
     shutil.rmtree(run / ROLLOUTS_FOLDER)
     assert found(client) == []
     assert client.get("/api/attempt?run=0&step=1&place=0").status_code == 404
-
-
-# Samples
-
-
-def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """In place of a process that would import everything once more."""
-    assert command[1:-1] == ["-m", samples.__name__]
-    return subprocess.CompletedProcess(
-        command, 0, f"a library says hello\n{json.dumps(samples.samples_of(Path(command[-1])))}\n", ""
-    )
-
-
-def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token(
-    tmp_path: Path, spurline_tiny_model: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
-    run = write_run(tmp_path / "run", 1)
-    config = {
-        "run_dir": str(tmp_path / "elsewhere"),
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(spurline_chat_file), "max_length": 128},
-        "batch_size": 8,
-        "steps": 6,
-    }
-    (run / "config.json").write_text(json.dumps(config))
-    read = client_of(run).get("/api/samples", params={"run": 0}).json()
-    assert sum(len(row["sequences"]) for row in read["rows"]) == 4
-    assert read["facts"][0].startswith("train: 64 samples")
-    for row in read["rows"]:
-        for sequence in row["sequences"]:
-            assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["weights"]) <= 128
-            trained = "".join(
-                piece for piece, weight in zip(sequence["pieces"], sequence["weights"], strict=True) if weight
-            )
-            assert 0 < len(trained) < len("".join(sequence["pieces"]))
-            assert sequence["weights"][0] == 0
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "rollouts", "summary.json"}
-
-
-def test_samples_that_cannot_be_read_are_an_error_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
-    client = client_of(run)
-    answer = client.get("/api/samples", params={"run": 0})
-    assert answer.status_code == 409
-    assert "its samples cannot be shown: config" in answer.json()["error"]
-
-    def hang(command: list[str], **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(samples.subprocess, "run", hang)
-    assert "was not read within 300 s" in client.get("/api/samples", params={"run": 0}).json()["error"]
-    assert client.get("/api/samples", params={"run": 7}).status_code == 404
 
 
 # Answers of other packages

@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -102,22 +102,20 @@ class SendingTracker(ABC):
         print(printable(f"{self.name}: {text}"), file=sys.stderr, flush=True)
 
 
-def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id from this file of the run directory. Return None if the run is not resumed or has no id."""
+def kept_run_id(info: RunInfo, file: str, make: Callable[[], str]) -> str:
+    """Return the id in this file of the run directory. For a new run, make an id and write it there."""
     path = info.run_dir / file
-    return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
+    if info.is_resumed and path.exists() and (earlier := path.read_text(encoding="utf-8").strip()):
+        return earlier
+    run_id = make()
+    replace_file(path, f"{run_id}\n")
+    return run_id
 
 
 def new_run_id(run_dir: Path, begin: str | None = None) -> str:
     """Return a new unique id. It begins with `begin` or the name of the run directory."""
     name = begin or re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
     return f"{name}-{secrets.token_hex(4)}"
-
-
-def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
-    """Write the id into this file of the run directory, and return it."""
-    replace_file(run_dir / file, f"{run_id}\n")
-    return run_id
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
