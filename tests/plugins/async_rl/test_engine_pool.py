@@ -74,7 +74,6 @@ def check(request: GenerationRequest, result: GenerationResult) -> None:
     tokens, reason = reference(request)
     assert (result.token_ids.tolist(), result.finish_reason) == (tokens, reason)
     assert result.logprobs.tolist() == [-float(token) for token in tokens]
-    assert result.raw_logprobs.tolist() == result.logprobs.tolist()
     assert len(result.versions) == len(tokens)
     assert (np.diff(result.versions) >= 0).all()
 
@@ -379,7 +378,7 @@ class WritesSlowly(ScriptedMember):
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         for seconds in (34, 83):
             await asyncio.sleep(seconds)
-            progress.add([8], [0.0], [0.0], 0)
+            progress.add([8], [0.0], 0)
         return "stop"
 
 
@@ -511,7 +510,7 @@ class HandsOverLate(ScriptedMember):
     clings = False
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        progress.add([8], [0.0], [0.0], self.version)
+        progress.add([8], [0.0], self.version)
         while True:
             try:
                 await asyncio.Event().wait()
@@ -519,7 +518,7 @@ class HandsOverLate(ScriptedMember):
                 # As what a member cancels takes some turns of the loop to end.
                 for _ in range(5):
                     await asyncio.sleep(0)
-                progress.add([9, 10], [0.0] * 2, [0.0] * 2, self.version)
+                progress.add([9, 10], [0.0] * 2, self.version)
                 if not self.clings:
                     raise
                 self.clings = False

@@ -147,7 +147,6 @@ class GenerationResult:
     Attributes:
         token_ids: int32 [A], including the end token.
         logprobs: float32 [A], logprobs after temperature, top-p and top-k.
-        raw_logprobs: float32 [A], logprobs of the model's own distribution (temperature 1, all tokens), or None.
         versions: int32 [A], the version of the weights that generated each token.
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
@@ -157,7 +156,6 @@ class GenerationResult:
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    raw_logprobs: NDArray[np.float32] | None
     versions: NDArray[np.int32]
     finish_reason: FinishReason
     routed_experts: NDArray[np.int16] | None = None
