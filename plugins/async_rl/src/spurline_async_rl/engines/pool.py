@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
@@ -158,7 +158,7 @@ class EnginePool(ControlledEngine):
                 return response.result(reason)
 
     async def generate_on_each(
-        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+        self, request: GenerationRequest, names: Collection[str] | None = None
     ) -> Mapping[str, GenerationResult]:
         async def answer(engine: PooledEngine) -> GenerationResult:
             progress = Progress()
@@ -171,7 +171,7 @@ class EnginePool(ControlledEngine):
 
         await self._until(request.name, lambda: not self._held)
         # Do not wait for dead engines. Their replacements need the thread that waits for these answers.
-        ready = [engine for engine in self._ready() if members is None or engine in members]
+        ready = [engine for engine in self._ready() if names is None or engine.name in names]
         answers = await asyncio.gather(*map(answer, ready))
         return {engine.name: found for engine, found in zip(ready, answers, strict=True)}
 

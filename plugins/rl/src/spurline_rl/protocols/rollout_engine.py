@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -291,9 +291,9 @@ class TakesWeights(ABC):
         return
 
     async def generate_on_each(
-        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+        self, request: GenerationRequest, names: Collection[str] | None = None
     ) -> Mapping[str, GenerationResult]:
-        """Generate the same continuation on each of these members, or on all that have weights.
+        """Generate the same continuation on each of the members with these names, or on all that have weights.
 
         Returns:
             The results by the member's name. A member that died has a result without tokens.
