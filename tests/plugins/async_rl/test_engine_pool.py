@@ -184,7 +184,8 @@ def test_an_engine_that_ends_again_while_it_gets_its_weights_is_waited_for_by_no
         assert list(waiting.receivers) == [world.members[2].name]
         world.fail_at["load_bucket"] = lambda member: member is world.members[2]
         # One exchange may take longer than the whole publish, which fails when it waits for the engine that is gone.
-        sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=300, timeout_s=20))
+        sync = CollectiveSync(CollectiveSyncConfig(timeout_s=20))
+        sync.limit_s = 300
         backend: Any = SimpleNamespace(named_weights=lambda: iter([("a", torch.ones(9)), ("b", torch.ones(9))]))
         sync.max_bucket_bytes = 4
         try:

@@ -244,7 +244,8 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, setting
 
 
 def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine() -> None:
-    sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=0.3))
+    sync = CollectiveSync(CollectiveSyncConfig())
+    sync.limit_s = 0.3
     sync.prepare({"engine 0": 1, "engine 1": 1}, is_lost=False)
     bucket = next(sync.make_buckets(1, BACKEND))
     worker = WorkerExtension()

@@ -97,8 +97,7 @@ class EnginePool(ControlledEngine):
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        awaiting = [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
-        return [engine for engine in awaiting if not engine.is_asleep]
+        return [each for each in self._engines if each.state == "awaiting" and not each.holds & {UPDATE, SLEEP}]
 
     @property
     def receivers(self) -> Mapping[str, int]:
@@ -278,7 +277,9 @@ class EnginePool(ControlledEngine):
             # starts slowly might never finish its start between two sleeps.
             self._held[SLEEP] = []
             self._changed()
-            await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
+            await self._until(
+                "sleep", lambda: not any(each.has_begun and each.state == "starting" for each in self._engines)
+            )
             return self._started()
         if SLEEP in self._held:
             return [engine for engine in self._held[SLEEP] if engine.state != "dead"]
