@@ -14,6 +14,7 @@ from spurline.progress import Progress
 from spurline.protocols.ranks import ClusterNeed
 from spurline_models.machine import num_gpus
 from spurline_ranks.cluster import names_cluster
+from spurline_rl.engines.configs import DecodingConfig
 from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 
 if TYPE_CHECKING:
@@ -141,28 +142,14 @@ def _on_a_device(run: RunConfig, workers: int) -> int:
     return -(-workers // (1 if ranks is None else ranks.count))
 
 
-class ChildProcessEngineConfig(PoolConfig):
+class ChildProcessEngineConfig(DecodingConfig, PoolConfig):
     """Generate with the Hugging Face model in child processes, for CPUs, small models and tests."""
 
     takes_less: ClassVar[str] = "Lower source.engine.max_cache_tokens, or set source.engine.offload_trainer: true."
 
     name: str = "child_process"
-    deterministic: bool = False
-    """Works as in engine `in_process`."""
-    max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Works as in engine `in_process`."""
-    max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Works as in engine `in_process`."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engines' copies of the model."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Works as in engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null means torch's default."""
-
-    @property
-    def notes_experts(self) -> bool:
-        return True
 
     def _takes_gpus(self) -> bool:
         return self.device == "cuda" or (self.device == "auto" and num_gpus() > 0)
