@@ -63,12 +63,18 @@ def test_the_panel_is_on_every_report_while_the_plugin_is_enabled() -> None:
 def test_groups_are_coloured_by_the_age_of_their_oldest_token_when_they_were_trained(tmp_path: Path) -> None:
     write(
         tmp_path,
-        StepRecord(1, 2.0, (group(0, 0.0, 1.0), group(1, 0.0, 1.5, state="filtered")), (), (Taken(1, 1.0, (0,)),)),
+        StepRecord(
+            1,
+            2.0,
+            (group(0, 0.0, 1.0), group(1, 0.0, 1.5, state="filtered"), group(4, 1.5, 2.0, state="given back")),
+            (),
+            (Taken(1, 1.0, (0,)),),
+        ),
         StepRecord(2, 4.0, (group(2, 1.0, 3.0, newest=1), group(3, 3.0, 3.5, 1)), (), (Taken(2, 3.0, (2,)),)),
     )
     (figure,) = drawn(tmp_path)
     bars = by_name(figure)
-    assert bars.keys() == {"staleness 0", "staleness 1", "not trained yet", "filtered"}
+    assert bars.keys() == {"staleness 0", "staleness 1", "not trained yet", "filtered", "generated again"}
     assert (bars["staleness 0"]["base"], bars["staleness 0"]["x"]) == ([0.0], [1.0])
     assert (bars["staleness 1"]["base"], bars["staleness 1"]["x"], bars["staleness 1"]["y"]) == ([1.0], [2.0], [1])
     assert "tokens of version 0 to 1; trained at step 2" in bars["staleness 1"]["hovertext"][0]

@@ -44,6 +44,7 @@ _UNTRAINED = {
     "filtered": ("filtered", "--series-8"),
     "quarantined": ("given up", "--series-6"),
     "skipped": ("skipped", "--series-7"),
+    "given back": ("generated again", "--series-5"),
 }
 _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "train": ("training", 0, "--series-3"),
