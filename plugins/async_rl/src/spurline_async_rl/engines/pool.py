@@ -15,11 +15,11 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError, SpurlineError
+from spurline.terminal import tell
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
 from spurline_async_rl.engines.response import Progress, Response
-from spurline_async_rl.terminal import tell
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline_rl.trajectory import FinishReason
@@ -177,14 +177,12 @@ class EnginePool(ControlledEngine):
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
         crossing = [engine for engine in self._engines if engine.is_crossing]
         parts = await asyncio.gather(*(engine.take_crossed(version, num_tokens) for engine in crossing))
-        request = self.crossing
-        if not crossing:
-            return {}
-        assert request is not None
-        return {
-            engine.name: self._result_of(engine, request, progress, None)
-            for engine, progress in zip(crossing, parts, strict=True)
-        }
+        results: dict[str, GenerationResult] = {}
+        for engine, progress in zip(crossing, parts, strict=True):
+            assert self.crossing is not None
+            progress.cut_beyond(version, num_tokens)
+            results[engine.name] = self._result_of(engine, self.crossing, progress, None)
+        return results
 
     def _result_of(
         self, engine: PooledEngine, request: GenerationRequest, progress: Progress, reason: FinishReason | None

@@ -107,6 +107,12 @@ class Progress:
         """Return the number of tokens of this version."""
         return self._versions.count(version)
 
+    def cut_beyond(self, version: int, num_tokens: int) -> None:
+        """Drop the tokens after so many tokens of this version, if there are more of it."""
+        own = [index for index, each in enumerate(self._versions) if each == version]
+        if len(own) > num_tokens:
+            self.cut(own[num_tokens])
+
     def cut_after(self, version: int) -> None:
         """Drop the tokens of newer versions."""
         self.cut(sum(1 for own in self._versions if own <= version))

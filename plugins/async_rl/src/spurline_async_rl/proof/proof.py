@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError
+from spurline.terminal import tell
 from spurline_async_rl.proof.judgement import Judge, Verdict
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
 from spurline_rl.trajectory import Turn
 
@@ -240,7 +240,6 @@ class PublishProof:
         if asked.is_all:
             silent |= self._proven.keys() - answers.keys()
         self._distrust_silent(silent)
-        crossed = {name: _up_to(answer, version, _CROSSED_TOKENS) for name, answer in crossed.items()}
         scored = self._score([*answers.values(), *crossed.values()], score)
         verdicts = self._verdicts(version, answers, scored)
         doubted = [name for name, verdict in verdicts.items() if verdict.fault]
@@ -263,7 +262,7 @@ class PublishProof:
         differences = [verdict.difference for verdict in verdicts.values()]
         for name, answer in crossed.items():
             # Old keys and values show most in the first tokens after the update.
-            trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)[:_CROSSED_TOKENS]
+            trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
             if len(is_new):
                 # Stale keys and values change all tokens. A single one may differ because it went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
@@ -341,16 +340,3 @@ class PublishProof:
         except RunFailedError as error:
             raise RunFailedError(f"{what} {error} {_ADVICE}") from error
         tell(f"{what} It is started again. What it has made since its last proof is generated again.")
-
-
-def _up_to(answer: GenerationResult, version: int, num_tokens: int) -> GenerationResult:
-    """Return the answer up to so many tokens of this version."""
-    end = int(np.flatnonzero(answer.versions == version)[:num_tokens].max(initial=-1)) + 1
-    experts = answer.routed_experts
-    return replace(
-        answer,
-        token_ids=answer.token_ids[:end],
-        logprobs=answer.logprobs[:end],
-        versions=answer.versions[:end],
-        routed_experts=None if experts is None else experts[: len(experts) - len(answer.token_ids) + end],
-    )

@@ -334,7 +334,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _serve_restarted_engines(self) -> None:
         assert self._publisher is not None, "not started"
-        awaiting = self._publisher.awaiting_weights
+        awaiting = cast("TakesWeights", self._engine).awaiting_weights
         if awaiting and self._colocation is not None:
             self._colocation.serve(self._updates, awaiting)
         elif awaiting:

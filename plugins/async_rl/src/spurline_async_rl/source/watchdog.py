@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from spurline.errors import RunFailedError
+from spurline.terminal import tell
 from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import (
     GenerationRequest,
     GenerationResult,

@@ -304,7 +304,7 @@ class TakesWeights(ABC):
         """End the requests `crossing` of the last update, and return their results by the member's name.
 
         Args:
-            num_tokens: A request may end when it has this many tokens of this version.
+            num_tokens: A request ends when it has this many tokens of this version, and its result has no more.
         """
         return {}
 

@@ -19,13 +19,13 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError, SpurlineError
+from spurline.terminal import tell
 from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
 from spurline_async_rl.engines.configs import VllmEngineConfig, server_url
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.lease import ServerLease
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
