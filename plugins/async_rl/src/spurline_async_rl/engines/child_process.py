@@ -184,7 +184,7 @@ class Child:
 
     async def run(self) -> None:
         messages = self._parent.messages()
-        while arrived := await in_thread(next, messages, ()):
+        while arrived := await in_thread(lambda: next(messages, None)):
             for message in arrived:
                 self.take(message)
         if self.engine is not None:

@@ -10,7 +10,7 @@ keys and values that should have been computed again.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -199,8 +199,7 @@ class PublishProof:
         """Judge the answers to the last probes, and return metrics.
 
         The trainer must still have the published weights. Before this, no token of these weights may be trained on.
-
-        All later calls raise the error of an earlier one, so that no checkpoint holds what is not proven.
+        After an error, all later calls raise it too, so that no checkpoint holds what is not proven.
 
         Raises:
             RunFailedError: If an engine does not have the published weights, and is not replaced.
@@ -239,7 +238,11 @@ class PublishProof:
         answers = {name: answer for name, answer in answers.items() if name not in silent}
         if asked.is_all:
             silent |= self._proven.keys() - answers.keys()
-        self._distrust_silent(silent)
+        for name in silent:
+            # Nobody knows with which weights it generated last.
+            proven = self._proven.pop(name, -1)
+            if self._engine.needs_proof:
+                self._loop.call(self._producer.distrust, name, proven)
         scored = self._score([*answers.values(), *crossed.values()], score)
         verdicts = self._verdicts(version, answers, scored)
         doubted = [name for name, verdict in verdicts.items() if verdict.fault]
@@ -312,13 +315,6 @@ class PublishProof:
             self._proven[name] = version
             self._engine.accept(name, version)
             self._producer.trust(name, version)
-
-    def _distrust_silent(self, names: Iterable[str]) -> None:
-        """Distrust engines that died before they answered. Nobody knows with which weights they generated last."""
-        for name in names:
-            proven = self._proven.pop(name, -1)
-            if self._engine.needs_proof:
-                self._loop.call(self._producer.distrust, name, proven)
 
     def _reject(self, name: str, version: int, fault: str) -> None:
         what = f"{name} does not generate with the weights of version {version}, which it has confirmed: {fault}."
