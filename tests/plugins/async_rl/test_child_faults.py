@@ -69,7 +69,7 @@ def expected_tokens(model: Path, prompt: tuple[int, ...]) -> list[int]:
 def check(model: Path, prompt: list[int], result: GenerationResult) -> None:
     tokens = result.token_ids.tolist()
     assert tokens == expected_tokens(model, tuple(prompt))
-    assert np.abs(result.raw_logprobs - model_logprobs(model, prompt, tokens, 1.0)).max() <= 1e-5
+    assert np.abs(result.logprobs - model_logprobs(model, prompt, tokens, 1.0)).max() <= 1e-5
     assert set(result.versions.tolist()) == {0}
 
 

@@ -97,7 +97,7 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
         try:
             async with asyncio.timeout(LIMIT_S):
                 await publish(engine, 1, models.old, sync())
-                member = ServerApi(url, KEY, 10.0)
+                member = ServerApi(url, 10.0)
                 assert (await member.model()).is_open
                 await member.close()
                 other = vllm_engine(models.old, tmp_path / "other", **_server_settings(url))

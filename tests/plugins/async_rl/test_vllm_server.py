@@ -17,7 +17,7 @@ from vllm_engines import disk
 from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import server as server_module
-from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
+from spurline_async_rl.engines.vllm.server import API_KEY, ServerApi, await_servers
 from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -164,7 +164,7 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(VllmEngineConfig().api_key_env, "of the proxy")
+    monkeypatch.setenv(API_KEY, "of the proxy")
     monkeypatch.setattr(ServerApi, "is_here", False)
 
     async def use(engine: Any, *_: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
 )
 def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str, is_here: bool) -> None:
     async def main() -> bool:
-        api = ServerApi(url, None, 1.0)
+        api = ServerApi(url, 1.0)
         await api.close()
         return api.is_here
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import re
 import secrets
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 from spurline.errors import ConfigError, Problem
 from spurline.files import replace_file
 from spurline.protocols.tracker import RunInfo
-from spurline.terminal import printable
+from spurline.terminal import tell
 
 _CLOSE_WAIT_S = 30.0
 _LONGEST_QUEUE = 10_000
@@ -99,7 +98,7 @@ class SendingTracker(ABC):
             self._say(f"could not close its run: {_first_line(error)}.")
 
     def _say(self, text: str) -> None:
-        print(printable(f"{self.name}: {text}"), file=sys.stderr, flush=True)
+        tell(f"{self.name}: {text}")
 
 
 def kept_run_id(info: RunInfo, file: str, make: Callable[[], str]) -> str:

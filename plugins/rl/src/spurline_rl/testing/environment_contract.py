@@ -54,7 +54,6 @@ class ScriptedEngine:
         return GenerationResult(
             token_ids=tokens,
             logprobs=logprobs,
-            raw_logprobs=logprobs,
             versions=np.zeros(len(tokens), dtype=np.int32),
             finish_reason="length" if len(answer) > room else "stop",
         )
