@@ -159,11 +159,6 @@ class StreamModel:
     def _hidden_of_rows(
         self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan, routed_experts: Tensor | None, num_fill: int
     ) -> Tensor:
-        if plan.exchange is not None:
-            raise ModelError(
-                f"{type(self.causal).__name__} reads a row for each sequence, so ranks cannot share a sequence. Set "
-                "backend.context: 1."
-            )
         device = input_ids.device
         parts: list[Tensor] = []
         for row_pass in self._row_passes(plan, device):
