@@ -45,10 +45,15 @@ class LoraConfig(Section):
         return reason if self.is_quantized else None
 
 
+def no_peft() -> ConfigError:
+    """Return the error to raise if peft is not installed."""
+    return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
+
+
 def check_libraries(lora: LoraConfig | None, fp8: Fp8) -> None:
     """Raise ConfigError if a library that these settings need is not installed."""
     if lora is not None and find_spec("peft") is None:
-        raise ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
+        raise no_peft()
     if lora is not None and lora.is_quantized and find_spec("bitsandbytes") is None:
         raise ConfigError.at(
             "backend.lora.base_dtype",

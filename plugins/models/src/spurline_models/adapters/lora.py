@@ -26,11 +26,14 @@ from spurline.importing import quiet_bitsandbytes
 from spurline.trackers.readout import quantity
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, load_model_config
-from spurline_models.configs import LoraConfig
+from spurline_models.configs import LoraConfig, no_peft
 
 quiet_bitsandbytes()
-import peft  # noqa: E402
-from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: E402
+try:
+    import peft
+    from peft.tuners.tuners_utils import BaseTunerLayer
+except ImportError as error:
+    raise no_peft() from error
 
 ADAPTER = "default"
 """PEFT's default name of an adapter. Each model here has one adapter, with this name."""
