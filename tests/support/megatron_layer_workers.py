@@ -134,7 +134,7 @@ def core_attention(inputs: list[Tensor], params: StreamParams, *, recompute: boo
     """Return the output of the core attention within Megatron's attention layer."""
     heads, size = inputs[0].shape[1:]
     config = TransformerConfig(num_layers=1, hidden_size=heads * size, num_attention_heads=heads, attention_dropout=0.0)
-    attention = SegmentCoreAttention(config, 1, AttnMaskType.causal, "self")
+    attention = SegmentCoreAttention(config)
 
     def attend(*parts: Tensor) -> Tensor:
         return attention(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)
