@@ -254,9 +254,7 @@ class KeptRollouts:
 def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
     facts = [*(name for name in SCHEMA.names if name in KeptAttempt.__annotations__), "tokens", "finish"]
     table, pieces = table.combine_chunks(), _StoredPieces(table.schema.metadata)
-    for number, row in enumerate(table.select([name for name in facts if name in table.schema.names]).to_pylist()):
-        # Files of earlier versions have no column `engines`.
-        row.setdefault("engines", "[]")
+    for number, row in enumerate(table.select(facts).to_pylist()):
         if row["status"] == "given_up":
             continue
         row |= {name: json.loads(row[name]) for name in ("columns", "tags", "rewards", "info", "engines")}

@@ -505,17 +505,27 @@ function sampleSequence(sequence) {
 
 // Two attempts
 
+// The tokens with which both responses begin and end, and those between them of each.
+function parts(left, right) {
+  const of = (name) => [left, right].map((attempt) => attempt.turns.flatMap((turn) => turn.response[name]));
+  const [a, b] = of("ids"), [p, q] = of("pieces"), most = Math.min(a.length, b.length);
+  let start = 0, end = 0;
+  while (start < most && a[start] === b[start]) start++;
+  while (end < most - start && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
+  return [["span", p.slice(0, start)], ["del", p.slice(start, p.length - end)], ["ins", q.slice(start, q.length - end)],
+    ["span", p.slice(p.length - end)]].filter(([, pieces]) => pieces.length);
+}
+
 async function showDiff(query) {
   const other = new URLSearchParams({ run: query.get("other_run"), step: query.get("other_step"), place: query.get("other_place") });
   const own = new URLSearchParams({ run: query.get("run"), step: query.get("step"), place: query.get("place") });
-  const [left, right, parts] = await Promise.all([ask("attempt", own), ask("attempt", other), ask("diff", query)]);
+  const [left, right] = await Promise.all([ask("attempt", own), ask("attempt", other)]);
   const side = (attempt, at, mark) => make("div", {}, make("h2", {}, mark, " ",
     make("a", { href: "#attempt?" + at }, `${attempt.uid}, step ${attempt.step}, sample ${attempt.sample}`)), facts(attempt));
-  const names = { same: "span", left: "del", right: "ins" };
   byId("diff").replaceChildren(
     make("div", { class: "sides" }, side(left, own, make("del", {}, "left only")), side(right, other, make("ins", {}, "right only"))),
     make("h3", {}, "Responses, token by token"),
-    make("div", { class: "tokens" }, ...parts.map((part) => make(names[part.kind], {}, shown(part.pieces.join(""))))));
+    make("div", { class: "tokens" }, ...parts(left, right).map(([name, pieces]) => make(name, {}, shown(pieces.join(""))))));
 }
 
 // What the reader does
