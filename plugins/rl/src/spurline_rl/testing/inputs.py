@@ -40,7 +40,7 @@ def make_trajectories(
 def _turn(
     random: np.random.Generator, prompt: int, response: int, optional_columns: bool, routed_experts: bool
 ) -> Turn:
-    floats = random.standard_normal((5, response)).astype(np.float32)
+    floats = random.random((5, response), np.float32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
         response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
