@@ -35,14 +35,11 @@ from spurline_rl.concurrency import is_async, located
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Outcome = tuple[str, Any]
-"""Either `value` and the function's result, or the kind of a failure and its details."""
+"""Either `value` and the function's result, or the name of an error and its message (of a ConfigError the problems)."""
 Function = Callable[..., Any]
 
-OUR_ERRORS: dict[str, type[SpurlineError]] = {
-    kind.__name__: kind
-    for kind in (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
-}
-"""Errors that the pool raises again if a worker raises them, by name. A subclass is raised as its base class."""
+SPURLINE_ERRORS = (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
+"""Errors that the pool raises again if a worker raises them. A subclass is raised as its base class."""
 _POLL_MS = 20
 """Milliseconds between two looks for channels that the pool has closed, and for processes that have ended."""
 _END_S = 5.0
@@ -68,6 +65,11 @@ class WorkerSettings:
     python_path: str | None
     files: tuple[int, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Return the name of the function in messages."""
+        return self.argument or self.function
+
 
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
@@ -86,10 +88,11 @@ def main(parent: Parent) -> None:
         found: Function = resolve_name(settings.function)
         function = found if settings.argument is None else found(settings.argument)
     except SpurlineError as error:
-        parent.send({"ready": _told(error)})
+        parent.send({"ready": _failure(error, settings.name)})
         return
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to every caller
-        parent.send({"ready": ("unknown", f"{type(error).__name__}: {error}")})
+        why = f"A worker process cannot import {settings.name}: {type(error).__name__}: {error}."
+        parent.send({"ready": ("PluginError", why)})
         return
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
@@ -156,7 +159,7 @@ class _Supervisor:
         if pid == 0:
             self._leave(supervisor)
             with suppress(BrokenPipeError):
-                _serve(channel, self._function, self._settings.timeout_s)
+                _serve(channel, self._function, self._settings)
             sys.exit()
         self._workers[pid] = channel
 
@@ -225,10 +228,10 @@ def _children() -> set[int]:
 # The functions below run in a worker.
 
 
-def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None:
+def _serve(channel: socket.socket, function: Function, settings: WorkerSettings) -> None:
     """Make calls until the pool closes its end. Async calls run at the same time, plain calls one after another."""
     if is_async(function):
-        asyncio.run(_serve_side_by_side(channel, function, timeout_s))
+        asyncio.run(_serve_side_by_side(channel, function, settings))
         return
     with channel.makefile("rb") as calls:
         for line in calls:
@@ -236,25 +239,25 @@ def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None
             try:
                 answer = _line(number, ("value", function(*_arguments(packed))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
-                answer = _line(number, _failure(error))
+                answer = _line(number, _failure(error, settings.name))
             channel.sendall(answer)
 
 
-async def _serve_side_by_side(channel: socket.socket, function: Function, timeout_s: float) -> None:
+async def _serve_side_by_side(channel: socket.socket, function: Function, settings: WorkerSettings) -> None:
     channel.setblocking(False)
     # The pool is trusted, so its lines may have any length.
     calls, answers = await asyncio.open_connection(sock=channel, limit=1 << 40)
     tasks: set[asyncio.Task[None]] = set()
 
     async def make(number: bytes, packed: bytes) -> None:
-        limit = asyncio.timeout(timeout_s)
+        limit = asyncio.timeout(settings.timeout_s)
         try:
             async with limit:
                 # If the call ignores that it is cancelled, it gets no answer, and the pool kills this process.
                 answer = _line(number, ("value", await function(*_arguments(packed))))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - told to the caller
-            answer = _line(number, _failure(error))
-        answers.write(_line(number, ("late", None)) if limit.expired() else answer)
+            answer = _line(number, _failure(error, settings.name))
+        answers.write(_line(number, ("TookTooLong", f"{settings.name} took too long")) if limit.expired() else answer)
 
     while line := await calls.readline():
         number, _, packed = line.partition(b" ")
@@ -268,17 +271,14 @@ def _arguments(packed: bytes) -> Any:
     return pickle.loads(base64.b64decode(packed))  # noqa: S301
 
 
-def _failure(error: BaseException) -> Outcome:
+def _failure(error: BaseException, name: str) -> Outcome:
     if isinstance(error, MemoryError):
-        return "memory", None
-    return _told(error) if isinstance(error, SpurlineError) else ("failed", located(error))
-
-
-def _told(error: SpurlineError) -> Outcome:
-    """Describe a SpurlineError, so that the pool can raise it again."""
-    known = next((name for name, kind in OUR_ERRORS.items() if isinstance(error, kind)), RunFailedError.__name__)
+        return "OutOfMemory", f"{name} ran out of memory"
+    if not isinstance(error, SpurlineError):
+        return "AttemptFailedError", f"{name} failed: {located(error)}"
+    kind = next((kind for kind in SPURLINE_ERRORS if isinstance(error, kind)), RunFailedError)
     problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
-    return "raised", [known, str(error), problems]
+    return kind.__name__, problems or str(error)
 
 
 def _line(number: bytes, outcome: Outcome) -> bytes:
