@@ -116,11 +116,18 @@ class BackendContract:
                 wanted = local.update(*minibatch("packed", layout, step))
                 self.assert_same_step(got, wanted)
 
-    def test_every_metric_of_an_update_and_an_evaluation_is_that_of_the_local_backend(self, tiny_model: Path) -> None:
-        objective = Objective(Ppo(PpoConfig()), 40.0)
+    def test_metrics_and_gradients_with_entropy_at_a_temperature_are_those_of_the_local_backend(
+        self, tiny_model: Path
+    ) -> None:
+        loss = Ppo(PpoConfig(entropy_coefficient=0.1))
+        objective = Objective(loss, 40.0, TEMPERATURE)
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
             batch = with_noisy_columns(minibatch("packed", layout)[0])
-            self.assert_same_sums(backend.evaluate(batch, objective), local.evaluate(batch, objective))
+            sums, plain = (local.evaluate(batch, each) for each in (objective, Objective(loss, 40.0)))
+            assert sums.metrics["policy/entropy"] < plain.metrics["policy/entropy"]
+            self.assert_same_sums(backend.evaluate(batch, objective), sums)
+            wanted = local.gradients(batch, objective)
+            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
             got, wanted = backend.update(batch, objective), local.update(batch, objective)
             assert got.keys() == wanted.keys()
             assert len([name for name in got if name.startswith("policy/")]) > 3
@@ -348,16 +355,6 @@ class BackendContract:
         assert updated["loss"] == pytest.approx(total.item() / objective.normalizer, rel=1e-4)
         wanted = [(name, value.grad) for name, value in model.named_parameters() if value.grad is not None]
         assert_gradients_close(gradients, wanted, max(self.gradient_tolerance, 1e-5))
-
-    def test_entropy_is_that_of_the_sampled_distribution(self, tiny_model: Path) -> None:
-        loss = Ppo(PpoConfig(entropy_coefficient=0.1))
-        with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
-            batch = with_noisy_columns(minibatch("packed", layout)[0])
-            objective = Objective(loss, 40.0, TEMPERATURE)
-            wanted = local.gradients(batch, objective)
-            assert_gradients_close(backend.gradients(batch, objective), wanted, self.gradient_tolerance)
-            tempered, plain = backend.update(batch, objective), local.update(batch, Objective(loss, 40.0))
-            assert tempered["policy/entropy"] < plain["policy/entropy"]
 
     def test_the_reference_is_the_model_before_training_and_without_a_critic_there_is_none(
         self, tiny_model: Path

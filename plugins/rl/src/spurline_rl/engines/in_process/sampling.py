@@ -40,7 +40,8 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
     raw = logits.log_softmax(-1)
-    kept = raw if all(map(_changes_nothing, settings)) else _adjust(logits, settings).log_softmax(-1)
+    is_plain = all(setting.temperature in (0, 1) and not _cuts(setting) for setting in settings)
+    kept = raw if is_plain else _adjust(logits, settings).log_softmax(-1)
     tokens = _draw(kept, uniforms)
     greedy = [number for number, setting in enumerate(settings) if setting.temperature == 0]
     if greedy:
@@ -51,10 +52,6 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
     both = torch.stack([tokens.double(), *(part.gather(-1, columns).squeeze(-1).double() for part in (kept, raw))])
     ids, logprobs, raw_logprobs = both.tolist()
     return Sampled([int(token) for token in ids], logprobs, raw_logprobs)
-
-
-def _changes_nothing(setting: Sampling) -> bool:
-    return setting.temperature == 0 or (setting.temperature == 1 and not _cuts(setting))
 
 
 def _cuts(setting: Sampling) -> bool:
