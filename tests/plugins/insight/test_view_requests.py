@@ -238,7 +238,7 @@ def test_lists_are_ordered_and_cut_into_pages(run: Path) -> None:
     assert found(client)[:2] == [(3, 0), (3, 1)]
     lowest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4").json()
     assert [(row["reward"], row["step"]) for row in lowest["rows"]] == [(-1.0, 3), (-1.0, 2), (-1.0, 1), (0.0, 3)]
-    assert {row["prompt"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
+    assert {row["begins"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
     assert lowest["matching"] == 12
     rest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4&offset=10").json()
     assert [row["reward"] for row in rest["rows"]] == [1.0, 1.0]

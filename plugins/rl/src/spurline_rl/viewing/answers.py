@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import lru_cache, partial, reduce
 from operator import and_
 from pathlib import Path
@@ -33,11 +34,6 @@ _PREVIEW = 200
 _MOST_GIVEN_UP = 200
 _TEXTS = ("prompt", "response")
 """Long columns, which are not kept in memory. A filter that searches them reads the files again."""
-_SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
-_FACTS = (
-    *("step", "status", "uid", "draw", "epoch", "sample"),
-    *("reward", "rewards", "advantage", "retries", "info", "engines"),
-)
 _BOUNDS = {
     "min_reward": ("reward", pc.greater_equal),
     "max_reward": ("reward", pc.less_equal),
@@ -151,12 +147,7 @@ def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
     keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
     keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
     order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
-    rows = [
-        {**{name: row[name] for name in _SHOWN}, "max_gap": row["max_gap"] or 0.0}
-        | {"prompt": row["begins"], "preview": row["preview"]}
-        for row in found.take(order).to_pylist()
-    ]
-    return {"matching": len(found), "rows": rows}
+    return {"matching": len(found), "rows": found.take(order).to_pylist()}
 
 
 def _is_lost(wanted: ListQuery) -> Any:
@@ -199,9 +190,8 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
 
 def _attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
     """Return the attempt and its turns. Lists in a turn have one entry per token, or are None if not recorded."""
-    facts: dict[str, Any] = {name: getattr(attempt, name) for name in _FACTS}
-    tags, turns = {**attempt.columns, **attempt.tags}, [_turn_facts(turn) for turn in attempt.turns]
-    return facts | {"finish": attempt.finish_reason, "tags": tags, "turns": turns}
+    facts = {field.name: getattr(attempt, field.name) for field in fields(attempt) if not field.name.startswith("_")}
+    return facts | {"turns": [_turn_facts(turn) for turn in attempt.turns]}
 
 
 def _turn_facts(turn: KeptTurn) -> dict[str, Any]:

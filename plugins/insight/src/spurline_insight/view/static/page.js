@@ -308,7 +308,7 @@ function listRow(run, row, limit) {
   const isOld = limit !== null && limit !== undefined && row.max_age > limit;
   const cell = (name, value, attributes = {}) => make("td", { "data-name": name, ...attributes }, value);
   const link = make("a", { href: "#attempt?" + attemptQuery(run, row) }, row.preview.trim() || "(empty)");
-  return make("tr", {}, cell("step", short(row.step)), cell("", row.prompt.trim() || row.uid, { title: row.uid }), cell("sample", short(row.sample)),
+  return make("tr", {}, cell("step", short(row.step)), cell("", row.begins.trim() || row.uid, { title: row.uid }), cell("sample", short(row.sample)),
     cell("reward", short(row.reward)), cell("tokens", short(row.tokens)),
     cell("age", short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
     cell("gap", short(row.max_gap)), make("td", {}, link));
@@ -331,10 +331,10 @@ function changed() {
 
 function facts(attempt) {
   const rows = [["reward", short(attempt.reward)], ...Object.entries(attempt.rewards).map(([name, value]) => [name, short(value)]),
-    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish], ["step", short(attempt.step)],
+    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish_reason], ["step", short(attempt.step)],
     ["sample", short(attempt.sample)], ["epoch", short(attempt.epoch)], ["retries", short(attempt.retries)],
     ...(attempt.engines.length ? [["engines", attempt.engines.join(", ")]] : []),
-    ...Object.entries(attempt.tags).map(([name, value]) => [name, String(value)])];
+    ...Object.entries({ ...attempt.columns, ...attempt.tags }).map(([name, value]) => [name, String(value)])];
   return make("dl", {}, ...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
