@@ -7,10 +7,8 @@ import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from viewed_runs import add_step, write_rollouts, write_run
 
@@ -239,7 +237,7 @@ def test_lists_are_ordered_and_cut_into_pages(run: Path) -> None:
     assert found(client)[:2] == [(3, 0), (3, 1)]
     lowest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4").json()
     assert [(row["reward"], row["step"]) for row in lowest["rows"]] == [(-1.0, 3), (-1.0, 2), (-1.0, 1), (0.0, 3)]
-    assert {row["prompt"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
+    assert {row["begins"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
     assert lowest["matching"] == 12
     rest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4&offset=10").json()
     assert [row["reward"] for row in rest["rows"]] == [1.0, 1.0]
@@ -257,35 +255,6 @@ def test_an_attempt_is_told_token_by_token(run: Path) -> None:
     assert response["special"] == [len(response["pieces"]) - 1]
     assert set(response["gap"]) == {0.0}
     assert all(abs(value - 0.3) < 1e-4 for value in response["advantages"])
-
-
-@pytest.mark.parametrize("most", [answers.MOST_COMPARED, 1])
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [("1 2 3", "3 2 1"), ("aaa", "aa"), ("", "x"), ("", ""), ("same", "same"), ("ab" * 900, "ba" * 900)],
-)
-def test_the_difference_of_two_attempts_puts_both_together_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, right: str, most: int
-) -> None:
-    monkeypatch.setattr(answers, "MOST_COMPARED", most)
-    run = write_run(tmp_path / "run", steps=0)
-    write_rollouts(run, 1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]})
-    parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=1&other_place=1").json()
-    of_left = "".join(piece for part in parts if part["kind"] != "right" for piece in part["pieces"])
-    of_right = "".join(piece for part in parts if part["kind"] != "left" for piece in part["pieces"])
-    assert (of_left, of_right) == (f"{left}<end>", f"{right}<end>")
-    assert parts[-1]["kind"] == "same"
-    assert all(part["pieces"] for part in parts)
-
-
-@pytest.mark.parametrize("end", [[], [4]])
-def test_tokens_that_are_repeated_often_are_shared_too(end: list[int]) -> None:
-    def attempt(ids: list[int]) -> Any:
-        turn = SimpleNamespace(response_ids=np.array(ids), response_pieces=[*map(str, ids)])
-        return SimpleNamespace(turns=[turn])
-
-    parts = answers.difference(attempt([1, *[2, 3] * 150, *end]), attempt([9, *[2, 3] * 150]))
-    assert [len(part["pieces"]) for part in parts if part["kind"] == "same"] == [300]
 
 
 def test_an_answer_is_json_whatever_a_run_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

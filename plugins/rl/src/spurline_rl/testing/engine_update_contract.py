@@ -90,7 +90,9 @@ class EngineUpdateContract(EngineContract):
             across += 1 in result.versions and 2 in result.versions
         assert across > 0
 
-    def test_what_is_asked_after_an_update_comes_from_the_new_weights_alone(self, models: ModelPair) -> None:
+    def test_what_is_asked_after_an_update_comes_from_the_new_weights_alone_and_a_report_says_what_was_published(
+        self, models: ModelPair
+    ) -> None:
         # An engine must not keep a prefix cache across updates.
         prompt = [10 + number % 200 for number in range(300)]
         asked = [request([*prompt, *own], seed=seed, max_new_tokens=20) for seed, own in enumerate(([], [5], [5, 6]))]
@@ -98,7 +100,10 @@ class EngineUpdateContract(EngineContract):
         async def use(engine: Any) -> list[list[GenerationResult]]:
             rounds = [await all_of(engine, asked)]
             for version, model in ((2, models.new), (3, models.old)):
-                await self.publish(engine, version, model)
+                report = await self.publish(engine, version, model)
+                assert report.version == version
+                assert report.bytes_sent >= sum(tensor.nbytes for _, tensor in WeightsOf(model).named_weights())
+                assert min(report.transfer_s, report.pause_s) > 0
                 rounds.append(await all_of(engine, asked))
             return rounds
 
@@ -169,17 +174,6 @@ class EngineUpdateContract(EngineContract):
 
         outcome = self.run_updated(models, use)
         assert outcome == "waits for weights" or isinstance(outcome, RunFailedError), f"it still generates: {outcome}"
-
-    def test_the_report_says_what_was_published(self, models: ModelPair) -> None:
-        async def use(engine: Any) -> SyncReport:
-            return await self.publish(engine, 7, models.new)
-
-        report = self.run_updated(models, use)
-        size = sum(tensor.nbytes for _, tensor in WeightsOf(models.new).named_weights())
-        assert report.version == 7
-        assert report.bytes_sent >= size
-        assert report.transfer_s > 0
-        assert report.pause_s > 0
 
     def check_versions(
         self, asked: GenerationRequest, result: GenerationResult, models: dict[int, Path], temperature: float

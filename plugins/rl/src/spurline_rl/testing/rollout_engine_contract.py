@@ -62,19 +62,17 @@ class RolloutEngineContract(EngineContract):
         """Return the folder of the tiny model. Override this for another architecture."""
         return spurline_tiny_model
 
-    def test_results_are_aligned_and_have_their_types(self, tiny_model: Path) -> None:
-        for result in self.generate(tiny_model, [request(prompt) for prompt in PROMPTS]):
-            count = len(result.token_ids)
-            assert 1 <= count <= 12
-            parts = (result.token_ids, result.versions, result.logprobs)
-            assert [part.dtype for part in parts] == [np.int32, np.int32, np.float32]
-            assert {len(part) for part in parts} == {count}
-
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-    def test_logprobs_are_those_of_the_sampled_distribution(self, tiny_model: Path, temperature: float) -> None:
+    def test_results_have_their_types_and_the_logprobs_of_the_sampled_distribution(
+        self, tiny_model: Path, temperature: float
+    ) -> None:
         requests = [request(prompt, temperature=temperature) for prompt in PROMPTS]
         for asked, result in zip(requests, self.generate(tiny_model, requests), strict=True):
+            assert 1 <= len(result.token_ids) <= 12
+            assert (result.token_ids.dtype, result.versions.dtype) == (np.int32, np.int32)
+            assert len(result.versions) == len(result.token_ids)
             expected = model_logprobs(tiny_model, asked.prompt_ids, result.token_ids.tolist(), temperature)
+            assert (result.logprobs.dtype, result.logprobs.shape) == (np.float32, expected.shape)
             assert np.abs(result.logprobs - expected).max() <= self.logprob_tolerance
 
     def test_temperature_zero_and_a_single_candidate_take_the_likeliest_token_each_time(self, tiny_model: Path) -> None:

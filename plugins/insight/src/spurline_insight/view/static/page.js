@@ -292,7 +292,7 @@ function listRow(run, row, limit) {
   const isOld = limit !== null && limit !== undefined && row.max_age > limit;
   const cell = (value, attributes = {}) => make("td", attributes, value);
   const link = make("a", { href: "#attempt?" + attemptQuery(run, row) }, row.preview.trim() || "(empty)");
-  return make("tr", {}, cell(short(row.step)), cell(row.prompt.trim() || row.uid, { title: row.uid }), cell(short(row.sample)),
+  return make("tr", {}, cell(short(row.step)), cell(row.begins.trim() || row.uid, { title: row.uid }), cell(short(row.sample)),
     cell(short(row.reward)), cell(short(row.tokens)),
     cell(short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
     cell(short(row.max_gap)), cell(link));
@@ -315,10 +315,10 @@ function changed() {
 
 function facts(attempt) {
   const rows = [["reward", short(attempt.reward)], ...Object.entries(attempt.rewards).map(([name, value]) => [name, short(value)]),
-    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish], ["step", short(attempt.step)],
+    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish_reason], ["step", short(attempt.step)],
     ["sample", short(attempt.sample)], ["epoch", short(attempt.epoch)], ["retries", short(attempt.retries)],
     ...(attempt.engines.length ? [["engines", attempt.engines.join(", ")]] : []),
-    ...Object.entries(attempt.tags).map(([name, value]) => [name, String(value)])];
+    ...Object.entries({ ...attempt.columns, ...attempt.tags }).map(([name, value]) => [name, String(value)])];
   return make("dl", {}, ...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
@@ -444,17 +444,27 @@ async function showSiblings(self) {
 
 // Two attempts
 
+// The tokens with which both responses begin and end, and those between them of each.
+function parts(left, right) {
+  const of = (name) => [left, right].map((attempt) => attempt.turns.flatMap((turn) => turn.response[name]));
+  const [a, b] = of("ids"), [p, q] = of("pieces"), most = Math.min(a.length, b.length);
+  let start = 0, end = 0;
+  while (start < most && a[start] === b[start]) start++;
+  while (end < most - start && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
+  return [["span", p.slice(0, start)], ["del", p.slice(start, p.length - end)], ["ins", q.slice(start, q.length - end)],
+    ["span", p.slice(p.length - end)]].filter(([, pieces]) => pieces.length);
+}
+
 async function showDiff(query) {
   const other = new URLSearchParams({ run: query.get("other_run"), step: query.get("other_step"), place: query.get("other_place") });
   const own = new URLSearchParams({ run: query.get("run"), step: query.get("step"), place: query.get("place") });
-  const [left, right, parts] = await Promise.all([ask("attempt", own), ask("attempt", other), ask("diff", query)]);
+  const [left, right] = await Promise.all([ask("attempt", own), ask("attempt", other)]);
   const side = (attempt, at, mark) => make("div", {}, make("h2", {}, mark, " ",
     make("a", { href: "#attempt?" + at }, `${attempt.uid}, step ${attempt.step}, sample ${attempt.sample}`)), facts(attempt));
-  const names = { same: "span", left: "del", right: "ins" };
   byId("diff").replaceChildren(
     make("div", { class: "sides" }, side(left, own, make("del", {}, "left only")), side(right, other, make("ins", {}, "right only"))),
     make("h3", {}, "Responses, token by token"),
-    make("div", { class: "tokens" }, ...parts.map((part) => make(names[part.kind], {}, shown(part.pieces.join(""))))));
+    make("div", { class: "tokens" }, ...parts(left, right).map(([name, pieces]) => make(name, {}, shown(pieces.join(""))))));
 }
 
 // What the reader does

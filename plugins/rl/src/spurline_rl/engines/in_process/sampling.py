@@ -37,7 +37,8 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
     if logits.dtype != torch.float64:
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
-    kept = (logits if all(map(_changes_nothing, settings)) else _adjust(logits, settings)).log_softmax(-1)
+    is_plain = all(setting.temperature in (0, 1) and not _cuts(setting) for setting in settings)
+    kept = (logits if is_plain else _adjust(logits, settings)).log_softmax(-1)
     tokens = _draw(kept, uniforms)
     greedy = [number for number, setting in enumerate(settings) if setting.temperature == 0]
     if greedy:
@@ -47,10 +48,6 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
     both = torch.stack([tokens.double(), kept.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()])
     ids, logprobs = both.tolist()
     return Sampled([int(token) for token in ids], logprobs)
-
-
-def _changes_nothing(setting: Sampling) -> bool:
-    return setting.temperature == 0 or (setting.temperature == 1 and not _cuts(setting))
 
 
 def _cuts(setting: Sampling) -> bool:
