@@ -83,17 +83,8 @@ class TestPackedAligned(Made, CollatorContract):
     collator, config = PackedCollator, PackedCollatorConfig(max_tokens=256, align_to=8, pad_to_max=True)
 
 
-class TestPackedBestFit(Made, CollatorContract):
-    collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="bfd")
-
-
 class TestPackedMultifit(Made, CollatorContract):
     collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="multifit")
-
-
-class TestPackedRollouts(Made, RolloutCollatorContract):
-    one_turn_per_row = False
-    collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128)
 
 
 class TestRolloutsAsSamples(Made, CollatorContract):

@@ -90,13 +90,7 @@ class TestRolloutsLeft(Fast, RolloutCollatorContract):
     config = RolloutsCollatorConfig(pad_side="left", pad_to_multiple_of=8)
 
 
-class TestPackedRollouts(Fast, RolloutCollatorContract):
-    one_turn_per_row = False
-    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
-
-
-class TestPackedRolloutsEvenedOut(Fast, RolloutCollatorContract):
-    one_turn_per_row = False
+class TestPackedEvenedOut(Fast, CollatorContract):
     reference, fast = PackedCollator, FastPackedCollator
     config = PackedCollatorConfig(max_tokens=192, align_to=4, algorithm="multifit")
 
@@ -109,18 +103,13 @@ def test_with_pipeline_stages_every_row_is_as_long_as_allowed() -> None:
     assert_batches_equal(batch, PackedCollator(config, PAD, layout).collate(make_view([5, 9]), training=True))
 
 
-@pytest.mark.parametrize("method", ["collate", "collate_rollouts"])
-def test_what_cannot_fit_is_refused_in_the_words_of_the_reference(method: str) -> None:
+def test_what_cannot_fit_is_refused_in_the_words_of_the_reference() -> None:
     config, layout = PackedCollatorConfig(max_tokens=32, align_to=8), ParallelLayout()
     collators = PackedCollator(config, PAD, layout), FastPackedCollator(config, PAD, layout)
     messages: list[str] = []
     for collator in collators:
-        calls = {
-            "collate": lambda c=collator: c.collate(make_view([5, 33, 40]), training=True),
-            "collate_rollouts": lambda c=collator: c.collate_rollouts(make_trajectories([[(3, 4), (20, 21)]])),
-        }
         with pytest.raises(DataError) as error:
-            calls[method]()
+            collator.collate(make_view([5, 33, 40]), training=True)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "after alignment" in messages[0]

@@ -56,7 +56,6 @@ class FlatSegments(NamedTuple):
             keep the tokens of rollouts alive.
         samples: int32 [n], number of the sample of each segment.
         turns: int32 [n], number of the turn of each segment.
-        name: Returns the name of the segment at a position, for messages.
     """
 
     tokens: NDArray[np.int32]
@@ -66,7 +65,6 @@ class FlatSegments(NamedTuple):
     uids: Callable[[Table], NDArray[Any]]
     samples: NDArray[np.int32]
     turns: NDArray[np.int32]
-    name: Callable[[int], str]
 
 
 class Placement(NamedTuple):
