@@ -21,6 +21,7 @@ from spurline.testing import CollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
+from spurline_collation_fast.lazy_ragged import LazyRagged
 from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollout_batches import RolloutsCollator
@@ -122,6 +123,16 @@ def test_names_stay_readable_after_the_buffers_went_back() -> None:
     batch.release()
     collator.collate(make_view([30, 20]), training=True)
     assert sorted(batch.segments["uid"].values.tolist()) == sorted(taken.segments["uid"].values.tolist()) == uids
+
+
+def test_a_lazy_column_computes_its_values_when_they_are_read() -> None:
+    uids, made = make_view([3, 4, 5]), list[str]()
+    batch = FastPaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(uids, training=True)
+    column = batch.segments["uid"]
+    lazy = LazyRagged(lambda: made.append("made") or column.values, column.offsets).between(1, 3)
+    assert not made
+    assert [lazy[row].tolist() for row in range(2)] == [["random:1"], ["random:2"]]
+    assert made == ["made"]
 
 
 def test_an_unreleased_batch_is_never_overwritten_and_a_released_one_is_reused() -> None:

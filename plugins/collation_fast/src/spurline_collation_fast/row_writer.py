@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.collators.layout import layout_info
 from spurline_collation_fast.kernels.compiled import write_rows, write_values
+from spurline_collation_fast.lazy_ragged import LazyRagged
 
 Table = NDArray[np.int64]
 Buffer = NDArray[np.uint8]

@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig, RunConfig
 from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, Tokenized, TokenStoreBuilder, joined
 from spurline.errors import DataError
-from spurline.protocols.dataset import CheckableDataset, Dataset, DatasetConfig
+from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
 from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.datasets.protocols import CheckableDataset
 from spurline_text.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
 from spurline_text.rows.rows import RowView, absent_column_problem, unknown_column_problem
 
