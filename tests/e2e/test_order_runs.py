@@ -16,9 +16,9 @@ from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
 from spurline.run.checkpoints.state_files import read_state
+from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 
 CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}

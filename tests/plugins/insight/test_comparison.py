@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from spurline.cli import app
 from spurline.errors import RunDirectoryError, UserError
 from spurline_insight.report.comparison import write_comparison
+from spurline_insight.report.markup import score
 from spurline_insight.report.record import distinct_names
 
 
@@ -123,3 +124,10 @@ def test_the_command_compares_several_runs_and_reports_one(
     assert (done.exit_code, (tmp_path / "both.html").exists()) == (0, True)
     done = CliRunner().invoke(app, ["report", str(runs[0]), "--out", "one.html"])
     assert isinstance(done.exception, UserError)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0"), (1.5, "1.500"), (0.33604, "0.3360"), (1234.0, "1234"), (2e-7, "2.000e-07")]
+)
+def test_losses_have_four_digits(value: float, shown: str) -> None:
+    assert score(value) == shown

@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.cluster_room import each_needs, room_for, what_comes
-from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits
+from spurline_ranks.group import ClusterNeed, ClusterRequest, RankGroup, TimeLimits
 from spurline_ranks.logs import write_into
 from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, packed, unpacked
 from spurline_ranks.rank_main import RankMain, RankOrder
@@ -197,7 +197,7 @@ class RayRanks(RankGroup):
 
     def _place_ranks(self, request: RankRequest) -> None:
         """Make an actor for each rank and each machine."""
-        need = request.cluster_need()
+        need = ClusterNeed.of_ranks(request)
         assert need is not None, request
         (place,) = room_for(self._cluster, need, "backend", self._cluster_request.room_timeout_s)
         self._group = place.group

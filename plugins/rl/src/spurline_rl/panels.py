@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.trackers.readout import score
 from spurline_insight.health import LARGEST_MISMATCH
 from spurline_insight.report.figure import (
     Trace,
@@ -19,7 +18,7 @@ from spurline_insight.report.figure import (
     series_color,
     step_figure,
 )
-from spurline_insight.report.markup import Panel, block, caption, columns, table, text
+from spurline_insight.report.markup import Panel, block, caption, columns, score, table, text
 from spurline_insight.report.record import REWARD, evaluations_of, recorded_names
 from spurline_insight.report_panel import RunRecord
 

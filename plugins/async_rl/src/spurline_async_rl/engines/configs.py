@@ -11,9 +11,9 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
-from spurline.protocols.ranks import ClusterNeed
 from spurline_models.machine import num_gpus
 from spurline_ranks.cluster import names_cluster
+from spurline_ranks.group import ClusterNeed
 from spurline_rl.engines.configs import DecodingConfig
 from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 

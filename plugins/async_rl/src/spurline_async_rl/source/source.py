@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
-from spurline.protocols.backend import Backend, YieldsDevice
+from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.proof.proof import ProofSettings, PublishProof, note_worst
@@ -36,6 +36,7 @@ from spurline_async_rl.source.staleness import fresh_mismatch, mask_over_age, st
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
+from spurline_models.abilities import YieldsDevice
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_rl.configs import HeldOutConfig

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import TrainsAdapters
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_models.abilities import TrainsAdapters
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_buckets import (
     BucketMaker,

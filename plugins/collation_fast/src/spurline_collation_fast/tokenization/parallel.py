@@ -17,7 +17,7 @@ from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
+from spurline.data.token_store import SampleBlock, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
@@ -30,7 +30,7 @@ from spurline_collation_fast.tokenization.blocks import (
     available_cores,
     chunks_of,
 )
-from spurline_text.tokenization import SampleCollector, check_rows
+from spurline_text.tokenization import SampleCollector, SampleSink, check_rows
 
 ROWS_PER_CHUNK = 256
 """Rows of a chunk, enough to keep the threads of the tokenizer busy unless the rows are short."""

@@ -76,6 +76,13 @@ def status_mark(status: str) -> str:
     return f'<span class="status {known}">{text(shown)}</span>'
 
 
+def score(value: float) -> str:
+    """Format a loss, norm or score with four significant digits, including trailing zeros."""
+    if value == 0:
+        return "0"
+    return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")
+
+
 def scalar(value: Any) -> str:
     """Return a text as it is, and any other value as JSON, which is YAML too."""
     return value if value and isinstance(value, str) else json.dumps(value)

@@ -22,8 +22,9 @@ from spurline.data.batch import TrainingBatch
 from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
-from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
+from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
+from spurline_models.abilities import GenerationModel, check_trained
 from spurline_models.accumulate import StepSums, accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size

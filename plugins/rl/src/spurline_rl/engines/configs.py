@@ -10,7 +10,7 @@ from pydantic import Field
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
-from spurline.protocols.ranks import first_gpu_is_free
+from spurline.protocols.ranks import RankRequest
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ class InProcessEngineConfig(DecodingConfig):
 
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
         """Return the device of the engine's own copy."""
-        if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
+        if self.device == "auto" and not _first_gpu_is_free(run.backend.rank_request()):
             return "cpu"
         return self.device
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         ranks = run.backend.rank_request()
-        if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
+        if self.device == "cuda" and ranks is not None and not _first_gpu_is_free(ranks):
             if ranks.launch == "ray":
                 text = "a GPU that Ray may give to the backend. Set device"
             else:
@@ -87,3 +87,11 @@ class InProcessEngineConfig(DecodingConfig):
                 f"on {where}; it takes {4 * count(run.model) / 2**20:,.0f} MiB and gets the new weights every step"
             )
         return lines
+
+
+def _first_gpu_is_free(request: RankRequest | None) -> bool:
+    """Return whether this process may use the first GPU that it sees, because no rank uses it."""
+    if request is None or request.device != "cuda":
+        return True
+    # Ray may assign any GPU of this machine to a rank.
+    return request.launch == "local" and 0 not in (request.gpus or range(request.count))[: request.count]

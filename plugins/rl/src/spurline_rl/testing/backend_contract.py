@@ -22,17 +22,10 @@ from transformers import AutoModelForCausalLM
 from spurline.data.batch import MAY_BE_WIDE
 from spurline.digests import verify_files
 from spurline.errors import ModelError, NonFiniteLossError, RunFailedError, SpurlineError
-from spurline.protocols.backend import (
-    Backend,
-    Generates,
-    LendsModel,
-    LendsParameters,
-    LossSums,
-    TakesSnapshots,
-    YieldsDevice,
-)
+from spurline.protocols.backend import Backend, LendsParameters, LossSums, TakesSnapshots
 from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.loss import Objective
+from spurline_models.abilities import Generates, LendsModel, YieldsDevice
 from spurline_rl.losses.algorithms import Ppo
 from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.testing.backend_cases import (

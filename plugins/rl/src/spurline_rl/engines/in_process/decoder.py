@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.backend import GenerationModel
+from spurline_models.abilities import GenerationModel
 from spurline_models.architecture import find_decoder, vocabulary_size
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.generation import model_stop_tokens
