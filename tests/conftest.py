@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ from spurline.plugins.registry import Registry  # noqa: E402
 if TYPE_CHECKING:
     from config_files import Failing
     from fake_plugins import FakePlugins
+    from longest_first import LongestFirst
     from warm_children import WarmChildren
 
 if sys.version_info < (3, 12):
@@ -96,6 +98,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst | None:
+    # Where core's tests run alone, xdist is not installed.
+    from longest_first import LongestFirst
+
+    return LongestFirst(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--reverse"):
@@ -118,6 +128,15 @@ def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         if not SOAK:
             patch.setattr(child, "subprocess", forked_children)
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_workers(forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Processes that `multiprocessing` spawns in this module need no imports, except in long runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not SOAK:
+            patch.setattr(util, "spawnv_passfds", forked_children.spawn)
         yield
 
 
