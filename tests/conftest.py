@@ -27,6 +27,7 @@ os.environ["SPURLINE_CACHE"] = tempfile.mkdtemp(prefix="spurline-test-cache-")
 atexit.register(shutil.rmtree, os.environ["SPURLINE_CACHE"], ignore_errors=True)
 
 import pytest  # noqa: E402 - transformers reads the environment when a test imports it
+from every_run import SOAK  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
@@ -59,7 +60,6 @@ if sys.version_info < (3, 12):
 
     sys.settrace = set_trace_in_turn
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 # How fast examples are made says something about the machine, not about the test. Found failures are printed as a
 # decorator to paste; a database of them would make the next run another one.
@@ -122,11 +122,11 @@ def forked_children() -> Generator[WarmChildren, None, None]:
     children.close()
 
 
-@pytest.fixture(scope="module")
-def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
-    """Engines and workers of this module need no imports, except in long runs, which start them as the product does."""
+@pytest.fixture(scope="module", autouse=True)
+def warm_children(request: pytest.FixtureRequest, forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Engines and ranks need no imports, except in long runs and on GPUs, where they start as those of the product."""
     with pytest.MonkeyPatch.context() as patch:
-        if not SOAK:
+        if not SOAK and "gpu" not in request.path.parts:
             patch.setattr(child, "subprocess", forked_children)
         yield
 

@@ -59,9 +59,9 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {run_dir.parent}/"
     assert (go_on in err) == (how != "data"), "an error of ours says itself what to do"
     assert len(read_metrics(run_dir)) == 2
-    # The process that they are forked from stays for the next ones.
+    # The process that they are forked from stays for the next ones, and so does the one that this is a fork of.
     left = set(psutil.Process().children(recursive=True)) - set(began)
-    assert len(left) <= 1
+    assert len(left) <= 2
 
 
 def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, failing: Any) -> None:

@@ -28,7 +28,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("spurline_async_rl.engines.child_process", "sabotaged_child")
+MODULES = ("spurline_async_rl.engines.child_process", "spurline_ranks.rank_server", "sabotaged_child")
 """Modules of `ChildProcess` that are forked. Others start as usual."""
 IMPORTED = (
     "torch",
@@ -120,12 +120,13 @@ class WarmChildren:
     def _start(self, command: list[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
         # COMMAND -P -m spurline.child MODULE ...
         module = command[4]
-        if module not in MODULES or options["pass_fds"]:
+        if module not in MODULES:
             return subprocess.Popen(command, **options)
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
         order = {"arguments": command[4:], "environment": options["env"]}
-        pid = self.fork(order, [theirs_in, theirs_out, options["stderr"].fileno()])
+        files, passed = [theirs_in, theirs_out, options["stderr"].fileno()], options["pass_fds"]
+        pid = self.fork(order, [*files, *passed], [0, 1, 2, *passed])
         os.close(theirs_in)
         os.close(theirs_out)
         return WarmProcess(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
