@@ -97,7 +97,6 @@ def test_what_is_written_plans_clean_and_can_be_trained(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("warm_children")
 def test_the_first_asynchronous_run_trains_as_it_is_written(
     init: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 Result = TypeVar("Result")
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 2

@@ -26,7 +26,7 @@ from spurline_rl.protocols.weight_sync import SyncReport
 from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600), pytest.mark.usefixtures("warm_children")]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]
 
 BUCKET_BYTES = 16 << 20
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 3

@@ -38,6 +38,8 @@ from spurline_text.testing import TokenizationContract
 from spurline_text.testing.inputs import tiny_tokenizer
 from spurline_text.tokenization import SequentialTokenization, open_datasets
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
+
 TOKENIZER = tiny_tokenizer()
 
 
