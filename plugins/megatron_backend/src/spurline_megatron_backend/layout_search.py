@@ -141,8 +141,8 @@ def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) 
     experts = divisors(math.gcd(ranks, a.num_experts)) if a.num_experts else [1]
     for tensor, pipeline, context, expert in product(divisors(math.gcd(ranks, local)), sizes, contexts, experts):
         for expert_tensor in sorted({1, tensor}) if a.num_experts else [1]:
-            of_grid = dict(zip(_SIZES, (tensor, pipeline, 1, context, expert, expert_tensor), strict=True))
-            found = config.model_copy(update=of_grid)
+            of_grid = (tensor, pipeline, 1, context, expert, expert_tensor)
+            found = config.model_copy(update=dict[str, int](zip(_SIZES, of_grid, strict=True)))
             if not any(found.division_problems(ranks)) and not any(size_problems(found, a)):
                 yield found
 
