@@ -18,7 +18,7 @@ from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
-from spurline_rl.rewards.killable import KillablePool, OutOfMemory, TookTooLong
+from spurline_rl.rewards.killable import KillablePool
 from spurline_rl.rewards.matching import missing_reference
 
 
@@ -63,17 +63,12 @@ class FunctionReward:
             DataError: If the row cannot be sent to a worker process.
             Exception: The function's own error, if it is called in this process.
         """
-        what, limit_s = f"The function {self._config.path}", self._config.timeout_s
         if self._pool is None:
-            return await within(limit_s, what, self._function, answer)
+            return await within(self._config.timeout_s, f"The function {self._config.path}", self._function, answer)
         # Rows and messages may be views of a dataset. Copy them, so that the dataset is not sent.
         messages = tuple(dict(message) for message in answer.messages)
         try:
             return await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
-        except OutOfMemory as error:
-            raise AttemptFailedError(f"{what} took more than memory_gb: {self._config.memory_gb:g}.") from error
-        except TookTooLong as error:
-            raise AttemptFailedError(f"{what} did not return within {limit_s:g} s.") from error
         except AttemptFailedError as error:
             if not (hint := missing_reference(answer)):
                 raise

@@ -42,16 +42,12 @@ _ONE_THREAD = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 """Libraries use one thread: workers already compute in parallel, and a fork would lose a library's threads."""
 
 
-class TookTooLong(Exception):  # noqa: N818 - not an error for every caller
+class TookTooLong(AttemptFailedError):  # noqa: N818 - not an error for every caller
     """The call exceeded its limit of time or memory."""
 
 
-class OutOfMemory(TookTooLong):
-    """The call exceeded its limit of memory."""
-
-
 _ERRORS: dict[str, type[Exception]] = {
-    **{kind.__name__: kind for kind in (*SPURLINE_ERRORS, TookTooLong, OutOfMemory)},
+    **{kind.__name__: kind for kind in (*SPURLINE_ERRORS, TookTooLong)},
     "killed": TookTooLong,
     "died": AttemptFailedError,
 }
@@ -103,7 +99,7 @@ class KillablePool:
             memory_bytes=memory_bytes,
             python_path=os.environ.get("PYTHONPATH"),
         )
-        self._killed: Outcome = ("killed", f"{self._settings.name} took too long")
+        self._killed: Outcome = ("killed", self._settings.late)
         self._grace_s = min(_GRACE_S, self._settings.timeout_s)
         self._is_closed = False
         self._loop = asyncio.new_event_loop()

@@ -70,6 +70,11 @@ class WorkerSettings:
         """Return the name of the function in messages."""
         return self.argument or self.function
 
+    @property
+    def late(self) -> str:
+        """Return the message of a call that exceeds the time limit."""
+        return f"The function {self.name} did not return within {self.timeout_s:g} s."
+
 
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
@@ -88,7 +93,7 @@ def main(parent: Parent) -> None:
         found: Function = resolve_name(settings.function)
         function = found if settings.argument is None else found(settings.argument)
     except SpurlineError as error:
-        parent.send({"ready": _failure(error, settings.name)})
+        parent.send({"ready": _failure(error, settings)})
         return
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to every caller
         why = f"A worker process cannot import {settings.name}: {type(error).__name__}: {error}."
@@ -239,7 +244,7 @@ def _serve(channel: socket.socket, function: Function, settings: WorkerSettings)
             try:
                 answer = _line(number, ("value", function(*_arguments(packed))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
-                answer = _line(number, _failure(error, settings.name))
+                answer = _line(number, _failure(error, settings))
             channel.sendall(answer)
 
 
@@ -256,8 +261,8 @@ async def _serve_side_by_side(channel: socket.socket, function: Function, settin
                 # If the call ignores that it is cancelled, it gets no answer, and the pool kills this process.
                 answer = _line(number, ("value", await function(*_arguments(packed))))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - told to the caller
-            answer = _line(number, _failure(error, settings.name))
-        answers.write(_line(number, ("TookTooLong", f"{settings.name} took too long")) if limit.expired() else answer)
+            answer = _line(number, _failure(error, settings))
+        answers.write(_line(number, ("TookTooLong", settings.late)) if limit.expired() else answer)
 
     while line := await calls.readline():
         number, _, packed = line.partition(b" ")
@@ -271,11 +276,12 @@ def _arguments(packed: bytes) -> Any:
     return pickle.loads(base64.b64decode(packed))  # noqa: S301
 
 
-def _failure(error: BaseException, name: str) -> Outcome:
+def _failure(error: BaseException, settings: WorkerSettings) -> Outcome:
     if isinstance(error, MemoryError):
-        return "OutOfMemory", f"{name} ran out of memory"
+        limit_gb = settings.memory_bytes / 2**30
+        return "TookTooLong", f"The function {settings.name} took more than memory_gb: {limit_gb:g}."
     if not isinstance(error, SpurlineError):
-        return "AttemptFailedError", f"{name} failed: {located(error)}"
+        return "AttemptFailedError", f"{settings.name} failed: {located(error)}"
     kind = next((kind for kind in SPURLINE_ERRORS if isinstance(error, kind)), RunFailedError)
     problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
     return kind.__name__, problems or str(error)
