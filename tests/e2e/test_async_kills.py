@@ -410,7 +410,7 @@ def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
     fated_config["source"] |= {
         "max_staleness": 1,
         "environment": {"name": "harness", "command": [sys.executable, "-I", "-S", str(agent)]},
-        "weight_sync": {"name": "disk"},
+        "weight_sync": {"name": "disk", "full_every": 3},
     }
     train_and_kill(fated_config, kills)
     assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))

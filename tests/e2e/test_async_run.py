@@ -40,11 +40,17 @@ def test_zero_staleness_equals_the_synchronous_run_bit_for_bit_over_two_epochs(
     assert {line["staleness/max"] for line in lines} == {0.0}
 
 
-def test_zero_staleness_equals_the_synchronous_run_with_weights_in_half_precision(async_config: Config) -> None:
-    async_config |= {"steps": 2, "report": {"enabled": False}}
+@pytest.mark.processes
+def test_zero_staleness_equals_the_synchronous_run_with_half_precision_and_changes_of_weights_alone(
+    async_config: Config,
+) -> None:
+    async_config |= {"steps": 4, "report": {"enabled": False}}
     async_config["backend"] |= {"precision": "bf16", "weights": "bf16_masters"}
-    async_config["source"]["engine"]["precision"] = "bf16"
-    assert_equals_synchronous(async_config)
+    async_config["source"]["engine"] = {"name": "child_process", "deterministic": True, "precision": "bf16"}
+    async_config["source"]["weight_sync"] = {"name": "shared_memory", "full_every": 3}
+    lines = assert_equals_synchronous(async_config).lines
+    *changes, whole = [line["sync/bytes"] for line in lines if "sync/bytes" in line]
+    assert 0 < max(changes) < whole
 
 
 def test_zero_staleness_equals_the_synchronous_run_where_groups_are_replaced_and_given_up(async_config: Config) -> None:

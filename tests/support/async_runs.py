@@ -19,7 +19,7 @@ from spurline_rl.kept_rollouts import KeptRollouts
 from spurline_rl.trajectory import Group
 
 IN_PROCESS = {"name": "in_process", "deterministic": True}
-ONLY_ASYNC = ("max_staleness", "record_groups", "max_concurrent_groups")
+ONLY_ASYNC = ("max_staleness", "record_groups", "max_concurrent_groups", "weight_sync")
 """Settings that the synchronous source does not have."""
 
 
@@ -35,7 +35,8 @@ def asynchronous(config: Mapping[str, Any], **source: Any) -> Config:
 def synchronous(config: Mapping[str, Any]) -> Config:
     """The same run without asynchronous rollouts, and with an engine in its own process."""
     source = {name: value for name, value in config["source"].items() if name not in ONLY_ASYNC}
-    engine = source["engine"] if source["engine"]["name"] == "in_process" else IN_PROCESS
+    shared = {name: source["engine"][name] for name in ("precision",) if name in source["engine"]}
+    engine = source["engine"] if source["engine"]["name"] == "in_process" else {**IN_PROCESS, **shared}
     return {**config, "plugins": [], "source": {**source, "name": "rollouts", "engine": engine}}
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
+from spurline_async_rl.weights.changes import ChangesReader
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
 from spurline_async_rl.weights.disk import DiskSync, read_file
@@ -61,7 +62,8 @@ class Taker(TakesWeights):
 
     transports: Sequence[str] = ("shared_memory", "disk", "collective", "in_process")
 
-    def __init__(self, *, takes_adapters: bool = False, dtype: str | None = None) -> None:
+    def __init__(self, name: str = "the engine", *, takes_adapters: bool = False, dtype: str | None = None) -> None:
+        self.name = name
         self.takes_adapters = takes_adapters
         self.began: list[tuple[str, int]] = []
         self.adapter: Mapping[str, Any] = {}
@@ -69,8 +71,13 @@ class Taker(TakesWeights):
         self.buckets: list[WeightBucket] = []
         self.version = -1
         self._dtype = dtype
+        self.changes = ChangesReader()
         self._broadcasts = BroadcastReader()
         self._readers = {"shared_memory": MemoryReader().read, "disk": read_file, "collective": self._broadcasts.read}
+
+    @property
+    def receivers(self) -> Mapping[str, int]:
+        return {self.name: 1}
 
     @property
     def weights_dtype(self) -> str | None:
@@ -88,9 +95,10 @@ class Taker(TakesWeights):
         names = [place.name for place in bucket.places]
         read = list(zip(names, bucket.tensors, strict=True)) if bucket.tensors else None
         if read is None:
-            sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": "the engine"})
-            read = await asyncio.to_thread(lambda: list(self._readers[bucket.transport](sent)))
-        assert not self.taken.keys() & set(names), "a tensor came twice"
+            sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": self.name})
+            reader = self._readers[bucket.transport]
+            read = await asyncio.to_thread(lambda: list(self.changes.read(sent, reader(sent))))
+        assert not self.taken.keys() & {name for name, _ in read}, "a tensor came twice"
         self.taken |= {name: tensor.clone() for name, tensor in read}
 
     async def finish_update(self, version: int) -> None:

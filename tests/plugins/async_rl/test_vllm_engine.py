@@ -272,7 +272,7 @@ def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a
             backend.write_weights(folder, torch.float32, 1 << 30)
 
         async def use(engine: Any) -> list[GenerationResult]:
-            sync = collective()
+            sync = collective(full_every=2)
             try:
                 await in_thread(train, 2)
                 reports.append(await sync.publish(2, backend, [engine]))
@@ -289,7 +289,9 @@ def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a
         results = one_engine.use(models.old, use)
         size = sum(tensor.nbytes for _, tensor in backend.named_weights())
     # The engine keeps fp32 on a CPU; a tied head is sent once.
-    assert [report.bytes_sent for report in reports] == [size, size]
+    assert reports[0].bytes_sent == size
+    # Five large steps in fp32 change most bytes, but not all.
+    assert 0 < reports[1].bytes_sent < 0.97 * size
     wrong = 0.0
     for wanted, result in zip(asked, results, strict=True):
         assert set(result.versions.tolist()) == {2, 3}

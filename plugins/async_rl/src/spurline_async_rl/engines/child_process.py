@@ -27,10 +27,11 @@ from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.response import Progress
+from spurline_async_rl.weights.changes import ChangesReader
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
-from spurline_models.weight_buckets import WeightBucket
+from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_rl.concurrency import in_thread
 from spurline_rl.engines.configs import DecodingConfig, InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
@@ -175,6 +176,7 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.engine: InProcessEngine | None = None
         self._broadcasts = BroadcastReader()
+        self._changes = ChangesReader()
         self._readers = {
             "shared_memory": MemoryReader().read,
             "disk": read_file,
@@ -237,8 +239,9 @@ class Child:
         if isinstance(command, LoadBucket):
             bucket = command.bucket
             # Reading takes a while, so it runs on a thread.
-            weights = await in_thread(lambda: list(self._readers[bucket.transport](bucket)))
-            places = tuple(place for place in bucket.places if place.name in dict(weights))
+            read = self._readers[bucket.transport]
+            weights = await in_thread(lambda: list(self._changes.read(bucket, read(bucket))))
+            places = tuple(TensorPlace.of(name, tensor) for name, tensor in weights)
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
         await command.apply(self.engine)
         if isinstance(command, FinishUpdate):

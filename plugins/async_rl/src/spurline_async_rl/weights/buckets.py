@@ -19,6 +19,7 @@ from torch import Tensor
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
+from spurline_async_rl.weights.changes import CHANGES_MAKER
 from spurline_async_rl.weights.configs import BucketSyncConfig
 from spurline_models.abilities import TrainsAdapters
 from spurline_models.backend_config import adapters_of
@@ -89,6 +90,11 @@ class BucketSync:
         self.max_bucket_bytes = config.bucket_mb << 20
         self.waits_for = ""
         lora = None if run is None else adapters_of(run)
+        self._chain = 0
+        self._chain_length = 0
+        self._last_version = 0
+        # The engines that have the last version.
+        self._up_to_date: set[str] = set()
         # None means that the first publish decides.
         self._sends_adapters = None if config.adapters and (lora is None or lora.merged_because is None) else False
 
@@ -100,8 +106,10 @@ class BucketSync:
         self, version: int, backend: Backend, first: int = 1, dtype: str | None = None, part: PublishedPart = "model"
     ) -> Iterator[WeightBucket]:
         """Yield the buckets from number `first` on. This runs on a thread. See `MakerChoice` for `dtype` and `part`."""
-        settings = self.maker_settings()
-        choice = MakerChoice(self.maker, settings, self.max_bucket_bytes, dtype, part, self.made_by)
+        name, settings = self.maker, self.maker_settings()
+        if part == "model" and self._config.whole_every > 1:
+            name, settings = CHANGES_MAKER, {"maker": name, "settings": settings, "chain": self._chain}
+        choice = MakerChoice(name, settings, self.max_bucket_bytes, dtype, part, self.made_by)
         if isinstance(backend, MakesBuckets):
             yield from backend.weight_buckets(version, choice, first)
             return
@@ -157,10 +165,20 @@ class BucketSync:
         begin = BeginUpdate(version) if adapter is None else BeginAdapterUpdate(version, adapter)
         await self._tell(engines, "to begin an update", begin)
         sending = time.perf_counter()
+        self._continue_chain(version, engines)
         sent = await self._send_all(version, backend, engines, "model" if adapter is None else "adapter")
         finishing = time.perf_counter()
+        self._up_to_date |= _receivers(engines).keys()
         await self._tell(engines, "to finish the update", FinishUpdate(version))
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
+
+    def _continue_chain(self, version: int, engines: Sequence[TakesWeights]) -> None:
+        """Begin a new chain of publishes, whose first is whole, if an engine lacks the last version or it is time."""
+        if self._chain_length >= self._config.whole_every or not _receivers(engines).keys() <= self._up_to_date:
+            self._chain, self._chain_length = self._chain + 1, 0
+        self._chain_length += 1
+        if version != self._last_version:
+            self._last_version, self._up_to_date = version, set()
 
     async def _adapter_to_send(self, backend: Backend, engines: Sequence[TakesWeights]) -> Mapping[str, Any] | None:
         """Return the settings of the adapter if only the adapter is sent, or None for whole weights."""
@@ -198,6 +216,7 @@ class BucketSync:
                 return progress.sent
             except BucketLostError as error:
                 progress.losses += 1
+                self._chain += 1
                 if progress.losses > _MOST_LOSSES:
                     raise RunFailedError(
                         f"Publishing version {version} over {self.transport}: bucket {progress.taken + 1} was lost "

@@ -31,6 +31,11 @@ class BucketSyncConfig(WeightSyncConfig):
     def bucket_bytes(self) -> int:
         return self.bucket_mb << 20
 
+    @property
+    def whole_every(self) -> int:
+        """Return after how many publishes all weights are sent again; 1 if only whole weights are sent."""
+        return 1
+
 
 DEFAULT_BUCKET_BYTES: int = BucketSyncConfig.model_fields["bucket_mb"].default << 20
 
@@ -45,13 +50,26 @@ class InProcessSyncConfig(BucketSyncConfig):
         return 0
 
 
-class SharedMemorySyncConfig(BucketSyncConfig):
+class ChangesSyncConfig(BucketSyncConfig):
+    """Base of transports that can send only what changed."""
+
+    full_every: Annotated[int, OnResume.FREE] = Field(default=1, ge=1)
+    """Send all weights with every n-th publish, and with the others only what changed, compressed and exact. 1 always
+    sends all weights. The trainer and each worker of an engine then need host memory for a copy of the weights. New
+    engines always get all weights."""
+
+    @property
+    def whole_every(self) -> int:
+        return self.full_every
+
+
+class SharedMemorySyncConfig(ChangesSyncConfig):
     """Send the weights through shared memory to engines on the trainer's machine."""
 
     name: str = "shared_memory"
 
 
-class DiskSyncConfig(BucketSyncConfig):
+class DiskSyncConfig(ChangesSyncConfig):
     """Write safetensors files into a folder that trainer and engines share."""
 
     name: str = "disk"
@@ -60,7 +78,7 @@ class DiskSyncConfig(BucketSyncConfig):
     so two runs must not use the same folder."""
 
 
-class CollectiveSyncConfig(BucketSyncConfig):
+class CollectiveSyncConfig(ChangesSyncConfig):
     """Broadcast the weights to all engines at once, on any machine, with NCCL from GPUs and with gloo from CPUs."""
 
     name: str = "collective"

@@ -22,6 +22,7 @@ from spurline.errors import BucketLostError, RunFailedError
 from spurline_async_rl.engines.vllm.adapters import AdapterUpdate
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
 from spurline_async_rl.engines.vllm.lease import WorkerClaim
+from spurline_async_rl.weights.changes import ChangesReader
 from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.cuda_ipc import read_handles
 from spurline_async_rl.weights.disk import read_file
@@ -109,7 +110,7 @@ class WorkerExtension:
             "cuda_ipc": read_handles,
         }
         try:
-            weights = readers[bucket.transport](bucket)
+            weights = self._spurline_changes.read(bucket, readers[bucket.transport](bucket))
         except BucketLostError as error:
             # The error is returned, because vLLM would change the class of a raised error.
             return {LOST: str(error)}
@@ -144,6 +145,10 @@ class WorkerExtension:
     @cached_property
     def _spurline_broadcasts(self) -> BroadcastReader:
         return BroadcastReader(self.rank, self.device)
+
+    @cached_property
+    def _spurline_changes(self) -> ChangesReader:
+        return ChangesReader()
 
 
 _MEMORY = MemoryReader()
