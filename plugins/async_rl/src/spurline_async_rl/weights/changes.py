@@ -201,4 +201,4 @@ def _apply(values: Bytes, part: Bytes, width: int) -> None:
 
 
 def _digest(values: Bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(values)
+    return xxhash.xxh3_64_hexdigest(values.data)
