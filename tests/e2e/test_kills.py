@@ -16,6 +16,7 @@ from typing import Literal
 import psutil
 import pytest
 import torch
+from async_runs import ranks_of
 from fake_plugins import install_plugin
 from run_helpers import (
     Config,
@@ -33,6 +34,8 @@ from safetensors.torch import load_file
 from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 Victim = Literal["controller", "rank", "all"]
 Kill = Callable[..., KillableProcess]
@@ -139,7 +142,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     for number, (layout, victim) in enumerate(zip(layouts, victims, strict=True)):
         # Every fourth somewhere in the start: ranks come up, load the model, restore.
         steps = instants.randint(1, 5) if number % 4 != 3 else None
-        process = killable_process(layout)
+        process = killable_process(layout, warm_children=True)
         process.wait_for_steps(steps, instants.uniform(0, 4.0 if steps is None else 0.05))
         _kill(process, victim, instants)
     killed, expected = train(last).without_times, train(whole, name="whole").without_times
@@ -152,20 +155,19 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
 def _kill(process: KillableProcess, victim: Victim, instants: random.Random) -> None:
     """Kill some processes of the run, and wait until all have ended and no socket listens."""
     controller = psutil.Process(process.pid)
-    # The process that has imported everything, and the ranks that were forked from it, if they have been by now.
-    server = controller.children()
-    ranks = [rank for each in server for rank in each.children()]
+    # The ranks, if they have been started by now.
+    ranks = ranks_of(process.pid)
     sockets = set[str]().union(*map(_sockets_of, (controller, *ranks)))
     listening = sockets & _listening_sockets()
     if victim == "rank" and ranks:
         instants.choice(ranks).kill()
     else:
-        for each in (controller, *server, *ranks) if victim == "all" else (controller,):
+        for each in (controller, *ranks) if victim == "all" else (controller,):
             each.kill()
     # Taking down an interpreter with torch in it takes two seconds of its own.
     code = process.wait(180)
     assert code == (1 if victim == "rank" and ranks else -signal.SIGKILL)
-    wait_for(lambda: not any(each.is_running() for each in (*server, *ranks)), "the end of all processes", 25)
+    wait_for(lambda: not any(each.is_running() for each in ranks), "the end of all processes", 25)
     # Not the ports: another program of this machine may have been given one of them by now.
     assert not listening & _listening_sockets()
 

@@ -11,7 +11,7 @@ import pytest
 from every_run import SOAK
 from run_helpers import Config, on_ranks, train, write_pairs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("spurline_async_rl.engines.child_process", "sabotaged_child")
+MODULES = ("spurline_async_rl.engines.child_process", "spurline_ranks.rank_main", "sabotaged_child")
 """Modules of `ChildProcess` that are forked. Others start as usual."""
 IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets", *MODULES)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -185,6 +185,15 @@ def _import_all() -> None:
         importlib.import_module(name)
 
 
+def _import_workers(arguments: Sequence[str]) -> None:
+    """Import the modules of workers, `MODULE:CLASS`, that ranks are about to make. Errors are for the ranks."""
+    for argument in arguments:
+        if ":" in argument and argument.partition(":")[0] not in sys.modules:
+            with suppress(ImportError):
+                importlib.import_module(argument.partition(":")[0])
+            gc.freeze()
+
+
 def _adopt(on: bool) -> None:
     """Choose whether grandchildren whose parent ends become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
@@ -206,6 +215,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
         if not message:
             return None
+        _import_workers(json.loads(message).get("arguments", ()))
         if between := os.fork():
             os.waitpid(between, 0)
             for file in files:

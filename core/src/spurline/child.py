@@ -101,7 +101,9 @@ class ChildProcess:
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
-            return f"killed by {signal.Signals(-self.exit_code).name}"
+            # Real-time signals have no names.
+            names = {int(each): each.name for each in signal.Signals}
+            return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
         return f"exit code {self.exit_code}"
 
     def last_words(self) -> str:
