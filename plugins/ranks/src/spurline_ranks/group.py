@@ -188,7 +188,7 @@ class RankGroup:
 
     def __init__(self, processes: RankProcesses, limits: TimeLimits) -> None:
         self.size = len(processes.identities)
-        self._processes, self._limits = processes, limits
+        self._processes, self._identities, self._limits = processes, processes.identities, limits
         self._lock = threading.Lock()
         self._ended: str | None = None
         try:
@@ -272,7 +272,7 @@ class RankGroup:
                 break
         if self._ended is not None:
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
-        who, failure = first_cause([(self._processes.identities[rank], failure) for rank, failure in failures.items()])
+        who, failure = first_cause([(self._identities[rank], failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
         # A rank that fails this late has probably waited for another rank until the exchange timed out.
         if others and time.monotonic() - began >= self._limits.collective_s:
@@ -283,9 +283,9 @@ class RankGroup:
         works = self._processes.work(missing)
         # The other ranks probably wait for the rank that has been at the same work for longest.
         slowest = max(missing, key=lambda rank: works[rank].seconds if rank in works else math.inf)
-        limit = f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}."
-        text = f"{limit} {self._where_they_stand(missing, works)}"
-        raise self._processes.identities[slowest].failed(text, call)
+        where = self._where_they_stand(missing, works)
+        text = f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}"
+        raise self._identities[slowest].failed(text, call)
 
     def _where_they_stand(self, missing: Sequence[int], works: Mapping[int, Work]) -> str:
         """Return a text with the work and the stacks of missing ranks."""
@@ -294,10 +294,7 @@ class RankGroup:
         return "\n".join([self._who_is_missing(missing, works), *shown])
 
     def _who_is_missing(self, missing: Sequence[int], works: Mapping[int, Work]) -> str:
-        lines = [
-            f"  {self._processes.identities[rank]}: {works.get(rank, 'its machine does not answer')}"
-            for rank in missing
-        ]
+        lines = [f"  {self._identities[rank]}: {works.get(rank, 'its machine does not answer')}" for rank in missing]
         return "\n".join([f"{len(missing)} of {self.size} ranks have not answered:", *lines])
 
 

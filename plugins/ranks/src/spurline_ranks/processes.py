@@ -52,7 +52,8 @@ class LocalRanks:
 
     def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
         for number, rank in self._ranks.items():
-            rank.send({"method": method, "common": common, "own": own[number]})
+            rank.has_answered = False
+            rank.process.send({"method": method, "common": common, "own": own[number]})
 
     def wait(self, timeout_s: float | None = None) -> Mapping[int, str | Died]:
         try:
@@ -106,10 +107,6 @@ class _Rank:
             environment=environment,
         )
         self.process.send({"order": packed((order, rank))})
-
-    def send(self, call: Mapping[str, str]) -> None:
-        self.has_answered = False
-        self.process.send(call)
 
     def work(self) -> Work:
         return Work(self._work, time.monotonic() - self._since)

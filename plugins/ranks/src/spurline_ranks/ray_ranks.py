@@ -94,9 +94,10 @@ class RayRanks:
 
     def gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
         found = self._ask("gone", ranks, _PING_TIMEOUT_S)
-        silent = {self._machine_of(rank).name for rank in ranks} - set(found)
-        lost = [self._lose(self._machines[name], "it no longer answers") for name in silent]
-        return {rank: died for rank, died in _joined({**found, **dict(enumerate(lost))}).items() if rank in ranks}
+        for machine in {self._machine_of(rank) for rank in ranks}:
+            if machine.name not in found:
+                found[machine.name] = self._lose(machine, "it no longer answers")
+        return _joined(found)
 
     def end(self) -> None:
         with self._ending:
