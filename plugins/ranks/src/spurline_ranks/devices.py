@@ -16,12 +16,11 @@ _INTERFACE = "lo"
 def local_environments(request: RankRequest) -> list[dict[str, str]]:
     """Return the environment variables of each rank on this machine. On `cuda` each rank sees one GPU, else none.
 
-    Ranks that Ray launches may have peers on other machines, so they may use all network interfaces.
-
     Raises:
         ConfigError: If there are too few GPUs.
     """
     gpus = gpus_of_ranks(request) if request.device == "cuda" else [""] * request.count
+    # Ranks of a cluster may have peers on other machines.
     of_machine = {} if request.launch == "ray" else variables_of_one_machine(peers_elsewhere=request.peers_elsewhere)
     return [{**of_machine, **request.variables, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
 

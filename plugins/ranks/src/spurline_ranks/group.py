@@ -180,11 +180,7 @@ class RankProcesses(Protocol):
 
 
 class RankGroup:
-    """Ranks that are called one method at a time. If a call fails or is interrupted, all ranks are ended.
-
-    Raises:
-        SpurlineError: If a rank raises it while it starts.
-    """
+    """Ranks that are called one method at a time. If a call fails or is interrupted, all ranks are ended."""
 
     def __init__(self, processes: RankProcesses, limits: TimeLimits) -> None:
         self.size = len(processes.identities)

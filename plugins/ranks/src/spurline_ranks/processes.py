@@ -29,9 +29,6 @@ class LocalRanks:
     Args:
         order: The ranks to start.
         store: The store where the ranks find each other, if this process hosts it. It is kept until `close`.
-
-    Raises:
-        ConfigError: If this machine cannot meet the request.
     """
 
     def __init__(self, order: MachineOrder, store: object = None) -> None:

@@ -88,9 +88,8 @@ class RayRanks:
         return _joined(self._ask("work", ranks, _ANSWER_TIMEOUT_S))
 
     def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
-        limit_s = 2 * STACKS_TIMEOUT_S
-        silent = f"(no stack: the machine of this rank has not answered within {limit_s:g} s)"
-        return dict.fromkeys(ranks, silent) | _joined(self._ask("stacks", ranks, limit_s))
+        silent = "(no stack: the machine of this rank does not answer)"
+        return dict.fromkeys(ranks, silent) | _joined(self._ask("stacks", ranks, 2 * STACKS_TIMEOUT_S))
 
     def gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
         found = self._ask("gone", ranks, _PING_TIMEOUT_S)
@@ -124,7 +123,7 @@ class RayRanks:
         (place,) = room_for(self._cluster, need, "backend", timeout_s)
         self._group = place.group
         count = request.count // len(place.nodes)
-        kind = ray.remote(max_concurrency=_NUM_THREADS)(MachineActor)
+        kind: Any = ray.remote(max_concurrency=_NUM_THREADS)(MachineActor)  # pyright: ignore[reportCallIssue]
         for number, (node, bundle) in enumerate(zip(place.nodes, place.bundles, strict=True)):
             options = self._cluster.actor_options(self._group, number, bundle)
             ranks = range(number * count, (number + 1) * count)
