@@ -132,6 +132,8 @@ class ForkedChildren(WarmChildren):
             theirs.close()
             return
         self._control.close()
+        # Ctrl-C of a test is for the process that was forked.
+        os.setsid()
         if (order := serve(theirs)) is not None:
             become(order)
         os._exit(0)

@@ -19,7 +19,6 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
-from spurline.child import KILL_TIMEOUT_S
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.cluster_room import answers, room_for
@@ -34,6 +33,8 @@ _ANSWER_TIMEOUT_S = 3.0
 """Seconds to wait for a machine's report about the work of its ranks."""
 _PING_TIMEOUT_S = 15.0
 """Seconds without an answer after which a machine counts as lost."""
+_END_TIMEOUT_S = 33.0
+"""Seconds to wait until a machine has killed its ranks."""
 _NUM_THREADS = 8
 """Calls that a `MachineActor` answers at the same time. One of them always waits for outcomes."""
 
@@ -103,9 +104,8 @@ class RayRanks:
             if self._group is None:
                 return
             try:
-                there = [machine for name, machine in self._machines.items() if name not in self._lost]
-                asked = {machine.name: machine.actor.ask.remote("end") for machine in there}
-                answers(asked, KILL_TIMEOUT_S + _ANSWER_TIMEOUT_S)
+                there = set(self._machines) - self._lost
+                answers({name: self._machines[name].actor.ask.remote("end") for name in there}, _END_TIMEOUT_S)
             finally:
                 for machine in self._machines.values():
                     ray.kill(machine.actor)
