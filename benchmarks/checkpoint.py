@@ -29,7 +29,7 @@ from transformers import Qwen3Config
 from spurline import Run, load_config
 from spurline.plugins.hookspecs import hookimpl
 from spurline.run.checkpoints.checkpoint import CheckpointStore
-from spurline.run.checkpoints.saving import CheckpointContents, Writing
+from spurline.run.checkpoints.saving import Writing
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "models" / "tiny-qwen3"
@@ -80,23 +80,24 @@ class Spans:
         self._kinds[self._kind](step)
         self.begins[self._kind].append(time.perf_counter() - self._begin)
 
-    def _contents(self, step: int, *, copied: bool = True) -> CheckpointContents:
+    def _checkpoint(self, step: int, *, copied: bool = True) -> Writing:
         session = self._run._session
         assert session is not None
-        return CheckpointContents.of(step, session.components, self._run.loaded, session._course(None), copied=copied)
+        store = CheckpointStore(self._run.directory.checkpoints)
+        return Writing.of(store, step, session.components, self._run.loaded, session._course(None), copied=copied)
 
     def _copy(self, step: int) -> None:
-        self._contents(step)
+        self._checkpoint(step)
 
     def _beside(self, step: int) -> None:
-        self._writing = Writing(self._contents(step), CheckpointStore(self._run.directory.checkpoints))
+        self._writing = self._checkpoint(step).write_beside()
 
     def _at_once(self, step: int) -> None:
         before = bytes_read()
-        contents, store = self._contents(step, copied=False), CheckpointStore(self._run.directory.checkpoints)
-        path = contents.publish(store, contents.prepare(store))
+        writing = self._checkpoint(step, copied=False)
+        writing.write()
         self.bytes_read = bytes_read() - before
-        self.bytes_written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        self.bytes_written = sum(file.stat().st_size for file in writing.result().rglob("*") if file.is_file())
 
 
 def bytes_read() -> int:

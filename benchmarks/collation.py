@@ -61,7 +61,7 @@ GROUP = 8
 """Attempts at a prompt. A group has them in flat arrays before a batch takes it."""
 PAD = 151643
 LAYOUT = ParallelLayout(data=RANKS)
-ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "bfd", "multifit")
+ALGORITHMS: tuple[PackingAlgorithm, ...] = ("ffd", "multifit")
 
 # Limits by layout, for D1 and D2: minimum speedup over the reference, minimum speedup over row slices, and maximum
 # time relative to the warm fill.
@@ -179,7 +179,6 @@ def measure_planning(name: str, inputs: Inputs, repeats: int) -> tuple[dict[str,
         {
             "plain Python ffd": lambda: pack(plain, capacity, RANKS),
             "ffd": lambda: plan("ffd"),
-            "bfd": lambda: plan("bfd"),
             "multifit": lambda: plan("multifit"),
         },
         repeats,

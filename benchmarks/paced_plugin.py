@@ -80,7 +80,7 @@ class PacedEngine(TakesWeights):
         tokens = np.full(num_tokens, _TOKEN, np.int32)
         tokens[-1] = self._end_token
         logprobs = np.full(num_tokens, -0.5, np.float32)
-        return GenerationResult(tokens, logprobs, logprobs, versions, "stop")
+        return GenerationResult(tokens, logprobs, versions, "stop")
 
     async def begin_update(self, version: int) -> None: ...
 

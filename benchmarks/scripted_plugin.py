@@ -103,7 +103,7 @@ class ScriptedEngine(TakesWeights):
         versions = np.full(len(self._tokens), self._version, np.int32)
         versions[: len(versions) // 2] = began
         # Each result gets its own arrays, as with real engines.
-        result = GenerationResult(self._tokens.copy(), self._logprobs.copy(), None, versions, "stop")
+        result = GenerationResult(self._tokens.copy(), self._logprobs.copy(), versions, "stop")
         OBSERVED.engine_s += time.thread_time() - began_at
         return result
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterator, Mapping
+from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ os.environ["SPURLINE_CACHE"] = tempfile.mkdtemp(prefix="spurline-test-cache-")
 atexit.register(shutil.rmtree, os.environ["SPURLINE_CACHE"], ignore_errors=True)
 
 import pytest  # noqa: E402 - transformers reads the environment when a test imports it
+from every_run import SOAK  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
@@ -41,6 +43,7 @@ from spurline.plugins.registry import Registry  # noqa: E402
 if TYPE_CHECKING:
     from config_files import Failing
     from fake_plugins import FakePlugins
+    from longest_first import LongestFirst
     from warm_children import WarmChildren
 
 if sys.version_info < (3, 12):
@@ -57,7 +60,6 @@ if sys.version_info < (3, 12):
 
     sys.settrace = set_trace_in_turn
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 # How fast examples are made says something about the machine, not about the test. Found failures are printed as a
 # decorator to paste; a database of them would make the next run another one.
@@ -96,6 +98,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--reverse", action="store_true", help="run the tests in reverse order")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LongestFirst | None:
+    # Where core's tests run alone, xdist is not installed.
+    from longest_first import LongestFirst
+
+    return LongestFirst(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--reverse"):
@@ -112,12 +122,21 @@ def forked_children() -> Generator[WarmChildren, None, None]:
     children.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_children(request: pytest.FixtureRequest, forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Engines and ranks need no imports, except in long runs and on GPUs, where they start as those of the product."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not SOAK and "gpu" not in request.path.parts:
+            patch.setattr(child, "subprocess", forked_children)
+        yield
+
+
 @pytest.fixture(scope="module")
-def warm_children(forked_children: WarmChildren) -> Generator[None, None, None]:
-    """Engines and workers of this module need no imports, except in long runs, which start them as the product does."""
+def warm_workers(forked_children: WarmChildren) -> Generator[None, None, None]:
+    """Processes that `multiprocessing` spawns in this module need no imports, except in long runs."""
     with pytest.MonkeyPatch.context() as patch:
         if not SOAK:
-            patch.setattr(child, "subprocess", forked_children)
+            patch.setattr(util, "spawnv_passfds", forked_children.spawn)
         yield
 
 

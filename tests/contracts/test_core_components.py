@@ -12,7 +12,7 @@ from spurline import load_config
 from spurline.data.configs import SerialPrefetchConfig, WholeBatchConfig
 from spurline.data.serial_prefetch import SerialPrefetch
 from spurline.plugins.host import PluginHost
-from spurline.testing import LossContract, MiniBatchesContract, PluginContract, PrefetchContract, TrackerContract
+from spurline.testing import MiniBatchesContract, PluginContract, PrefetchContract, TrackerContract
 from spurline.trackers.configs import ConsoleTrackerConfig, JsonlTrackerConfig
 from spurline.trackers.console import ConsoleTracker
 from spurline.trackers.jsonl import JsonlTracker
@@ -21,7 +21,7 @@ from spurline_insight.report_panel import ReportPanelConfig
 from spurline_insight.testing import ReportPanelContract
 from spurline_models.losses.configs import CrossEntropyConfig, DynamicFineTuningConfig
 from spurline_models.losses.cross_entropy import CrossEntropy, DynamicFineTuning
-from spurline_models.testing import write_tiny_model, write_tiny_moe_model
+from spurline_models.testing import LossContract, write_tiny_model, write_tiny_moe_model
 from spurline_rl.testing import AdapterContract, BackendContract
 from spurline_text.configs import SequentialTokenizationConfig
 from spurline_text.testing import TokenizationContract

@@ -26,7 +26,7 @@ from spurline.testing import CollatorContract, OrderContract
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 from spurline_rl.rollout_batches import RolloutsCollator
-from spurline_rl.testing import RolloutCollatorContract
+from spurline_rl.testing import AdaptiveOrderContract, RolloutCollatorContract
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 from spurline_text.configs import HfDatasetConfig
 from spurline_text.datasets.hf_dataset import HfDataset
@@ -83,17 +83,8 @@ class TestPackedAligned(Made, CollatorContract):
     collator, config = PackedCollator, PackedCollatorConfig(max_tokens=256, align_to=8, pad_to_max=True)
 
 
-class TestPackedBestFit(Made, CollatorContract):
-    collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="bfd")
-
-
 class TestPackedMultifit(Made, CollatorContract):
     collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128, algorithm="multifit")
-
-
-class TestPackedRollouts(Made, RolloutCollatorContract):
-    one_turn_per_row = False
-    collator, config = PackedCollator, PackedCollatorConfig(max_tokens=128)
 
 
 class TestRolloutsAsSamples(Made, CollatorContract):
@@ -112,6 +103,7 @@ class AnyOrder(OrderContract):
     """Makes the order of a subclass: `order`, with the settings `config`."""
 
     order: Any
+    config: Any
 
     def make_order(self, samples: SampleFacts, seed: int) -> Any:
         return self.order(self.config, samples=samples, seed=seed)
@@ -141,9 +133,12 @@ class TestCurriculumInStages(AnyOrder):
         return {"meta": super().row(number)}
 
 
-class TestRewardAdaptive(AnyOrder):
-    order, config = RewardAdaptiveOrder, RewardAdaptiveOrderConfig()
+class TestRewardAdaptive(AdaptiveOrderContract):
+    def make_order(self, samples: SampleFacts, seed: int) -> RewardAdaptiveOrder:
+        return RewardAdaptiveOrder(RewardAdaptiveOrderConfig(), samples=samples, seed=seed)
 
 
-class TestRewardAdaptiveByName(AnyOrder):
-    order, config = RewardAdaptiveOrder, RewardAdaptiveOrderConfig(reward="reward", floor=0.5)
+class TestRewardAdaptiveByName(AdaptiveOrderContract):
+    def make_order(self, samples: SampleFacts, seed: int) -> RewardAdaptiveOrder:
+        config = RewardAdaptiveOrderConfig(reward="reward", floor=0.5)
+        return RewardAdaptiveOrder(config, samples=samples, seed=seed)

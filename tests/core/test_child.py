@@ -115,7 +115,14 @@ def test_a_death_is_noticed_with_how_it_came_and_the_last_words(start: Start, tm
     heard = start("complains", "3", log=log if in_file else None)
     assert heard.next() is None
     assert heard.child.how_it_ended == "exit code 3"
-    assert heard.child.last_words() == ("an earlier life\ngiving up" if in_file else "giving up")
+    assert heard.child.last_words() == "giving up"
+
+
+def test_a_death_by_a_signal_without_a_name_is_told_by_its_number(start: Start) -> None:
+    heard = start("sleeps")
+    os.kill(heard.child.pid, signal.SIGRTMIN + 2)
+    assert heard.next() is None
+    assert heard.child.how_it_ended == f"killed by signal {signal.SIGRTMIN + 2}"
 
 
 def test_a_message_that_was_broken_off_says_nothing(start: Start) -> None:

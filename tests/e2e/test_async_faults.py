@@ -28,7 +28,7 @@ from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.draws import row_of
 from spurline_rl.kept_rollouts import KeptRollouts
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 FAULTY_REWARDS = '''
 import asyncio, os, random
@@ -130,6 +130,7 @@ def test_engines_in_other_processes_at_zero_staleness_equal_the_synchronous_run_
     child_config: Config,
 ) -> None:
     del child_config["source"]["correction"]
+    child_config["steps"] = 3
     child_config["source"]["engine"]["deterministic"] = True
     assert_equals_synchronous(child_config)
     assert engines_of(os.getpid()) == []
@@ -141,7 +142,7 @@ def test_engines_in_other_processes_at_zero_staleness_equal_the_synchronous_run_
 @pytest.mark.timeout(1800)
 def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained_on_once(child_config: Config) -> None:
     kills = 20 if os.environ.get("SPURLINE_SOAK") else 2
-    child_config |= {"steps": 10 * kills + 4, "checkpoint": {"every_steps": 1000}}
+    child_config |= {"steps": 6 * kills + 4, "checkpoint": {"every_steps": 1000}}
     instants = random.Random(3)
     killed: list[int] = []
     killers: list[threading.Timer] = []
@@ -155,12 +156,12 @@ def test_engines_killed_again_and_again_are_replaced_and_every_prompt_is_trained
         victim.send_signal(signal.SIGKILL)
 
     def kill_while_steps_go_on(step: int) -> None:
-        """Kill one every ten steps, when both are there; it dies at some instant of the steps that follow."""
-        if step % 10 == 1:
+        """Kill one every six steps, when both are there; it dies at some instant of the steps that follow."""
+        if step % 6 == 1:
             for killer in killers:
                 killer.join()
             wait_for(lambda: len(living()) == 2, "engines in place of those that were killed", 60)
-            if step < 10 * kills:
+            if step < 6 * kills:
                 killers.append(threading.Timer(instants.uniform(0, 0.3), kill_an_engine))
                 killers[-1].start()
 

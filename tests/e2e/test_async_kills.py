@@ -26,9 +26,11 @@ from async_runs import (
     assert_every_prompt_ended_once,
     asynchronous,
     comparable,
+    kept_attempts,
     recorded_groups,
     synchronous,
 )
+from every_run import SOAK
 from reward_functions import in_process
 from run_helpers import Config, Trained, WriteConfig, assert_same_weights, num_lines, train, wait_for, write_rows
 from warm_children import WarmRuns
@@ -39,7 +41,6 @@ from spurline_collation_fast.cache.entry import open_entry
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 Order = Literal["controller", "a child, later the controller", "children first", "any order", "all at once"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 """Who is killed, one after the other. The children of a killed controller have to end by themselves."""
@@ -378,8 +379,11 @@ def numbers(run: Trained | Path | str) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith(BY_TIME)} for line in comparable(run)]
 
 
-@pytest.mark.parametrize("kills", plans(("evaluation", "controller"), soak=20, phases=(*IN_ONE_PROCESS, "evaluation")))
-def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_again(
+@pytest.mark.parametrize(
+    "kills",
+    plans(("evaluation", "controller"), ("steps", "controller"), soak=100, phases=(*IN_ONE_PROCESS, "evaluation")),
+)
+def test_a_killed_synchronous_run_does_again_what_no_checkpoint_covers(
     fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:
     config = synchronous(fated_config)
@@ -393,9 +397,10 @@ def test_a_synchronous_run_killed_between_evaluation_and_checkpoint_does_both_ag
     assert numbers(config["run_dir"]) == numbers(whole)
     assert_same_weights(config["run_dir"], whole)
     assert len({Path(run, "eval_samples.jsonl").read_text() for run in (config["run_dir"], whole)}) == 1
+    assert kept_attempts(config["run_dir"]) == kept_attempts(whole)
 
 
-@pytest.mark.parametrize("kills", plans(("steps", "any order"), ("engines", "controller"), soak=20))
+@pytest.mark.parametrize("kills", plans(("steps", "any order"), soak=20))
 def test_programs_of_agents_weights_on_disk_and_the_endpoint_end_with_the_run(
     fated_config: Config, tmp_path: Path, train_and_kill: TrainAndKill, kills: Kills
 ) -> None:

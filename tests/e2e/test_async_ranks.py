@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable
@@ -12,22 +11,16 @@ from typing import Any
 import pytest
 from async_runs import assert_every_prompt_ended_once, asynchronous, ranks_of
 from child_engines import engines_of, shared_memory_of
+from every_run import IN_LONG_RUNS, SOAK
 from run_helpers import Config, KillableProcess, assert_metrics_close, on_ranks, train, wait_for
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 BACKENDS: dict[str, Config] = {"fsdp": {}, "megatron": {"tensor": 2}}
 ENGINE = {"name": "child_process", "deterministic": True, "num_threads": 1}
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "fsdp",
-        pytest.param("megatron", marks=[pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")]),
-    ],
-)
+@pytest.mark.parametrize("backend", ["fsdp", pytest.param("megatron", marks=IN_LONG_RUNS)])
 def test_on_ranks_zero_staleness_is_synchronous_training_and_both_are_what_one_process_does(
     rl_config: Config, spurline_chat_file: Path, backend: str
 ) -> None:

@@ -77,34 +77,6 @@ def test_a_loss_that_is_not_finite_names_the_samples_and_the_last_checkpoint(fai
     assert kept_steps(base_config["run_dir"]) == [1]
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_full_disk_at_checkpoint_time_keeps_the_previous_one(
-    fails: Fails, base_config: Config, monkeypatch: pytest.MonkeyPatch, beside: bool
-) -> None:
-    from spurline_models.local import checkpoint
-
-    real_write, written = checkpoint.write_tensor_file, []
-
-    def write(path: Path, tensors: Any, metadata: Any) -> Any:
-        written.append(path)
-        # Three files per checkpoint: the disk fills up in the middle of the second one.
-        if len(written) == 5:
-            path.write_bytes(b"half of a")
-            raise OSError(28, "No space left on device")
-        return real_write(path, tensors, metadata)
-
-    monkeypatch.setattr(checkpoint, "write_tensor_file", write)
-    base_config["checkpoint"]["async"] = beside
-    text = fails(base_config, code=1)
-    for words in ("The checkpoint of step 4", "cannot be written", "No space left on device"):
-        assert words in text
-    assert sorted(path.name for path in Path(base_config["run_dir"], "checkpoints").iterdir()) == [
-        "latest", "step-00000002",
-    ]  # fmt: skip
-    monkeypatch.undo()
-    assert train(base_config).status == "finished"
-
-
 def test_a_finished_run_is_neither_overwritten_nor_misread(
     fails: Fails, spurline: Spurline, base_config: Config, tmp_path: Path, spurline_chat_file: Path
 ) -> None:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from async_runs import assert_every_prompt_ended_once, asynchronous, comparable
-from child_engines import engines_of, shared_memory_of
-from run_helpers import Config, KillableProcess, assert_problem, assert_same_weights, read_metrics, train, wait_for
+from child_engines import engines_of
+from run_helpers import Config, assert_problem, assert_same_weights, read_metrics, train
 
 from spurline import Run, load_config
 from spurline.errors import ConfigError, RunFailedError
 from spurline.plugins.hookspecs import hookimpl
 from spurline_models.local.backend import LocalBackend
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 
 @pytest.fixture
@@ -138,23 +136,3 @@ def test_what_cannot_take_turns_is_refused_with_what_to_do(
     with pytest.raises(ConfigError) as caught:
         load_config(colocated_config)
     assert_problem(caught, key=f"source.{key}", fix=fix)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="kills many runs; SPURLINE_SOAK=1")
-@pytest.mark.timeout(1800)
-def test_a_controller_killed_again_and_again_in_any_phase_loses_no_prompt(
-    colocated_config: Config, killable_process: Callable[..., KillableProcess]
-) -> None:
-    kills = 5
-    colocated_config["source"] |= {"max_staleness": 1, "correction": "tis"}
-    colocated_config |= {"steps": 10 * kills, "checkpoint": {"every_steps": 3}}
-    instants = random.Random(11)
-    for _ in range(kills):
-        controller = killable_process(colocated_config)
-        controller.wait_for_steps(instants.randint(1, 4), instants.uniform(0, 0.3))
-        controller.kill()
-        wait_for(lambda: not engines_of(controller.pid), "the engines of the killed controller to end")  # noqa: B023
-        wait_for(lambda: not shared_memory_of(controller.pid), "the killed controller's shared memory to go")  # noqa: B023
-    assert train(colocated_config).status == "finished"
-    assert_every_prompt_ended_once(colocated_config)

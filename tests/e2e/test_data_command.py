@@ -49,7 +49,7 @@ def test_a_conversation_shows_what_is_trained_of_it(spurline: Spurline, base_con
     assert "trained tokens are in ⟦ ⟧" in out
     [row] = show(base_config, rows=1).rows
     [sequence] = row.sequences
-    assert f"{len(sequence.ids)} tokens, " in sequence.heading
+    assert f"{len(sequence.pieces)} tokens, " in sequence.heading
     assert text_of(sequence, trained=True) == "pong<|im_end|>"
     assert {*itertools.compress(sequence.pieces, sequence.special)} == {"<|im_start|>", "<|im_end|>"}
     code, out, _ = spurline("plan", base_config)
@@ -75,7 +75,7 @@ def test_what_is_cut_and_what_is_left_out_is_said(base_config: Config) -> None:
     base_config["batch_size"] = 1
     data = show(base_config, rows=1)
     [sequence] = data.rows[0].sequences
-    assert len(sequence.ids) == 40
+    assert len(sequence.pieces) == 40
     assert any("cut to max_length: 1" in line for line in data.facts)
     assert any("left out: 1 x no_loss_tokens_after_truncation" in line for line in data.facts)
 

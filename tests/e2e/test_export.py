@@ -118,7 +118,6 @@ def test_adapters_are_not_merged_with_weights_that_have_changed_since(base_confi
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("warm_children")
 def test_ranks_answer_prompts_and_export_as_their_checkpoint_is_exported(
     base_config: Config, spurline_chat_file: Path, tmp_path: Path
 ) -> None:

@@ -197,9 +197,6 @@ def test_a_mistyped_place_is_told_before_anything_is_loaded(
     code, _, err = spurline("generate", tmp_path / "runs" / "nope", "x")
     assert (code, "Did you mean 'nose'?" in err) == (2, True), err
     assert spurline("generate", tmp_path, "x")[0] == 2
-    monkeypatch.setattr("sys.stdin", None)
-    code, _, err = spurline("generate", spurline_tiny_model)
-    assert (code, "there is no standard input" in err) == (2, True)
     monkeypatch.setattr(answering, "opened", lambda *_: pytest.fail("loaded"))
     code, _, err = spurline("generate", "any", "--file", tmp_path / "nope.jsonl")
     assert (code, "nope.jsonl: no such file" in err) == (2, True), err

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from ruamel.yaml import YAML
 from run_helpers import Spurline, train, write_rows
 
@@ -34,7 +33,7 @@ def init(spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path) -> Spurl
     """Run `spurline init run.yaml` in an empty folder with the tiny model, this data and these words."""
 
     def run(data: object, *words: object, file: str = "run.yaml", plan: bool = False) -> tuple[int, str, str]:
-        given = ("--model", spurline_tiny_model, "--data", data, "--yes", *([] if plan else ["--no-plan"]))
+        given = ("--model", spurline_tiny_model, "--data", data, *([] if plan else ["--no-plan"]))
         return spurline("init", tmp_path / file, *given, *words)
 
     return run
@@ -93,14 +92,11 @@ def test_what_is_written_plans_clean_and_can_be_trained(
     assert config.steps == expected.get("steps", config.steps)
     assert config.epochs == expected.get("epochs", config.epochs)
     assert config.backend.facts.trains_adapters == ("rank" in expected)
-    settings = [line for line in file.read_text().splitlines() if "  # " in line]
-    assert len({line.index(" # ") for line in settings if line.index(" # ") <= 33}) == 1, settings
     if expected["source"] not in ("rollouts", "async_rollouts"):
         assert train(load_config(file, ["steps=1", "epochs=null", "backend.device=cpu"])).status == "finished"
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("warm_children")
 def test_the_first_asynchronous_run_trains_as_it_is_written(
     init: Spurline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,34 +170,11 @@ def test_columns_that_nobody_can_guess_are_named_by_an_option(init: Spurline, tm
     assert load_config(tmp_path / "run.yaml").config.data.train[0].columns["output"] == "antwort: x"
 
 
-def test_a_terminal_is_asked_for_what_was_not_given(
-    spurline: Spurline, spurline_tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = rows(tmp_path / "train.jsonl", CHAT)
-    asked: list[str] = []
-
-    def ask(question: str, **_: Any) -> str:
-        asked.append(question)
-        return str(spurline_tiny_model if "model" in question else data)
-
-    monkeypatch.setattr(typer, "prompt", ask)
-    monkeypatch.setattr(typer, "confirm", lambda question, **_: asked.append(question) or True)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
-    code, _, err = spurline("init", tmp_path / "run.yaml", "--no-plan")
-    assert code == 0, err
-    assert [question.partition(" (")[0] for question in asked] == [
-        "Which model",
-        "Which training data",
-        "Train adapters",
-    ]
-    assert load_config(tmp_path / "run.yaml").config.backend.facts.trains_adapters
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--data DATA", "--model is missing: which model"),
-        ("--model MODEL", "--data is missing: which training data"),
+        ("--data DATA", "Missing option '--model'"),
+        ("--model MODEL", "Missing option '--data'"),
         ("--model MODEL --data DATA --task dpo", "--task dpo needs rows with chosen and rejected"),
         ("--model MODEL --data DATA --task stf", "is not one of sft, dpo, rl, async"),
         ("--model MODEL --data DATA --reward x", "--reward is for reinforcement learning"),
@@ -217,7 +190,7 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
 ) -> None:
     places = {"MODEL": spurline_tiny_model, "DATA": rows(tmp_path / "train.jsonl", CHAT)}
     given = [places.get(word, word) for word in words.split()]
-    code, _, err = spurline("init", tmp_path / "run.yaml", *given, "--yes")
+    code, _, err = spurline("init", tmp_path / "run.yaml", *given)
     assert code == 2
     assert message in err
     assert not (tmp_path / "run.yaml").exists()
@@ -228,7 +201,7 @@ def test_what_is_missing_or_wrong_is_named_and_nothing_is_written(
 )
 def test_any_path_is_written_as_it_is(path: str) -> None:
     model = ModelFacts(path, 10, 128, has_chat_template=True)
-    data = DataFacts("sft", "conversations", 20, has_reference=True, is_chat=True)
+    data = DataFacts("sft", "conversations", has_reference=True, is_chat=True)
     options = Options(path, path, "sft", eval=path, reward=None, lora=False, epochs=None, steps=1)
     text = config_text(options, model, data, run_dir=path)
     read = YAML(typ="safe").load(text)

@@ -12,8 +12,6 @@ from run_helpers import Config, read_metrics, train
 from spurline import load_config
 from spurline.cli_options import load_run
 
-pytestmark = pytest.mark.usefixtures("warm_children")
-
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
 ARCHIVES = sorted((Path(__file__).parent / "kept").glob("*.tar.xz"))
 ON_RANKS = ("sft_fsdp.tar.xz", "sft_megatron.tar.xz")

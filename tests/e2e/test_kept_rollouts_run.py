@@ -8,24 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from async_runs import asynchronous
+from async_runs import asynchronous, kept_attempts
 from reward_functions import in_process
-from run_helpers import Config, Trained, train
+from run_helpers import Config, train
 
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, keeper
-
-
-def facts(run: Trained) -> list[Any]:
-    return [
-        (attempt.step, attempt.uid, attempt.sample, attempt.reward, attempt.advantage, attempt.turns[0].response_text)
-        for attempt in KeptRollouts(run.run_dir).attempts()
-    ]
 
 
 def test_synchronous_and_asynchronous_runs_keep_the_same(rl_config: Config) -> None:
     rl_config |= {"steps": 2, "checkpoint": {"every_steps": None}, "report": {"enabled": False}}
     run = train(rl_config)
-    assert facts(run) == facts(train(asynchronous(rl_config, max_staleness=0), name="async"))
+    assert kept_attempts(run) == kept_attempts(train(asynchronous(rl_config, max_staleness=0), name="async"))
     attempts = list(KeptRollouts(run.run_dir).attempts())
     assert len(attempts) == 2 * 16
     for line in run.lines:
@@ -59,7 +52,7 @@ def test_a_resume_trains_and_keeps_each_step_once(rl_config: Config, monkeypatch
     # The rollouts of step 3 are there, and no checkpoint covers them.
     assert list(KeptRollouts(rl_config["run_dir"]).steps) == [1, 2, 3]
     run = train(rl_config)
-    assert facts(run) == facts(through)
+    assert kept_attempts(run) == kept_attempts(through)
     assert run.steps == [1, 2, 3, 4]
 
 

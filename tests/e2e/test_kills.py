@@ -5,7 +5,6 @@ The state of a plugin, the average of the example plugin, goes on bit for bit to
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ import psutil
 import pytest
 import torch
 from async_runs import ranks_of
+from every_run import IN_LONG_RUNS, SOAK
 from fake_plugins import install_plugin
 from run_helpers import (
     Config,
     KillableProcess,
-    Trained,
     assert_metrics_close,
     assert_same_run,
     config_to_kill,
@@ -35,12 +34,9 @@ from spurline.run.checkpoints.checkpoint import CheckpointStore
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.usefixtures("warm_children")
-
 Victim = Literal["controller", "rank", "all"]
 Kill = Callable[..., KillableProcess]
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 MANY: tuple[Victim, ...] = ("rank", "controller", "all") * 10
 LISTENS = "0A"
 """The state of a listening socket in the tables of the kernel."""
@@ -57,30 +53,33 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_killed_run_of_one_process_ends_with_the_metrics_of_the_uninterrupted_one(
-    base_config: Config, spurline_chat_file: Path, killable_process: Kill, beside: bool
-) -> None:
-    """beside: a checkpoint is written after each step while training goes on, so that most kills interrupt a write."""
-    kills = (20 if beside else 100) if SOAK else 2 if beside else 4
-    config = config_to_kill(base_config, spurline_chat_file, 12 * kills)
-    if beside:
-        config["checkpoint"] = {"every_steps": 1, "async": True}
-    _assert_kills_change_nothing(config, kills, killable_process)
-
-
-@pytest.mark.processes
-def test_the_average_of_the_example_plugin_is_the_one_of_the_uninterrupted_run(
+def test_a_killed_run_of_one_process_ends_with_the_metrics_and_states_of_the_uninterrupted_one(
     base_config: Config,
     spurline_chat_file: Path,
     killable_process: Kill,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    beside: bool,
 ) -> None:
+    """beside: a checkpoint is written after each step while training goes on, so that most kills interrupt a write."""
+    kills = (20 if beside else 100) if SOAK else 2 if beside else 4
     install_plugin(tmp_path / "site", monkeypatch, "ema", "spurline_plugin_ema.plugin", EXAMPLES / "plugin_ema" / "src")
-    kills = 20 if SOAK else 2
     ema = {"plugins": ["ema"], "ema": {"decay": 0.9, "export": False}}
     config = config_to_kill(base_config | ema, spurline_chat_file, 12 * kills)
-    run, whole = _assert_kills_change_nothing(config, kills, killable_process)
+    if beside:
+        config["checkpoint"] = {"every_steps": 1, "async": True}
+    whole = train(config, name="whole")
+    instants = random.Random(7)
+    for kill in range(kills):
+        # Every fourth somewhere in the start: reading, restoring, cutting the metrics back.
+        steps = instants.randint(1, 6) if kill % 4 != 3 else None
+        process = killable_process(config)
+        process.wait_for_steps(steps, instants.uniform(0, 0.4 if steps is None else 0.03))
+        process.kill()
+        if (Path(config["run_dir"]) / "checkpoints").exists():
+            CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
+    run = train(config)
+    assert_same_run(run, whole)
     one, other = (
         load_file(kept.run_dir / f"checkpoints/step-{kept.step:08d}/hooks/ema/weights.safetensors")
         for kept in (run, whole)
@@ -91,32 +90,11 @@ def test_the_average_of_the_example_plugin_is_the_one_of_the_uninterrupted_run(
     assert [line["step"] for line in run.lines if "ema/loss" in line][:2] == [10, 20]
 
 
-def _assert_kills_change_nothing(config: Config, kills: int, start: Kill) -> tuple[Trained, Trained]:
-    """Return the run that was killed and the one that was not."""
-    whole = train(config, name="whole")
-    instants = random.Random(7)
-    for kill in range(kills):
-        # Every fourth somewhere in the start: reading, restoring, cutting the metrics back.
-        steps = instants.randint(1, 6) if kill % 4 != 3 else None
-        process = start(config)
-        process.wait_for_steps(steps, instants.uniform(0, 0.4 if steps is None else 0.03))
-        process.kill()
-        if (Path(config["run_dir"]) / "checkpoints").exists():
-            CheckpointStore(Path(config["run_dir"]) / "checkpoints").latest()
-    run = train(config)
-    assert_same_run(run, whole)
-    return run, whole
-
-
 @pytest.mark.parametrize(
     "victims",
     [
         pytest.param(("rank",), marks=pytest.mark.processes, id="once"),
-        pytest.param(
-            MANY,
-            marks=[pytest.mark.slow, pytest.mark.timeout(3600), pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")],
-            id="often",
-        ),
+        pytest.param(MANY, marks=[pytest.mark.timeout(3600), *IN_LONG_RUNS], id="often"),
     ],
 )
 @pytest.mark.parametrize("case", ["fsdp", "fsdp, other ranks", "megatron, other layouts"])
@@ -124,7 +102,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     base_config: Config, spurline_chat_file: Path, killable_process: Kill, case: str, victims: Sequence[Victim]
 ) -> None:
     """They are equal bit for bit on the same ranks, with dropout too, and to rounding on others."""
-    config = whole = config_to_kill(base_config, spurline_chat_file, 12 + 6 * len(victims))
+    config = whole = config_to_kill(base_config, spurline_chat_file, 6 + 6 * len(victims))
     if case != "fsdp":
         # Dropout is drawn by rank, and Megatron models have none.
         del config["model"]["config_overrides"]
@@ -142,7 +120,7 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
     for number, (layout, victim) in enumerate(zip(layouts, victims, strict=True)):
         # Every fourth somewhere in the start: ranks come up, load the model, restore.
         steps = instants.randint(1, 5) if number % 4 != 3 else None
-        process = killable_process(layout, warm_children=True)
+        process = killable_process(layout, warm_children=not SOAK)
         process.wait_for_steps(steps, instants.uniform(0, 4.0 if steps is None else 0.05))
         _kill(process, victim, instants)
     killed, expected = train(last).without_times, train(whole, name="whole").without_times

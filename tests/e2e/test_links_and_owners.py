@@ -148,14 +148,6 @@ def test_an_export_replaces_a_link_and_not_the_folder_that_it_points_to(tmp_path
     assert os.listdir(tmp_path / "out") == ["run.json"]
 
 
-def test_a_lock_that_is_a_link_empties_no_file(tmp_path: Path, precious: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "run.lock").symlink_to(precious / "thesis.txt")
-    with pytest.raises(RunDirectoryError, match=r"its run\.lock is a link.*--set run_dir"):
-        RunDirectory(tmp_path / "run").open()
-    assert (precious / "thesis.txt").read_text() == "years of work"
-
-
 def test_a_file_written_beside_follows_no_link(tmp_path: Path, precious: Path) -> None:
     (tmp_path / f".config.json.{os.getpid()}.tmp").symlink_to(precious / "thesis.txt")
     write_text(tmp_path / "config.json", "{}")

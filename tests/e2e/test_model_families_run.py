@@ -1,4 +1,4 @@
-"""Whole runs of models beyond plain attention: linear attention, attention sinks, experts."""
+"""Whole runs of models beyond plain attention: linear attention, and attention sinks with experts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from spurline_models.testing.inputs import write_model
 
-FAMILY_NAMES = ("qwen3_5_text", "gpt_oss", "mixtral")
+FAMILY_NAMES = ("qwen3_5_text", "gpt_oss")
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 
 

@@ -16,13 +16,13 @@ from run_helpers import Config, Spurline, assert_pieces_equal_the_whole, assert_
 
 from spurline import load_config
 from spurline.errors import ConfigError
-from spurline.protocols.order import ScoredDraw
 from spurline.run.build import build_data
 from spurline.run.checkpoints.state_files import read_state
+from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 
 CURRICULUM = {"name": "curriculum", "column": "meta.difficulty"}
-STATIC = ["sequential", {**CURRICULUM, "direction": "descending", "stages": 4}]
+STAGED = {**CURRICULUM, "direction": "descending", "stages": 4}
 ADAPTIVE = {"name": "reward_adaptive", "reward": "early", "floor": 0.01}
 
 
@@ -140,14 +140,14 @@ def name_of(order: str | Mapping[str, Any]) -> str:
     return order if isinstance(order, str) else "-".join(map(str, order.values()))
 
 
-@pytest.mark.parametrize("order", [*STATIC, {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
+@pytest.mark.parametrize("order", ["sequential", {"name": "length_grouped", "pool_batches": 2}], ids=name_of)
 def test_fine_tuning_cut_in_pieces_equals_the_uninterrupted_run(sft_config: Config, tmp_path: Path, order: Any) -> None:
     sft_config["data"]["order"] = order
     assert_pieces_equal_the_whole(sft_config, tmp_path, [2, 4])
 
 
 # The adaptive one too: without staleness, what it decides for a step depends on the steps before it alone.
-@pytest.mark.parametrize("order", [*STATIC, ADAPTIVE], ids=name_of)
+@pytest.mark.parametrize("order", [STAGED, ADAPTIVE], ids=name_of)
 def test_rollouts_cut_in_pieces_equal_the_uninterrupted_run_and_the_asynchronous_one_without_staleness(
     graded_rl_config: Config, order: Any
 ) -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,12 +28,6 @@ from spurline_insight.report_panel import RunRecord
 
 pytest.importorskip("uvicorn", reason="needs the extra spurline-insight[view]")
 
-import uvicorn
-
-from spurline_insight.view import app, command
-from spurline_insight.view.guard import Guard
-from spurline_insight.view.runs import open_runs
-from spurline_planning.data_preview import viewing as samples
 
 pytestmark = pytest.mark.processes
 
@@ -213,50 +206,6 @@ def test_it_prints_its_address_and_ends_at_ctrl_c(tmp_path: Path) -> None:
         _, complained = process.communicate(timeout=30)
     assert process.returncode == 0
     assert complained == ""
-
-
-@needs_chromium
-def test_a_reader_asks_for_samples_and_sees_which_tokens_are_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sequence = {
-        "uid": "rows:3",
-        "notes": ["cut to 4 of 9 tokens"],
-        "pieces": ["<end>", "<img src=x onerror=window.hacked=1>", "yes\u202e", "."],
-        "ids": [1, 2, 3, 4],
-        "weights": [0.0, 0.0, 1.0, 0.5],
-        "special": [True, False, False, False],
-    }
-    pair = [{"kind": kind, **sequence} for kind in ("chosen", "rejected")]
-    read = {"facts": ["x" * 300], "rows": [{"title": "step 1, row 1 of 1", "length": 16, "sequences": pair}]}
-    asked: list[Path] = []
-    monkeypatch.setattr(samples, "read_samples", lambda run_dir: asked.append(run_dir) or read)
-    run = write_run(tmp_path / "run", 1)
-    with command._listening(0) as listener, closing(Browser(tmp_path / "profile")) as page:
-        port = listener.getsockname()[1]
-        guard = Guard(app.make_app(open_runs([run])), "a-token", port)
-        serving = uvicorn.Server(uvicorn.Config(guard, lifespan="off", ws="none", log_level="warning"))
-        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        page.go(f"http://127.0.0.1:{port}/?token=a-token")
-        page.wait("document.querySelectorAll('#charts figure').length > 0")
-        page.run("location.hash = 'samples'")
-        page.wait("document.querySelectorAll('#sampled button').length === 1")
-        assert asked == []
-        page.run("document.querySelector('#sampled button').click()")
-        page.wait("document.querySelectorAll('#rows .tokens').length === 2")
-        texts = "[...document.querySelectorAll('#rows .tokens {0}')].map(e => e.textContent)"
-        assert page.run(texts.format(".trained")) == ["yes\\u202e", "."] * 2
-        assert page.run(texts.format(".special")) == ["<end>"] * 2
-        assert page.run("document.querySelector('#rows .tokens .trained').title") == "2: id 3, weight 1"
-        assert "chosen rows:3: 4 tokens, 2 trained." in page.run("document.querySelector('#rows .sides').textContent")
-        assert page.run("window.hacked === undefined")
-        page.call("Emulation.setDeviceMetricsOverride", width=390, height=844, deviceScaleFactor=1, mobile=True)
-        page.wait("document.documentElement.scrollWidth <= 390")
-        assert asked == [run]
-        assert page.complaints == []
-        serving.should_exit = True
-        thread.join(30)
 
 
 @needs_chromium

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from async_runs import assert_every_prompt_ended_once, asynchronous
 from child_engines import engines_of
-from every_run import SOAK
+from every_run import IN_LONG_RUNS
 from run_helpers import Config, on_ranks, read_metrics, train
 from sabotaged_child import KINDS
 
@@ -20,18 +20,17 @@ from spurline_async_rl.engines import child_process
 from spurline_async_rl.source.recordings import groups_of, recorded_step
 from spurline_rl.trajectory import turns_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 BROKEN_AT = 2
-IN_CI = ("frozen", "tied_head", "stale_cache")
-IN_LONG_RUNS = [pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")]
+IN_CI = ("tied_head", "stale_cache")
 
 
 @pytest.fixture
 def proven_config(rl_config: Config) -> Config:
     """An asynchronous run with two child processes, which records what it trains on."""
     config = asynchronous(
-        rl_config | {"report": {"enabled": False}},
+        rl_config | {"steps": 5, "report": {"enabled": False}},
         correction="tis",
         max_staleness=2,
         max_concurrent_groups=4,

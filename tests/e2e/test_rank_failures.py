@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from run_helpers import Config, KillableProcess, Spurline, on_ranks, read_metric
 
 from spurline.errors import CheckpointError
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 
 CTRL_C = 128 + signal.SIGINT
@@ -90,14 +89,13 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
 
 
 def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
-    failing: Any, killable_process: Callable[..., KillableProcess]
+    failing: Any, killable_process: Callable[..., KillableProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = failing("sleep")
+    config, standing = failing("sleep"), tmp_path / "standing"
+    monkeypatch.setenv("STANDS_STILL", str(standing))
     process = killable_process(config, warm_children=True)
     saved = Path(config["run_dir"]) / "checkpoints/step-00000002"
-    wait_for(lambda: saved.is_dir() or process.poll() is not None, "two steps")
-    # The next step has begun by then, and never ends.
-    time.sleep(1)
+    wait_for(lambda: standing.exists() or process.poll() is not None, "the third step, which never ends")
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     wait_for(lambda: "press Ctrl-C again" in process.said(), "the answer to the first one", 10)

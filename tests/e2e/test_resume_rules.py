@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from config_files import merged
 from run_helpers import Config
 
 from spurline import load_config
@@ -36,15 +37,6 @@ ASYNC: dict[str, Any] = {
     },
 }
 FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnResume.BY_NAME, OnResume.REFUSED
-
-
-def merged(base: Config, path: str, value: Any) -> Config:
-    """The config with the setting at a dotted path replaced."""
-    first, _, rest = path.partition(".")
-    if not rest:
-        return {**base, first: value}
-    inner = base.get(first, {})
-    return {**base, first: merged({"name": inner} if isinstance(inner, str) else inner, rest, value)}
 
 
 @pytest.mark.parametrize(

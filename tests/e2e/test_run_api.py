@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -56,27 +55,6 @@ def evaluated_config(base_config: Config, spurline_chat_file: Path) -> Config:
     base_config["data"]["eval"] = str(spurline_chat_file)
     base_config["evaluation"] = {"every_steps": 3}
     return base_config
-
-
-def test_a_requested_stop_ends_the_run_after_the_step_with_its_reason_and_the_rest_follows(base_config: Config) -> None:
-    whole = train(base_config, name="whole")
-
-    def stop(run: Run) -> None:
-        run.request_stop("the loss is good enough")
-        run.request_stop("a later reason")
-
-    for hook in ("on_step_start", "on_step_end"):
-        result = train(base_config, Acting(hook, stop, at_step=3), name=hook)
-        assert (result.status, result.step, result.stop_reason) == ("stopped", 3, "the loss is good enough")
-        assert result.signal is None
-        assert result.checkpoint is not None
-        assert result.checkpoint.name == "step-00000003"
-        summary = json.loads((result.run_dir / "summary.json").read_text())
-        assert (summary["status"], summary["stop_reason"]) == ("stopped", "the loss is good enough")
-        finished = train(base_config, name=hook)
-        assert (finished.status, finished.stop_reason) == ("finished", None)
-        assert "stop_reason" not in json.loads((result.run_dir / "summary.json").read_text())
-        assert finished.without_times == whole.without_times
 
 
 def test_an_evaluation_by_a_hook_is_recorded_under_its_prefix_with_the_step_it_belongs_to(

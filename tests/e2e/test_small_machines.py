@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from async_runs import asynchronous
+from every_run import SOAK
 from run_helpers import (
     Config,
     WriteConfig,
@@ -32,7 +33,6 @@ from warm_children import WarmRuns
 
 from spurline.errors import RunDirectoryLostError, SpurlineError
 
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 DAY_S = 86400
 
 Resize = Callable[[str], None]
@@ -56,7 +56,7 @@ def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Resize]]:
 @pytest.fixture
 def async_config(rl_config: Config) -> Config:
     """It has a timeline, recorded groups and a report, and equals the synchronous run."""
-    return asynchronous(rl_config, max_staleness=0)
+    return asynchronous(rl_config | {"steps": 4}, max_staleness=0)
 
 
 @pytest.mark.slow

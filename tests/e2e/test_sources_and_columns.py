@@ -21,8 +21,9 @@ from spurline.plugins import hookimpl
 from spurline.plugins.host import InstalledPlugin
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import BatchSource, DecoratedSource, DecoratedSourceConfig, SourceConfig
-from spurline.testing import LossContract, PluginContract
+from spurline.testing import PluginContract
 from spurline_async_rl.source.recordings import groups_of, groups_state
+from spurline_models.testing import LossContract
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.testing import AdvantageContract, make_trajectories
 from spurline_rl.trajectory import Group

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from every_run import IN_LONG_RUNS
 from listening import free_port
 from otlp_receiver import OtlpReceiver
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,21 +23,14 @@ from run_helpers import Config, KillableProcess, config_to_kill, num_lines, read
 
 LIBRARIES = Path(sys.prefix) / "trackers"
 """`make test` installs these from tests/trackers.txt. Their bounds exclude versions that other tests need."""
-SOAK = bool(os.environ.get("SPURLINE_SOAK"))
 
 
 @pytest.mark.processes
 @pytest.mark.skipif(not LIBRARIES.exists(), reason=f"{LIBRARIES} holds no mlflow, trackio and swanlab: make test")
 @pytest.mark.parametrize(
     ("steps", "has_all"),
-    [
-        (9, False),
-        pytest.param(
-            20,
-            True,
-            marks=[pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="imports MLflow twice; SPURLINE_SOAK=1")],
-        ),
-    ],
+    # MLflow takes long to import.
+    [(9, False), pytest.param(20, True, marks=IN_LONG_RUNS)],
 )
 def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
     base_config: Config,
@@ -77,7 +71,7 @@ def test_a_killed_run_goes_on_as_the_same_run_in_every_store(
     if has_all:
         assert last <= mlflow_values(database)
     assert last <= trackio_values()
-    assert receiver.steps()[-1] == steps
+    assert receiver.gauges("spurline.step")[-1] == steps
     assert len(receiver.runs()) == 1
     assert len({path.name for path in (run_dir / "swanlab").glob("run-*/*.swanlab")}) == 1
     assert scraped["spurline_step"] > 2

@@ -22,7 +22,7 @@ BUCKET_BYTES = 8 << 20
 
 def make_sync() -> CollectiveSync:
     """Return a sync that chooses gloo or NCCL by the machine, as a run does without a config."""
-    sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=60))
+    sync = CollectiveSync(CollectiveSyncConfig())
     sync.max_bucket_bytes = BUCKET_BYTES
     return sync
 

@@ -17,9 +17,10 @@ import torch
 from fsdp_layouts import LONG, in_bf16
 
 from spurline.errors import RankFailedError
-from spurline.protocols.backend import Backend, Role, YieldsDevice
+from spurline.protocols.backend import Backend, Role
 from spurline.protocols.ranks import RankRequest
 from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_models.abilities import YieldsDevice
 from spurline_models.dealing import deal
 from spurline_models.testing import write_tiny_model, write_tiny_moe_model
 from spurline_ranks.group import TimeLimits, open_ranks

@@ -163,10 +163,9 @@ def test_memory_that_others_have_is_pinned_on_the_host_and_comes_back(model: Pat
     assert seen[1] == seen[0]
 
 
-@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"precision": "bf16"}], ids=str)
-def test_activations_on_the_host_give_the_same_gradients_and_leave_the_device(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_on_the_host_give_the_same_gradients_and_leave_the_device(tmp_path: Path, precision: str) -> None:
+    settings = {"activation_checkpointing": True, "precision": precision}
     shape = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 12}
     folder = write_model_folder(tmp_path / "model", **shape, max_position_embeddings=4096)
     batch = lay_out(make_samples([2000, 1500, 500]), [[0, 1, 2]])
@@ -183,7 +182,7 @@ def test_activations_on_the_host_give_the_same_gradients_and_leave_the_device(
         backend.close()
     for name, gradient in found[1].items():
         assert float((gradient - found[0][name]).norm() / found[0][name].norm()) <= 1e-5, name
-    assert peaks[1] < (0.9 if settings.get("activation_checkpointing") else 0.6) * peaks[0]
+    assert peaks[1] < 0.9 * peaks[0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -38,7 +38,12 @@ SHAPE = {
     "vocab_size": 512,
     "max_position_embeddings": 512,
 }
-ENGINE: dict[str, Any] = {"dtype": "float32", "gpu_memory_utilization": 0.2, "kv_cache_gb": 0.5, "enforce_eager": True}
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_gb": 0.5,
+    "engine_args": {"enforce_eager": True},
+}
 NUM_GPUS = torch.cuda.device_count()
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs 2 CUDA devices")
 

@@ -11,23 +11,13 @@ from typing import Any
 import pytest
 from every_run import leave_out
 
-WITH_RANKS = ("ranks", "fsdp_backend", "megatron_backend")
-"""Folders whose tests start ranks."""
-
 RunDirMaker = Callable[..., Path]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for folder in WITH_RANKS:
+    for folder in ("ranks", "fsdp_backend", "megatron_backend"):
         leave_out(Path(__file__).parent / folder, config, items)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def warm_ranks(request: pytest.FixtureRequest) -> None:
-    """Ranks need no imports."""
-    if request.path.parent.name in WITH_RANKS:
-        request.getfixturevalue("warm_children")
 
 
 def metrics_of(step: int, num_steps: int) -> dict[str, Any]:

@@ -88,6 +88,14 @@ def assert_every_prompt_ended_once(config: Config) -> Scheduler:
     return scheduler
 
 
+def kept_attempts(run: Trained | str) -> list[Any]:
+    """Return what a run has kept of each attempt, with its response."""
+    return [
+        (attempt.step, attempt.uid, attempt.sample, attempt.reward, attempt.advantage, attempt.turns[0].response_text)
+        for attempt in KeptRollouts(run).attempts()
+    ]
+
+
 def ranks_of(controller: int) -> list[psutil.Process]:
     """Return the processes of the ranks."""
     return living_below(controller, "spurline_ranks.rank_main")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +34,12 @@ def load(project: Path, **settings: str) -> LoadedConfig:
     values = {"model.path": "org/model", "data.train": "org/rows", **settings}
     (project / "configs" / "run.yaml").write_text("steps: 1\n", encoding="utf-8")
     return load_config(project / "configs" / "run.yaml", [f"{key}={value}" for key, value in values.items()])
+
+
+def merged(base: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Return the config with the setting at a dotted path replaced."""
+    first, _, rest = path.partition(".")
+    if not rest:
+        return {**base, first: value}
+    inner = base.get(first, {})
+    return {**base, first: merged({"name": inner} if isinstance(inner, str) else inner, rest, value)}

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 SOAK = bool(os.environ.get("SPURLINE_SOAK"))
+IN_LONG_RUNS = [pytest.mark.slow, pytest.mark.skipif(not SOAK, reason="SPURLINE_SOAK=1")]
+"""Marks of what only long runs have."""
 
 
 def leave_out(folder: Path, config: pytest.Config, items: list[pytest.Item]) -> None:

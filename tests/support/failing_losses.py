@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch.distributed as dist
@@ -49,7 +50,10 @@ class FailingLoss(CrossEntropy):
 
 
 def fail(how: str) -> None:
-    """Raise an error of Python or of ours, stand still, or end the process: `value`, `data`, `sleep` or `kill`."""
+    """Raise an error of Python or of ours, stand still, or end the process: `value`, `data`, `sleep` or `kill`.
+
+    What stands still makes the file that the variable STANDS_STILL names, if it is set.
+    """
     _HOW[how]()
 
 
@@ -62,6 +66,8 @@ def _raises_an_error_of_ours() -> None:
 
 
 def _stands_still() -> None:
+    if told := os.environ.get("STANDS_STILL"):
+        Path(told).touch()
     time.sleep(600)
 
 

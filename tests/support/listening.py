@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from collections.abc import Iterable
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import psutil
@@ -27,9 +29,12 @@ def reachable(sockets: Iterable[tuple[str, str, int]]) -> list[tuple[str, str, i
 
 
 def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return bound.getsockname()[1]
+    """Return a free port below those that Linux hands out, so that nothing else gets it before it is used."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.socket() as bound:
+            bound.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are in use")
 
 
 def _plain(address: str) -> IPv4Address | IPv6Address:

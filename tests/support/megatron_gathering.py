@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -109,13 +108,11 @@ class GatheringWorker:
         self._gathering = WeightGathering(NamedWeights(without_values, adapted=False), self._gathers)
         self.publishing = Publishing(self._place, {"model": self._gathering}, torch.float32)
 
-    def gather(
-        self, wanted: Mapping[int, Sequence[str]], dtype: str | None = None
-    ) -> tuple[dict[str, Any], list[Message]]:
-        """Return the tensors that came here, and the messages sent for them. dtype: its name in torch."""
+    def gather(self, wanted: Mapping[int, Sequence[str]]) -> tuple[dict[str, Any], list[Message]]:
+        """Return the tensors that came here, and the messages sent for them."""
         self._messages = []
-        found = self._gathers.gather(wanted, None if dtype is None else getattr(torch, dtype))
-        return {name: bits(value) for name, value in found.items()}, self._messages
+        found = self._gathers.gather(wanted, None)
+        return {name: value.numpy() for name, value in found.items()}, self._messages
 
     def peak_of_gathering(self, wanted: Mapping[int, Sequence[str]], dtype: str) -> int:
         """Return the peak of bytes that this rank allocates besides the parts it holds."""
@@ -148,8 +145,3 @@ class GatheringWorker:
         exchanges = [*exchanges]
         self._messages += [(each.op.__name__, each.peer, each.tensor.nbytes) for each in exchanges]
         return self._exchange(exchanges)
-
-
-def bits(value: Tensor) -> np.ndarray:
-    """numpy has no bf16."""
-    return value.view(torch.int16).numpy() if value.dtype == torch.bfloat16 else value.numpy()

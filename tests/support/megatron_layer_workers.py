@@ -11,20 +11,19 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from sharing_workers import PROFILE, GroupsOfNeighbours, stream_of
+from sharing_workers import GroupsOfNeighbours
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 
 from spurline_megatron_backend.architecture import read_architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
-from spurline_megatron_backend.core_attention import Rotary, SegmentCoreAttention, StreamParams, packed_params
+from spurline_megatron_backend.core_attention import SegmentCoreAttention, StreamParams
 from spurline_megatron_backend.gpt import Groups
 from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.model_building import build_parts
 from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 from spurline_ranks.group import Place
-from spurline_ranks.sequence_sharing import SequenceSharing
 
 
 class _Copied(torch.autograd.Function):
@@ -99,28 +98,6 @@ def loss_of(logprobs: Tensor, entropy: Tensor | None) -> Tensor:
     return loss if entropy is None else loss + (entropy * factors.flip(0)).sum() + (entropy**3).sum()
 
 
-class AttentionRank(GroupsOfNeighbours):
-    """Ranks that share a stream."""
-
-    def attends(
-        self, size: int, lengths: list[int], plain_config: dict[str, Any], multiple: int, recompute: bool
-    ) -> dict[str, Any]:
-        """Attention of this rank's part, and the gradients of the stream's queries, keys and values by it."""
-        config = LlamaConfig.from_dict(plain_config)
-        stream = stream_of(lengths, [True] * sum(lengths))
-        part, _ = SequenceSharing(self._groups[size], PROFILE).part_of(stream, multiple=multiple)
-        inputs = attention_inputs(stream.num_tokens, config.num_attention_heads, config.num_key_value_heads)
-        own = [table[part.input_ids[0]] for table in inputs]
-        params = packed_params(part, Rotary(config, torch.device("cpu"), torch.float32))
-        output = core_attention(own, params, recompute=recompute)
-        # Tokens of padding, which are in front, have no part in the loss.
-        total = size * part.num_tokens
-        rank = dist.get_rank(self._groups[size])
-        is_real = torch.arange(total).view(size, -1)[rank] >= total - stream.num_tokens
-        gradients = torch.autograd.grad((output[is_real] ** 2).sum(), inputs)
-        return {"output": output.detach().numpy(), "gradients": [gradient.numpy() for gradient in gradients]}
-
-
 def attention_inputs(num_tokens: int, heads: int, key_heads: int) -> list[Tensor]:
     """Query, key and value of every token."""
     generator = torch.Generator().manual_seed(heads * 8 + key_heads)
@@ -134,7 +111,7 @@ def core_attention(inputs: list[Tensor], params: StreamParams, *, recompute: boo
     """Return the output of the core attention within Megatron's attention layer."""
     heads, size = inputs[0].shape[1:]
     config = TransformerConfig(num_layers=1, hidden_size=heads * size, num_attention_heads=heads, attention_dropout=0.0)
-    attention = SegmentCoreAttention(config, 1, AttnMaskType.causal, "self")
+    attention = SegmentCoreAttention(config)
 
     def attend(*parts: Tensor) -> Tensor:
         return attention(*parts, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=params)

@@ -106,15 +106,14 @@ def _of_positions(change: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
 @contextmanager
 def _chunks_of_other_targets(rank: Any) -> Iterator[None]:
     """Every chunk scores the target of the position beside it."""
-    from spurline_megatron_backend import vocab_parallel
+    from spurline_megatron_backend.vocab_parallel import VocabularyLogprobs
 
-    in_chunks = vocab_parallel.scored_in_chunks
+    in_chunks = VocabularyLogprobs.__call__
 
-    def beside(score: Any, hidden: Tensor, targets: Tensor, chunk_tokens: int, **options: Any) -> Any:
-        other = score if len(targets) <= chunk_tokens else lambda hidden, targets: score(hidden, targets.roll(1))
-        return in_chunks(other, hidden, targets, chunk_tokens, **options)
+    def beside(score: Any, hidden: Tensor, targets: Tensor, *options: Any) -> Any:
+        return in_chunks(score, hidden, targets if len(targets) <= score.chunk_tokens else targets.roll(1), *options)
 
-    with mock.patch.object(vocab_parallel, "scored_in_chunks", beside):
+    with mock.patch.object(VocabularyLogprobs, "__call__", beside):
         yield
 
 

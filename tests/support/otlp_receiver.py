@@ -7,7 +7,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
 
@@ -15,7 +14,6 @@ class OtlpReceiver:
     """Use with `with`. is_down: answer 503 to everything."""
 
     def __init__(self) -> None:
-        self.logs: list[Any] = []
         self.metrics: list[Any] = []
         self.is_down = False
         receiver = self
@@ -45,34 +43,15 @@ class OtlpReceiver:
         self._server.shutdown()
         self._server.server_close()
 
-    def steps(self) -> list[int]:
-        """Return the step of each event `spurline.step`, in order of arrival."""
-        return [int(attributes["spurline.step"].double_value) for _, attributes in self.events("spurline.step")]
-
     def runs(self) -> set[str]:
-        """The `service.instance.id` of all events."""
+        """The `service.instance.id` of all metrics."""
         return {
             attribute.value.string_value
-            for request in self.logs
-            for resource in request.resource_logs
+            for request in self.metrics
+            for resource in request.resource_metrics
             for attribute in resource.resource.attributes
             if attribute.key == "service.instance.id"
         }
-
-    def events(self, name: str) -> list[tuple[Any, dict[str, Any]]]:
-        """Each event of that name, with its attributes."""
-        records = [
-            record
-            for request in self.logs
-            for resource in request.resource_logs
-            for scope in resource.scope_logs
-            for record in scope.log_records
-        ]
-        return [
-            (record, {entry.key: entry.value for entry in record.attributes})
-            for record in records
-            if record.event_name == name
-        ]
 
     def gauges(self, name: str) -> list[float]:
         """Return the values of a gauge, in order of arrival."""
@@ -87,8 +66,5 @@ class OtlpReceiver:
         ]
 
     def _take(self, path: str, content: bytes) -> None:
-        if path == "/v1/logs":
-            self.logs.append(ExportLogsServiceRequest.FromString(content))
-        else:
-            assert path == "/v1/metrics", path
-            self.metrics.append(ExportMetricsServiceRequest.FromString(content))
+        assert path == "/v1/metrics", path
+        self.metrics.append(ExportMetricsServiceRequest.FromString(content))

@@ -6,6 +6,7 @@ import concurrent.futures
 import shutil
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +19,7 @@ from vllm_engines import LIMIT_S, HeldEngine
 from spurline.config.run_config import ModelConfig
 from spurline.errors import RunFailedError
 from spurline_async_rl.engines.vllm.async_engine import AsyncEngine
-from spurline_async_rl.proof.proof import PublishProof
+from spurline_async_rl.proof.proof import ProofSettings, PublishProof
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_text.tokenizer import load_tokenizer
@@ -56,23 +57,21 @@ class ProvenPublishes:
 
     def __init__(self, held: HeldEngine, model: Path) -> None:
         self._held = held
-        self._proof = PublishProof(
-            held.engine,
+        settings = ProofSettings(
             ProofConfig(on_undelivered="stop"),
-            load_tokenizer(ModelConfig(path=str(model))),
-            cast("LoopThread", HeldLoop(held)),
             temperature=1.0,
             context=CONTEXT,
             vocabulary=None,
             in_fp32=True,
             crosses=True,
             restarts=True,
-            distrust=lambda *_: None,
-            trust=lambda *_: None,
             timeout_s=LIMIT_S,
             report_s=LIMIT_S,
-            notify=lambda: None,
         )
+        tokenizer = load_tokenizer(ModelConfig(path=str(model)))
+        producer: Any = SimpleNamespace(trust=lambda *_: None, distrust=lambda *_: None)
+        loop = cast("LoopThread", HeldLoop(held))
+        self._proof = PublishProof(held.engine, settings, tokenizer, loop, producer, notify=lambda: None)
 
     def publish(self, version: int, publishing: Coroutine[Any, Any, Any], logprobs: Logprobs) -> Mapping[str, float]:
         """Publish, and return the metrics of the proof."""

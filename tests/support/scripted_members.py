@@ -112,7 +112,7 @@ class ScriptedMember:
             if how.endswith("before"):
                 await self._die(how)
             token = next_token([*request.prompt_ids, *progress.token_ids.tolist()])
-            progress.add([token], [-float(token)], [-float(token)], self.version)
+            progress.add([token], [-float(token)], self.version)
             if how.endswith("after"):
                 await self._die(how)
             if token == ENDS:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 import json
 import re
 from typing import Any
@@ -38,12 +36,6 @@ def figures(fragment: str) -> list[dict[str, Any]]:
         json.loads(content, parse_constant=pytest.fail)
         for content in re.findall(r'class="figure">(.*?)</script>', fragment)
     ]
-
-
-def unpacked(digits: str) -> str:
-    """The text that the page has packed."""
-    python_digits = digits.translate(str.maketrans(",.:", "<>&"))
-    return gzip.decompress(base64.b85decode(python_digits)).decode()
 
 
 def traces(fragment: str) -> dict[str, dict[str, Any]]:

@@ -1,13 +1,14 @@
 """Processes that begin where the imports end: one process has imported everything, and is forked.
 
 Half a dozen seconds of CPU for importing torch and transformers are no part of what most tests are about. The forks are
-engines and workers of `ChildProcess`, and whole commands of `spurline`. Like those that `subprocess` starts, they are
-children of the process that asks for them.
+engines and workers of `ChildProcess`, workers that `multiprocessing` spawns, and whole commands of `spurline`. Like
+those that `subprocess` starts, they are children of the process that asks for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -23,13 +24,24 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
 MODULES = ("spurline_async_rl.engines.child_process", "spurline_ranks.rank_main", "sabotaged_child")
 """Modules of `ChildProcess` that are forked. Others start as usual."""
-IMPORTED = ("torch", "torch._dynamo", "transformers", "transformers.models.qwen3.modeling_qwen3", "datasets", *MODULES)
+IMPORTED = (
+    "torch",
+    "torch._dynamo",
+    "transformers",
+    "transformers.models.qwen3.modeling_qwen3",
+    "datasets",
+    "spurline_collation_fast.tokenization.blocks",
+    *MODULES,
+)
+_spawn = util.spawnv_passfds
 _PR_SET_CHILD_SUBREAPER = 36
+_FILES_AT_MOST = 32
 
 
 class WarmProcess:
@@ -78,8 +90,12 @@ class WarmChildren:
     def Popen(self) -> dict[type, Any]:
         return {bytes: self._start}
 
-    def fork(self, order: dict[str, Any], files: Sequence[int]) -> int:
-        """Return the id of a fork that carries out this order with copies of three files as its standard ones."""
+    def fork(self, order: dict[str, Any], files: Sequence[int], numbers: Sequence[int] = (0, 1, 2)) -> int:
+        """Return the id of a fork that carries out this order with copies of these files.
+
+        numbers: the descriptors that the copies have, by default those of the standard files.
+        """
+        order = {"numbers": numbers, "environment": dict(os.environ), "folder": os.getcwd(), **order}
         with self._lock:
             control = self._opened()
             _adopt(True)
@@ -87,6 +103,14 @@ class WarmChildren:
             pid = int(control.recv(100))
             _adopt(False)
         return pid
+
+    def spawn(self, path: str, command: list[str], files: Sequence[int]) -> int:
+        """Stand in for the function of `multiprocessing` that starts processes, all but its tracker of resources."""
+        if "--multiprocessing-fork" not in command:
+            return _spawn(path, command, files)
+        numbers = (0, 1, 2, *files)
+        # COMMAND [OPTION ...] -c PROGRAM --multiprocessing-fork
+        return self.fork({"program": command[-2], "arguments": command[-1:]}, numbers, numbers)
 
     def close(self) -> None:
         if self._process is not None and self._control is not None:
@@ -96,12 +120,13 @@ class WarmChildren:
     def _start(self, command: list[str], **options: Any) -> WarmProcess | subprocess.Popen[bytes]:
         # COMMAND -P -m spurline.child MODULE ...
         module = command[4]
-        if module not in MODULES or options["pass_fds"]:
+        if module not in MODULES:
             return subprocess.Popen(command, **options)
         theirs_in, ours_in = os.pipe()
         ours_out, theirs_out = os.pipe()
-        order = {"arguments": command[4:], "environment": options["env"], "folder": os.getcwd()}
-        pid = self.fork(order, [theirs_in, theirs_out, options["stderr"].fileno()])
+        order = {"arguments": command[4:], "environment": options["env"]}
+        files, passed = [theirs_in, theirs_out, options["stderr"].fileno()], options["pass_fds"]
+        pid = self.fork(order, [*files, *passed], [0, 1, 2, *passed])
         os.close(theirs_in)
         os.close(theirs_out)
         return WarmProcess(pid, os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb"))
@@ -159,7 +184,6 @@ class WarmRuns:
         """
         order = {
             "words": [str(word) for word in words],
-            "environment": dict(os.environ),
             "folder": str(Path(folder).absolute()),
             "warm_children": warm_children,
         }
@@ -214,7 +238,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     gc.freeze()
     tests = os.getppid()
     while True:
-        message, files, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        message, files, _, _ = socket.recv_fds(control, 1 << 20, _FILES_AT_MOST)
         if not message:
             return None
         _import_workers(json.loads(message).get("arguments", ()))
@@ -231,12 +255,17 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                 os._exit(1)
             time.sleep(0.001)
         os.setsid()
-        for target, file in enumerate(files):
-            os.dup2(file, target)
-            os.close(file)
         control.send(str(os.getpid()).encode())
         control.close()
-        return json.loads(message)
+        order = json.loads(message)
+        # The numbers may be those of files that have come and have no place yet.
+        above = [fcntl.fcntl(file, fcntl.F_DUPFD, max(order["numbers"]) + 1) for file in files]
+        for file in files:
+            os.close(file)
+        for number, file in zip(order["numbers"], above, strict=True):
+            os.dup2(file, number)
+            os.close(file)
+        return order
 
 
 def _has_ended(pid: int) -> bool:
@@ -266,12 +295,20 @@ def become(order: dict[str, Any]) -> None:
         # Where temporary files go is a matter of the environment too.
         tempfile.tempdir = None
         if order["warm_children"]:
-            setattr(child, "subprocess", ForkedChildren())  # noqa: B010 - another type than the module's
+            children = ForkedChildren()
+            setattr(child, "subprocess", children)  # noqa: B010 - another type than the module's
+            util.spawnv_passfds = children.spawn
         sys.argv[1:] = order["words"]
         main()
-    else:
-        from setproctitle import setproctitle
+        return
 
+    from setproctitle import setproctitle
+
+    if "program" in order:
+        setproctitle(" ".join([sys.executable, "-c", order["program"], *order["arguments"]]))
+        sys.argv[1:] = order["arguments"]
+        exec(order["program"], {})
+    else:
         setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
         child._main(*order["arguments"])
 

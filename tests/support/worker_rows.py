@@ -1,8 +1,4 @@
-"""Datasets that tokenization workers can load, some of which set traps for them.
-
-`worker_rows.start_and_wait()` in a process of its own starts two workers on rows that never end, prints the worker ids
-once there are samples, and waits to be killed.
-"""
+"""Datasets that tokenization workers can load, some of which set traps for them."""
 
 from __future__ import annotations
 
@@ -91,15 +87,3 @@ def is_alive(process_id: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def start_and_wait() -> None:
-    from spurline_collation_fast.tokenization.blocks import BlockEncoder, WorkerPool, chunks_of
-    from spurline_text.testing.inputs import tiny_tokenizer
-
-    item = source(TrappedRows(chat_rows(400), {199: "hang", 399: "hang"}))
-    encoder = BlockEncoder([item], tiny_tokenizer(), data_config(item))
-    with WorkerPool(encoder, 2) as pool:
-        next(pool.blocks(chunks_of([400], 0, lambda: 50)))
-        print(*pool.process_ids, flush=True)
-        time.sleep(120)

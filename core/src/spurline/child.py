@@ -70,6 +70,8 @@ class ChildProcess:
         self._take, self._on_end = take, on_end
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._log = tempfile.TemporaryFile() if log is None else open(log, "ab+", opener=own_file)  # noqa: SIM115 - closed by `last_words`
+        # The log may hold the output of an earlier process.
+        self._log_start = os.fstat(self._log.fileno()).st_size
         self._log_lock = threading.Lock()
         self._end_of_log = self._trouble = ""
         start = partial(
@@ -101,9 +103,10 @@ class ChildProcess:
         if self._trouble or self.exit_code is None:
             return self._trouble
         if self.exit_code < 0:
-            # Real-time signals have no names.
-            names = {int(each): each.name for each in signal.Signals}
-            return f"killed by {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
+            number = -self.exit_code
+            # Real-time signals have no names of their own.
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            return f"killed by {name}"
         return f"exit code {self.exit_code}"
 
     def last_words(self) -> str:
@@ -111,7 +114,7 @@ class ChildProcess:
         with self._log_lock:
             if not self._log.closed:
                 has_ended, log = self.exit_code is not None, self._log.fileno()
-                start = max(0, os.fstat(log).st_size - _LAST_WORDS_BYTES)
+                start = max(self._log_start, os.fstat(log).st_size - _LAST_WORDS_BYTES)
                 self._end_of_log = os.pread(log, _LAST_WORDS_BYTES, start).decode(errors="replace").strip()
                 if has_ended:
                     self._log.close()

@@ -17,6 +17,11 @@ def printable(text: str) -> str:
     return _NOT_SHOWN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def tell(message: str) -> None:
+    """Print a message of a run to standard error, with control characters as escapes."""
+    print(printable(message), file=sys.stderr, flush=True)
+
+
 def json_line(value: Any) -> str:
     """Return one line of JSON in which only control characters are escaped."""
     return _NOT_SHOWN.sub(lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False))

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from spurline.testing import LossContract, PluginContract
+from spurline.testing import PluginContract
 from spurline_insight.testing import ReportPanelContract
-from spurline_models.testing import OptimizerContract
+from spurline_models.testing import LossContract, OptimizerContract
 from spurline_plugin_template.config import FocalConfig, LionConfig, StepTimesPanelConfig
 from spurline_plugin_template.focal_loss import FocalLoss
 from spurline_plugin_template.lion import Lion

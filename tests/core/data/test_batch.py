@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spurline.data.batch import LazyRagged, TrainingBatch
+from spurline.data.batch import TrainingBatch
 from spurline.data.collators.reference import PackedCollator
 from spurline.data.configs import PackedCollatorConfig
 from spurline.errors import DataError
@@ -47,11 +47,6 @@ def test_rows_between_two_are_those_rows_in_the_same_memory(lengths: list[int], 
     assert_batches_equal(between, batch.take(range(start, stop)))
     for name, column in between.tokens.items():
         assert column.untyped_storage().data_ptr() == batch.tokens[name].untyped_storage().data_ptr(), name
-    uids, made = batch.segments["uid"], list[str]()
-    lazy = LazyRagged(lambda: made.append("made") or uids.values, uids.offsets).between(start, stop)
-    assert not made
-    for row in range(stop - start):
-        assert lazy[row].tolist() == between.segments["uid"][row].tolist()
 
 
 @given(lengths=lengths_strategy, multiple=st.integers(1, 7))

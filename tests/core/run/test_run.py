@@ -102,7 +102,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: Config, tmp_
     run = Run(loaded)
     act: Callable[[], object] = {
         "signal": lambda: signal.raise_signal(signal.SIGTERM),
-        "request": lambda: run.request_stop("enough"),
+        "request": lambda: [run.request_stop(reason) for reason in ("enough", "a later reason")],
         "failure": fail,
     }[stop]
     loaded.host.attach(SimpleNamespace(on_step_start=hookimpl(at(5, act))), "test/stop")
@@ -112,8 +112,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(config: Config, tmp_
     else:
         stopped = run.train()
         assert (stopped.status, stopped.step) == ("stopped", 5)
-        assert (stopped.stop_reason == "enough") == (stop == "request")
+        reason = "enough" if stop == "request" else None
+        assert (stopped.stop_reason, summary(config).get("stop_reason")) == (reason, reason)
     assert train(config).status == "finished"
+    assert "stop_reason" not in summary(config)
     assert recorded(config["run_dir"]) == recorded(whole["run_dir"])
     one, other = weights(config["run_dir"]), weights(whole["run_dir"])
     assert one.keys() == other.keys()

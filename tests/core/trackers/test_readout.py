@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.trackers.readout import Smoothed, clock, quantity, score, training_seconds
+from spurline.trackers.readout import Smoothed, clock, quantity, training_seconds
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,6 @@ def test_quantities_have_three_digits_and_a_prefix(value: float, shown: str) -> 
 )
 def test_durations_read_as_hours_minutes_seconds(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(0.0, "0"), (1.5, "1.500"), (0.33604, "0.3360"), (1234.0, "1234"), (2e-7, "2.000e-07")]
-)
-def test_losses_have_four_digits(value: float, shown: str) -> None:
-    assert score(value) == shown
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30), st.floats(1, 50))

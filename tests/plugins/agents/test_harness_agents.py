@@ -178,7 +178,7 @@ def test_the_session_tells_what_is_asked() -> None:
     assert (chat.prompt, chat.reference, chat.sample, chat.uid) == (None, "1 2 3", 3, "train:0@0")
     assert (text.messages, text.prompt, text.reference) == ((), "2+2=", "4")
     assert (other.messages, other.prompt, other.reference, other.row) == ((), None, None, {"number": 7})
-    assert len({session.base_url for session in seen}) == 3
+    assert len({session.api_key for session in seen}) == 3
 
 
 def test_an_agent_left_behind_on_its_thread_finds_no_session() -> None:
@@ -192,7 +192,7 @@ def test_an_agent_left_behind_on_its_thread_finds_no_session() -> None:
         try:
             with openai.OpenAI(base_url=session.base_url, api_key=session.api_key) as api:
                 api.chat.completions.create(model="policy", messages=QUESTION)
-        except openai.NotFoundError as error:
+        except openai.AuthenticationError as error:
             raised.append(error)
         ended.set()
         return 1.0

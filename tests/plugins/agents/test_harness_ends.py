@@ -61,7 +61,7 @@ def test_answers_of_a_request_whose_client_hung_up_meanwhile_are_no_turns() -> N
     assert turn.response_ids.tolist()[:1] == encode(TOKENIZER, "1"), "the answer to the second request"
 
 
-def test_what_is_under_way_when_the_agent_returns_ends_and_later_requests_find_no_session() -> None:
+def test_what_is_under_way_when_the_agent_returns_ends_and_the_key_opens_nothing_later() -> None:
     engine = Stuck()
     seen: list[Session] = []
     asking: list[asyncio.Future[Any]] = []
@@ -80,7 +80,7 @@ def test_what_is_under_way_when_the_agent_returns_ends_and_later_requests_find_n
         async with Harness(agent, engine) as harness:
             trajectory = await harness.attempt()
             for status, answer in (await asking[0], await post(seen[0], BODY)):
-                assert (status, answer["error"]["code"]) == (404, "unknown_session")
+                assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         return trajectory
 
     assert len(asyncio.run(run()).turns) == 1
@@ -105,7 +105,7 @@ def test_a_request_that_arrives_when_its_session_has_ended_asks_nothing() -> Non
             await harness.attempt()
             [(reader, writer)] = open_requests
             writer.write(b'{"prompt": "x"}')
-            assert b" 404 " in await asyncio.wait_for(reader.readline(), 30)
+            assert b" 401 " in await asyncio.wait_for(reader.readline(), 30)
             writer.close()
 
     asyncio.run(run())
@@ -136,7 +136,7 @@ def test_closing_ends_the_server_and_what_it_has_under_way() -> None:
         assert harness.environment.close() is None, "closing again does nothing"
 
     asyncio.run(run())
-    assert (told[0][0], told[0][1]["error"]["code"]) == (404, "unknown_session")
+    assert (told[0][0], told[0][1]["error"]["code"]) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize("raised", [RunFailedError("the engine died"), ValueError("a bug"), PluginError("broken")])

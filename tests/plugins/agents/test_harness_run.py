@@ -119,7 +119,6 @@ def test_a_run_with_an_agent_can_be_repeated_and_resumed_exactly(
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("warm_children")
 def test_agents_go_on_while_the_model_trains(harness_config: dict[str, Any]) -> None:
     harness_config["source"] |= {
         "name": "async_rollouts",

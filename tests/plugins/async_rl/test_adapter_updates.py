@@ -155,7 +155,8 @@ def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer
 
 
 def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
-    sync, taker = make_sync("collective", tmp_path, exchange_timeout_s=2.0), Forgetful(takes_adapters=True)
+    sync, taker = make_sync("collective", tmp_path), Forgetful(takes_adapters=True)
+    sync.limit_s = 2.0  # type: ignore[attr-defined]
     try:
         publish(sync, 1, adapted, taker)
     finally:

@@ -14,7 +14,7 @@ from spurline_rl.protocols.weight_sync import WeightSync
 from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract
 from spurline_rl.testing.engine_update_contract import ModelPair
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 Result = TypeVar("Result")
 

@@ -23,7 +23,7 @@ from spurline_async_rl.engines.child_process import ChildProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, greedy, model_logprobs, request
 
-pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_children")]
+pytestmark = pytest.mark.processes
 
 Result = TypeVar("Result")
 NUM_KILLS = 20 if os.environ.get("SPURLINE_SOAK") else 2
@@ -69,7 +69,7 @@ def expected_tokens(model: Path, prompt: tuple[int, ...]) -> list[int]:
 def check(model: Path, prompt: list[int], result: GenerationResult) -> None:
     tokens = result.token_ids.tolist()
     assert tokens == expected_tokens(model, tuple(prompt))
-    assert np.abs(result.raw_logprobs - model_logprobs(model, prompt, tokens, 1.0)).max() <= 1e-5
+    assert np.abs(result.logprobs - model_logprobs(model, prompt, tokens, 1.0)).max() <= 1e-5
     assert set(result.versions.tolist()) == {0}
 
 

@@ -39,7 +39,6 @@ def anonymous_memory(process: psutil.Process) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("warm_children")
 def test_a_child_engine_gives_its_weights_memory_away_while_it_sleeps_and_goes_on_afterwards(
     wide_model: Path, spurline_tiny_model: Path, tmp_path: Path
 ) -> None:

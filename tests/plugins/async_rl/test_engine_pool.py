@@ -74,7 +74,6 @@ def check(request: GenerationRequest, result: GenerationResult) -> None:
     tokens, reason = reference(request)
     assert (result.token_ids.tolist(), result.finish_reason) == (tokens, reason)
     assert result.logprobs.tolist() == [-float(token) for token in tokens]
-    assert result.raw_logprobs.tolist() == result.logprobs.tolist()
     assert len(result.versions) == len(tokens)
     assert (np.diff(result.versions) >= 0).all()
 
@@ -185,7 +184,8 @@ def test_an_engine_that_ends_again_while_it_gets_its_weights_is_waited_for_by_no
         assert list(waiting.receivers) == [world.members[2].name]
         world.fail_at["load_bucket"] = lambda member: member is world.members[2]
         # One exchange may take longer than the whole publish, which fails when it waits for the engine that is gone.
-        sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=300, timeout_s=20))
+        sync = CollectiveSync(CollectiveSyncConfig(timeout_s=20))
+        sync.limit_s = 300
         backend: Any = SimpleNamespace(named_weights=lambda: iter([("a", torch.ones(9)), ("b", torch.ones(9))]))
         sync.max_bucket_bytes = 4
         try:
@@ -297,6 +297,7 @@ def test_every_engine_answers_a_probe_and_one_that_crosses_an_update() -> None:
         check(asked(5), answer)
         assert answer.engines == (name,)
     for answer in crossed.values():
+        assert (answer.versions == 1).sum() <= 2
         tokens = answer.token_ids.tolist()
         assert tokens == reference(asked(6, max_new_tokens=len(tokens)))[0]
         assert set(answer.versions.tolist()) == {0, 1} or answer.finish_reason == "stop"
@@ -379,7 +380,7 @@ class WritesSlowly(ScriptedMember):
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         for seconds in (34, 83):
             await asyncio.sleep(seconds)
-            progress.add([8], [0.0], [0.0], 0)
+            progress.add([8], [0.0], 0)
         return "stop"
 
 
@@ -511,7 +512,7 @@ class HandsOverLate(ScriptedMember):
     clings = False
 
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
-        progress.add([8], [0.0], [0.0], self.version)
+        progress.add([8], [0.0], self.version)
         while True:
             try:
                 await asyncio.Event().wait()
@@ -519,7 +520,7 @@ class HandsOverLate(ScriptedMember):
                 # As what a member cancels takes some turns of the loop to end.
                 for _ in range(5):
                     await asyncio.sleep(0)
-                progress.add([9, 10], [0.0] * 2, [0.0] * 2, self.version)
+                progress.add([9, 10], [0.0] * 2, self.version)
                 if not self.clings:
                     raise
                 self.clings = False

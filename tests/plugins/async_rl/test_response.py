@@ -24,9 +24,8 @@ def request(**sampling: Any) -> GenerationRequest:
 
 
 def part(tokens: list[int], version: int = 1) -> Progress:
-    numbers = [-float(token) for token in tokens]
     written = Progress()
-    written.add(tokens, numbers, numbers, version)
+    written.add(tokens, [-float(token) for token in tokens], version)
     return written
 
 
@@ -78,32 +77,29 @@ CHUNKS = st.lists(
 """Tokens with their logprobs, their version, and whether they come as arrays."""
 
 Columns = list[list[Any]]
-"""Token ids, logprobs, raw logprobs, versions."""
+"""Token ids, logprobs, versions."""
 
 
 def filled(chunks: list[Any]) -> tuple[Progress, Columns]:
-    """The same tokens in a Progress and in plain lists; raw logprobs are twice the others."""
+    """The same tokens in a Progress and in plain lists."""
     progress = Progress()
-    plain: Columns = [[], [], [], []]
+    plain: Columns = [[], [], []]
     for pairs, version, as_arrays in chunks:
         tokens, logprobs = [token for token, _ in pairs], [logprob for _, logprob in pairs]
-        raw = [2 * logprob for logprob in logprobs]
-        for column, more in zip(plain, (tokens, logprobs, raw, [version] * len(tokens)), strict=True):
+        for column, more in zip(plain, (tokens, logprobs, [version] * len(tokens)), strict=True):
             column.extend(more)
         if as_arrays:
             # Every second value: arrays need not lie in one piece.
-            wide = np.repeat(np.array([logprobs, raw], np.float32), 2, axis=1)
-            progress.add(np.array(tokens, np.int32), wide[0, ::2], wide[1, ::2], version)
+            wide = np.repeat(np.array(logprobs, np.float32), 2)
+            progress.add(np.array(tokens, np.int32), wide[::2], version)
         else:
-            progress.add(tokens, logprobs, raw, version)
+            progress.add(tokens, logprobs, version)
     return progress, plain
 
 
 def check_columns(progress: Progress, plain: Columns) -> None:
-    raw = progress.raw_logprobs
-    assert raw is not None
-    arrays = (progress.token_ids, progress.logprobs, raw, progress.versions)
-    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.float32, np.int32]
+    arrays = (progress.token_ids, progress.logprobs, progress.versions)
+    assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
     assert [array.tolist() for array in arrays] == plain
     assert len(progress) == len(plain[0])
     assert progress.last_token == (plain[0][-1] if plain[0] else None)
@@ -125,20 +121,8 @@ def test_progress_is_what_lists_of_its_tokens_would_be(first: list[Any], second:
         del column[length:]
     check_columns(progress, plain)
     # It can go on while somebody has what came before.
-    progress.add([1], [-1.0], [-1.0], 9)
+    progress.add([1], [-1.0], 9)
     assert begun.tolist()[:length] == progress.token_ids.tolist()[:-1]
-
-
-def test_raw_logprobs_are_unknown_from_the_first_tokens_without_them_on() -> None:
-    progress, unknown = Progress(), Progress()
-    progress.add([5], [-1.0], [-1.0], 0)
-    progress.add([], [], None, 0)
-    assert progress.raw_logprobs is not None
-    unknown.add([6], [-2.0], None, 0)
-    progress.extend(unknown)
-    progress.add([7], [-3.0], [-3.0], 0)
-    assert progress.raw_logprobs is None
-    assert progress.logprobs.tolist() == [-1.0, -2.0, -3.0]
 
 
 @given(

@@ -42,7 +42,7 @@ def test_each_token_has_the_experts_of_the_engine_that_told_them_first(parts: li
     seen = len(PROMPT)
     for engine, (written, tells) in enumerate(parts):
         part = Progress()
-        part.add([40] * written, [-1.0] * written, [-1.0] * written, 0)
+        part.add([40] * written, [-1.0] * written, 0)
         if tells and written:
             # All it read or wrote but the last token, from which nothing was computed.
             read = seen + written - 1

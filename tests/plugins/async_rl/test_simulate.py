@@ -88,7 +88,6 @@ def test_a_table_and_json_compare_the_config_with_other_settings(
         ((), "--group-seconds and --step-seconds missing"),
         (("--group-seconds", "4"), ": --step-seconds missing"),
         (("--sigma", "1", "--step-seconds", "4", "--from", "HERE"), "--group-seconds"),
-        ((*TIMES, "--publish-seconds", "1", "--pause-seconds", "2"), "--pause-seconds 2"),
         (("--from", "nowhere"), "nowhere"),
         (("--from", "EMPTY"), "0 groups and 0 steps"),
         (("--group-seconds", "4", "--step-seconds", "1", "--set", "source.max_stalenes=1"), "max_staleness"),

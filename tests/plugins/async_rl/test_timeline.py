@@ -95,18 +95,6 @@ def test_a_resume_drops_later_lines_and_goes_on_with_the_clock(tmp_path: Path) -
     assert trained_steps(records) == {10: 1, 20: 2, 30: 3}
 
 
-def test_a_resume_reads_up_to_the_first_line_that_a_power_cut_spoilt(tmp_path: Path) -> None:
-    path = tmp_path / "timeline.jsonl"
-    clock = Clock()
-    timeline = Timeline(path, clock)
-    for step in (1, 2, 3):
-        one_step(timeline, clock, step)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"\0" * 20 + b"\n" + lines[2])
-    Timeline(path, clock).resume(3)
-    assert path.read_bytes() == lines[0]
-
-
 def test_a_last_line_cut_by_a_kill_is_left_out_and_any_other_is_named(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     clock = Clock()

@@ -319,7 +319,7 @@ def test_any_engine_that_takes_weights_is_started_and_its_members_are_served(mak
     try:
         publisher.start_engines()
         publisher.publish(1, backend)
-        publisher.publish(2, backend, publisher.awaiting_weights)
+        publisher.publish(2, backend, engine.awaiting_weights)
         assert engine.on_awaiting_weights is not None
         engine.on_awaiting_weights()
     finally:

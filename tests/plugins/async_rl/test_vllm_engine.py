@@ -142,7 +142,8 @@ SABOTAGES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], object] | 
 }
 
 
-@pytest.mark.parametrize("sabotage", SABOTAGES)
+# The others are found in the same way, and `test_proof_of_publish` breaks other engines with them.
+@pytest.mark.parametrize("sabotage", SABOTAGES if SOAK else ("one tensor", "prefix cache", "keys in flight"))
 def test_an_update_that_is_confirmed_but_not_done_is_found_out(
     one_engine: OneEngine, untied: ModelPair, sabotage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,18 +172,17 @@ def test_an_update_that_is_confirmed_but_not_done_is_found_out(
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("count", [1, 5])
 def test_what_came_of_an_update_that_was_given_up_is_no_part_of_the_next_one(
-    one_engine: OneEngine, untied: ModelPair, count: int
+    one_engine: OneEngine, untied: ModelPair
 ) -> None:
-    """As with a server that outlives a run. count: buckets that come of it, of weights that nobody wants later."""
+    """As with a server that outlives a run. Five buckets come of it, of weights that nobody wants later."""
     backend: Any = WeightsOf(untied.new, lambda weights: [tensor.fill_(0.5) for tensor in weights.values()])
 
     async def use(engine: Any) -> GenerationResult:
         sync = collective()
         await engine.begin_update(2)
         sync.prepare(engine.receivers, is_lost=False)
-        for bucket in itertools.islice(sync.make_buckets(2, backend), count):
+        for bucket in itertools.islice(sync.make_buckets(2, backend), 5):
             await engine.load_bucket(bucket)
         sync.close()
         await publish(engine, 2, untied.new, collective())

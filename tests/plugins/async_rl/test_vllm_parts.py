@@ -244,7 +244,8 @@ def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, setting
 
 
 def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine() -> None:
-    sync = CollectiveSync(CollectiveSyncConfig(exchange_timeout_s=0.3))
+    sync = CollectiveSync(CollectiveSyncConfig())
+    sync.limit_s = 0.3
     sync.prepare({"engine 0": 1, "engine 1": 1}, is_lost=False)
     bucket = next(sync.make_buckets(1, BACKEND))
     worker = WorkerExtension()
@@ -257,7 +258,7 @@ def test_a_worker_answers_what_it_did_not_get_and_that_is_no_end_of_the_engine()
 
 def so_far(token_ids: list[int], version: int = 1) -> Progress:
     progress = Progress()
-    progress.add(token_ids, [-0.5] * len(token_ids), None, version)
+    progress.add(token_ids, [-0.5] * len(token_ids), version)
     return progress
 
 
@@ -282,23 +283,6 @@ def test_tokens_behind_a_stop_text_do_not_belong_to_the_response() -> None:
     assert progress.token_ids.tolist() == [60, 61]
     assert progress.logprobs.tolist() == [-0.5, -1.0]
     assert progress.versions.tolist() == [3, 4]
-
-
-@pytest.mark.parametrize(
-    ("sampling", "known"),
-    [
-        ({}, True),
-        ({"temperature": 0.0}, True),
-        ({"temperature": 0.9}, False),
-        ({"top_k": 5}, False),
-        ({"top_p": 0.9}, False),
-    ],
-)
-def test_raw_logprobs_are_known_where_nothing_changes_them(sampling: dict[str, Any], known: bool) -> None:
-    progress = Progress()
-    response(progress, **sampling).add_delta(Delta([60], [-1.0]), 0)
-    raw = progress.raw_logprobs
-    assert (None if raw is None else raw.tolist()) == ([-1.0] if known else None)
 
 
 @pytest.mark.parametrize(

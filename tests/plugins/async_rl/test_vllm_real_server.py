@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from listening import free_port
 from living_processes import living_below
 from publish_proofs import ProvenPublishes, moved_model
 from vllm_engines import LIMIT_S, START_S, HeldEngine, disk, publish, vllm_engine, vllm_models
@@ -46,9 +46,7 @@ def server(
     request: pytest.FixtureRequest, models: ModelPair, tmp_path: Path
 ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Its base URL, and its process; it may not be up yet. param: further options."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--model", str(models.old), "--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     options += ["--dtype", "float32", "--kv-cache-memory-bytes", str(2**28), "--logprobs-mode", "processed_logprobs"]
     options += request.param
@@ -97,7 +95,7 @@ def test_tokens_match_the_weights_of_their_version_and_the_servers_end_is_notice
         try:
             async with asyncio.timeout(LIMIT_S):
                 await publish(engine, 1, models.old, sync())
-                member = ServerApi(url, KEY, 10.0)
+                member = ServerApi(url, 10.0)
                 assert (await member.model()).is_open
                 await member.close()
                 other = vllm_engine(models.old, tmp_path / "other", **_server_settings(url))

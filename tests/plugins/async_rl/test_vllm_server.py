@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -12,12 +11,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 from fake_vllm_server import FakeVllmServer, server_engine
+from listening import free_port
 from vllm_engines import disk
 
 from spurline.errors import ConfigError, DataError, RunFailedError
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm import server as server_module
-from spurline_async_rl.engines.vllm.server import ServerApi, await_servers
+from spurline_async_rl.engines.vllm.server import API_KEY, ServerApi, await_servers
 from spurline_rl.testing.engine_update_contract import WeightsOf
 from spurline_rl.testing.rollout_engine_contract import request
 from spurline_text.testing.inputs import tiny_tokenizer
@@ -164,7 +164,7 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv(VllmEngineConfig().api_key_env, "of the proxy")
+    monkeypatch.setenv(API_KEY, "of the proxy")
     monkeypatch.setattr(ServerApi, "is_here", False)
 
     async def use(engine: Any, *_: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
 )
 def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str, is_here: bool) -> None:
     async def main() -> bool:
-        api = ServerApi(url, None, 1.0)
+        api = ServerApi(url, 1.0)
         await api.close()
         return api.is_here
 
@@ -212,15 +212,9 @@ def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(
         drive(use, **fake)
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
-def test_servers_that_are_not_there_are_named_before_anything_starts(free_port: int) -> None:
+def test_servers_that_are_not_there_are_named_before_anything_starts() -> None:
     said: list[str] = []
-    urls = (f"http://127.0.0.1:{free_port}", "http://name.invalid:8000")
+    urls = (f"http://127.0.0.1:{free_port()}", "http://name.invalid:8000")
     config = VllmEngineConfig(mode="server", urls=urls, start_timeout_s=0.1)
     with pytest.raises(
         ConfigError, match=r"source\.engine\.urls.*within 0\.1 s \(source\.engine\.start_timeout_s\)"
@@ -233,9 +227,10 @@ def test_servers_that_are_not_there_are_named_before_anything_starts(free_port: 
         assert "VLLM_SERVER_DEV_MODE=1" in text
 
 
-def test_a_server_that_still_loads_is_waited_for(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_still_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
     monkeypatch.setattr(server_module, "_ASK_AGAIN_S", 0.02)
-    config = VllmEngineConfig(mode="server", urls=(f"http://127.0.0.1:{free_port}",))
+    config = VllmEngineConfig(mode="server", urls=(f"http://127.0.0.1:{port}",))
 
     async def main() -> None:
         server, said = FakeVllmServer(), threading.Event()
@@ -243,7 +238,7 @@ def test_a_server_that_still_loads_is_waited_for(free_port: int, monkeypatch: py
         async with asyncio.timeout(60):
             await asyncio.to_thread(said.wait, 60)
             assert not waiting.done()
-            await server.start(free_port)
+            await server.start(port)
             await waiting
         await server.stop()
 

@@ -46,8 +46,6 @@ class Asked:
         found = self.progress
         assert found.token_ids.tolist() == self.tokens
         assert found.logprobs.tobytes() == np.array(self.logprobs, np.float32).tobytes()
-        assert found.raw_logprobs is not None
-        assert found.raw_logprobs.tobytes() == found.logprobs.tobytes()
         assert found.versions.tolist() == self.versions
         experts = found.experts.since(0)
         assert ([] if experts is None else experts[:, 0, 0].tolist()) == self.experts

@@ -21,6 +21,7 @@ from spurline.testing import CollatorContract
 from spurline.testing.collator_contract import assert_batches_equal, clone
 from spurline.testing.samples import make_view
 from spurline_collation_fast.collators import FastPackedCollator, FastPaddedCollator, FastRolloutsCollator
+from spurline_collation_fast.lazy_ragged import LazyRagged
 from spurline_collation_fast.row_writer import BufferPool, Lease
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollout_batches import RolloutsCollator
@@ -90,13 +91,7 @@ class TestRolloutsLeft(Fast, RolloutCollatorContract):
     config = RolloutsCollatorConfig(pad_side="left", pad_to_multiple_of=8)
 
 
-class TestPackedRollouts(Fast, RolloutCollatorContract):
-    one_turn_per_row = False
-    reference, fast, config = PackedCollator, FastPackedCollator, PackedCollatorConfig(max_tokens=64)
-
-
-class TestPackedRolloutsEvenedOut(Fast, RolloutCollatorContract):
-    one_turn_per_row = False
+class TestPackedEvenedOut(Fast, CollatorContract):
     reference, fast = PackedCollator, FastPackedCollator
     config = PackedCollatorConfig(max_tokens=192, align_to=4, algorithm="multifit")
 
@@ -109,18 +104,13 @@ def test_with_pipeline_stages_every_row_is_as_long_as_allowed() -> None:
     assert_batches_equal(batch, PackedCollator(config, PAD, layout).collate(make_view([5, 9]), training=True))
 
 
-@pytest.mark.parametrize("method", ["collate", "collate_rollouts"])
-def test_what_cannot_fit_is_refused_in_the_words_of_the_reference(method: str) -> None:
+def test_what_cannot_fit_is_refused_in_the_words_of_the_reference() -> None:
     config, layout = PackedCollatorConfig(max_tokens=32, align_to=8), ParallelLayout()
     collators = PackedCollator(config, PAD, layout), FastPackedCollator(config, PAD, layout)
     messages: list[str] = []
     for collator in collators:
-        calls = {
-            "collate": lambda c=collator: c.collate(make_view([5, 33, 40]), training=True),
-            "collate_rollouts": lambda c=collator: c.collate_rollouts(make_trajectories([[(3, 4), (20, 21)]])),
-        }
         with pytest.raises(DataError) as error:
-            calls[method]()
+            collator.collate(make_view([5, 33, 40]), training=True)
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert "after alignment" in messages[0]
@@ -133,6 +123,16 @@ def test_names_stay_readable_after_the_buffers_went_back() -> None:
     batch.release()
     collator.collate(make_view([30, 20]), training=True)
     assert sorted(batch.segments["uid"].values.tolist()) == sorted(taken.segments["uid"].values.tolist()) == uids
+
+
+def test_a_lazy_column_computes_its_values_when_they_are_read() -> None:
+    uids, made = make_view([3, 4, 5]), list[str]()
+    batch = FastPaddedCollator(PaddedCollatorConfig(), PAD, ParallelLayout()).collate(uids, training=True)
+    column = batch.segments["uid"]
+    lazy = LazyRagged(lambda: made.append("made") or column.values, column.offsets).between(1, 3)
+    assert not made
+    assert [lazy[row].tolist() for row in range(2)] == [["random:1"], ["random:2"]]
+    assert made == ["made"]
 
 
 def test_an_unreleased_batch_is_never_overwritten_and_a_released_one_is_reused() -> None:

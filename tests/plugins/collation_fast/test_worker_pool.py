@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
+from itertools import count
 from multiprocessing import connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from spurline_collation_fast.tokenization import blocks
 from spurline_collation_fast.tokenization.blocks import BlockEncoder, Chunk, UnsharableDataError, WorkerPool, chunks_of
 from spurline_text.testing.inputs import tiny_tokenizer
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_workers")]
 
 
 def pool_on(dataset: Any, num_workers: int = 2) -> WorkerPool:
@@ -67,24 +68,28 @@ def test_a_killed_worker_is_an_error_with_a_way_out() -> None:
 
 
 def test_workers_that_stand_still_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_STALL_TIMEOUT_S", 10.0)
     pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
-    with pytest.raises(RunFailedError, match=r"within 10 s.*tokenization\.workers"):
-        rows_of(pool, 60)
+    with pool:
+        rest = pool.blocks(chunks(60))
+        next(rest)
+        assert all(map(is_alive, pool.process_ids))
+        later = count(0, 0.6 * blocks._STALL_TIMEOUT_S).__next__
+        monkeypatch.setattr(blocks, "time", SimpleNamespace(monotonic=later))
+        with pytest.raises(RunFailedError, match=r"within 1800 s.*tokenization\.workers"):
+            next(rest)
     assert_ended(pool)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_an_exception_of_the_caller_ends_the_workers(error: type[BaseException]) -> None:
+def test_an_exception_of_the_caller_ends_the_workers() -> None:
     pool = pool_on(TrappedRows(chat_rows(60), {30: "hang"}))
 
     def leave() -> None:
         with pool:
             next(pool.blocks(chunks(60)))
             assert all(map(is_alive, pool.process_ids))
-            raise error
+            raise KeyboardInterrupt
 
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         leave()
     assert_ended(pool)
 
@@ -113,8 +118,6 @@ def test_leaving_ends_workers_that_are_in_the_middle_of_a_block(monkeypatch: pyt
         for chunk in chunks(60):
             pool._submit(chunk)
         assert has_begun.wait(60)
-        begin = time.monotonic()
-    assert time.monotonic() - begin < 10
     assert_ended(pool)
 
 
@@ -128,40 +131,32 @@ def test_a_worker_killed_in_the_middle_of_a_block_is_an_error_at_once(monkeypatc
     assert not is_alive(pool.process_ids[0])
 
 
-def test_killing_the_parent_ends_its_workers(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", "import worker_rows; worker_rows.start_and_wait()"],
-        stdout=subprocess.PIPE,
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)},
-        text=True,
+def test_a_script_without_a_main_guard_is_not_run_again_in_its_workers_which_end_when_it_is_killed(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import time\n"
+        "from worker_rows import *\n"
+        "from spurline_collation_fast.tokenization.blocks import BlockEncoder, WorkerPool, chunks_of\n"
+        "from spurline_text.testing.inputs import tiny_tokenizer\n"
+        "item = source(TrappedRows(chat_rows(40), {29: 'hang', 39: 'hang'}))\n"
+        "with WorkerPool(BlockEncoder([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"
+        # The executor starts no process for a chunk while it counts an idle one: the last worker comes later then.
+        "    pool._executor._idle_worker_semaphore.release()\n"
+        "    blocks = pool.blocks(chunks_of([40], 0, lambda: 10))\n"
+        "    print(next(blocks).num_rows + next(blocks).num_rows, *pool.process_ids, flush=True)\n"
+        "    time.sleep(120)\n"
     )
+    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
+    parent = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=environment, text=True)
     assert parent.stdout is not None
     with parent.stdout:
-        ids = [int(word) for word in parent.stdout.readline().split()]
-    assert len(ids) == 2
+        rows, *ids = map(int, parent.stdout.readline().split())
+    assert (rows, len(ids)) == (20, 2)
     parent.kill()
     parent.wait(10)
     wait_for(lambda: not any(map(is_alive, ids)), "the end of the workers")
-
-
-@pytest.mark.parametrize("num_idle", [0, 1])
-def test_a_script_without_a_main_guard_is_not_run_again_in_workers(tmp_path: Path, num_idle: int) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from worker_rows import *\n"
-        "from spurline_collation_fast.tokenization.blocks import chunks_of\n"
-        "from spurline_collation_fast.tokenization.blocks import BlockEncoder, WorkerPool\n"
-        "from spurline_text.testing.inputs import tiny_tokenizer\n"
-        "item = source(TrappedRows(chat_rows(40)))\n"
-        "with WorkerPool(BlockEncoder([item], tiny_tokenizer(), data_config(item)), 2) as pool:\n"
-        # The executor starts no process for a chunk while it counts an idle one: the last worker comes later then.
-        f"    for _ in range({num_idle}): pool._executor._idle_worker_semaphore.release()\n"
-        "    blocks = pool.blocks(chunks_of([40], 0, lambda: 10))\n"
-        "    print('rows', sum(block.num_rows for block in blocks), 'workers', len(pool.process_ids))\n"
-    )
-    environment = {"TMPDIR": str(tmp_path), "PYTHONPATH": ":".join(sys.path)}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "rows 40 workers 2\n", done.stderr
 
 
 def test_data_of_a_module_that_a_worker_cannot_import_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

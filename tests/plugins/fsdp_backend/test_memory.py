@@ -71,14 +71,8 @@ def test_what_is_noted_for_a_backward_pass_does_not_grow_without_one(spurline_ti
             assert ranks.call("noted_forwards") == [0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_of_sharded_layers_are_moved_and_their_weights_are_not(
-    spurline_tiny_model: Path, checkpointing: bool
-) -> None:
-    loaded = backend_run(spurline_tiny_model, on(1, activation_checkpointing=checkpointing), ("fsdp_backend",))
+def test_inputs_of_sharded_layers_on_the_host_change_no_bit_of_a_gradient(spurline_tiny_model: Path) -> None:
+    loaded = backend_run(spurline_tiny_model, on(1, activation_checkpointing=True), ("fsdp_backend",))
     objective, wires = step_of(loaded)
     with measuring(loaded) as ranks:
-        (found,) = ranks.call("offloaded", objective, per_rank=wires)
-    assert found["equal"]
-    assert found["moved"] > 0
-    assert not found["weights"]
+        assert ranks.call("offloaded", objective, per_rank=wires) == [True]

@@ -17,9 +17,10 @@ import torch
 from fsdp_layouts import in_bf16
 from run_helpers import anonymous_bytes
 
-from spurline.protocols.backend import Backend, YieldsDevice
+from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
 from spurline_fsdp_backend.trained_model import read_weights
+from spurline_models.abilities import YieldsDevice
 from spurline_models.testing import write_tiny_model
 from spurline_models.weight_files import write_weight_files
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch, weights_of

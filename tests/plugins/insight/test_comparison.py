@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shown_panels
 from compared_runs import write_run
-from shown_panels import unpacked
 from typer.testing import CliRunner
 
 from spurline.cli import app
 from spurline.errors import RunDirectoryError, UserError
 from spurline_insight.report.comparison import write_comparison
+from spurline_insight.report.markup import score
 from spurline_insight.report.record import distinct_names
 
 
@@ -26,8 +27,8 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def figures(page: Path) -> dict[str, dict[str, Any]]:
     """By the titles of their y axes."""
-    (digits,) = re.findall(r'id="figures">(.*?)</script>', page.read_text(encoding="utf-8"))
-    return {figure["layout"]["yaxis"]["title"]["text"]: figure for figure in json.loads(unpacked(digits))}
+    drawn = shown_panels.figures(page.read_text(encoding="utf-8"))
+    return {figure["layout"]["yaxis"]["title"]["text"]: figure for figure in drawn}
 
 
 def words(page: Path) -> str:
@@ -123,3 +124,10 @@ def test_the_command_compares_several_runs_and_reports_one(
     assert (done.exit_code, (tmp_path / "both.html").exists()) == (0, True)
     done = CliRunner().invoke(app, ["report", str(runs[0]), "--out", "one.html"])
     assert isinstance(done.exception, UserError)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0"), (1.5, "1.500"), (0.33604, "0.3360"), (1234.0, "1234"), (2e-7, "2.000e-07")]
+)
+def test_losses_have_four_digits(value: float, shown: str) -> None:
+    assert score(value) == shown

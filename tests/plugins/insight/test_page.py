@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import random
 import re
@@ -12,10 +14,8 @@ from typing import Any
 import pytest
 from plotly.offline import get_plotlyjs
 from rl_run_record import rl_metrics
-from shown_panels import unpacked
 
 from spurline.errors import RunFailedError
-from spurline_insight.report.document import packed
 from spurline_insight.report.page import write_report
 from spurline_insight.report.record import read_record
 from spurline_insight.report_panel import RunRecord
@@ -25,13 +25,8 @@ ATTACK = '<script>alert("x")</script>'
 
 
 def own_html(page: Path) -> str:
-    """The page without the plotly.js library, and with its figures where they are packed."""
-    html = page.read_text(encoding="utf-8")
-    for name in ("plotly", "figures"):
-        start = html.index(f'id="{name}">') + len(f'id="{name}">')
-        end = html.index("</script>", start)
-        html = html[:start] + (unpacked(html[start:end]) if name == "figures" else "") + html[end:]
-    return html
+    """The page without the plotly.js library."""
+    return re.sub(r'(id="plotly">).*?(</script>)', r"\1\2", page.read_text(encoding="utf-8"))
 
 
 def test_the_page_loads_nothing_from_outside(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
@@ -53,7 +48,7 @@ def test_the_page_holds_plotly_once_and_every_panel_that_has_something_to_show(
     html = page.read_text(encoding="utf-8")
     packed_plotly = re.findall(r'id="plotly">(.*?)</script>', html)
     assert len(packed_plotly) == 1
-    assert unpacked(packed_plotly[0]) == get_plotlyjs()
+    assert gzip.decompress(base64.b64decode(packed_plotly[0])).decode() == get_plotlyjs()
     titles = re.findall(r'<section class="panel"><h2>(.*?)</h2>', html)
     of_rollouts = {"Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
     of_rollouts = {"Reward", "Groups", "Responses", "Policy", "Mismatch of rollout and trainer"}
@@ -144,14 +139,7 @@ def test_a_page_that_cannot_be_written_keeps_the_old_one(make_run_dir: RunDirMak
     assert [path.name for path in run_dir.iterdir() if path.name.endswith(".tmp")] == []
 
 
-@pytest.mark.parametrize("content", ["", "a", "ab", "abc", "<script>&</script>é😀", "x" * 1001])
-def test_what_is_packed_comes_back_and_can_end_no_script_element(content: str) -> None:
-    digits = packed(content)
-    assert unpacked(digits) == content
-    assert not set(digits) & set("<>&\"'\\")
-
-
-def test_the_report_of_a_long_run_takes_less_than_2_mb(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
+def test_the_report_of_a_long_run_takes_less_than_3_mb(make_run_dir: RunDirMaker, panels: list[Any]) -> None:
     noise = random.Random(7)
     run_dir = make_run_dir(num_steps=1)
     line = json.loads((run_dir / "metrics.jsonl").read_text()) | rl_metrics(1)
@@ -161,4 +149,4 @@ def test_the_report_of_a_long_run_takes_less_than_2_mb(make_run_dir: RunDirMaker
             file.write(json.dumps(noisy | {"step": step, "tokens": 6000}) + "\n")
     page = write_report(read_record(run_dir), panels, run_dir / "report.html")
     assert len(own_html(page)) > 200_000
-    assert page.stat().st_size < 2_000_000
+    assert page.stat().st_size < 3_000_000

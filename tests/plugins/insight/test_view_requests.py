@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from viewed_runs import add_step, write_rollouts, write_run
 
@@ -25,7 +22,6 @@ from spurline_insight.view import command
 from spurline_insight.view.app import make_app
 from spurline_insight.view.guard import Guard
 from spurline_insight.view.runs import open_runs
-from spurline_planning.data_preview import viewing as samples
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, reader
 from spurline_rl.viewing import answers
 
@@ -184,7 +180,8 @@ def test_curves_of_several_runs_and_tables_of_each_set(tmp_path: Path) -> None:
         ("a", "finished", 3, 1),
         ("b", "finished", 2, 1),
     ]
-    assert client.get("/api/series", params={"metric": "loss"}).json()[1] == {"steps": [1, 2], "values": [4.0, 2.0]}
+    series = client.get("/api/series", params={"metric": "loss"}).json()[1]
+    assert series == {"steps": [1, 2], "values": [4.0, 2.0], "means": [3.0, 3.0]}
     tables = client.get("/api/evaluations").json()[0]["tables"]
     assert [(table["set"], table["metrics"], len(table["rows"])) for table in tables] == [
         ("", ["pass@1"], 3),
@@ -240,7 +237,7 @@ def test_lists_are_ordered_and_cut_into_pages(run: Path) -> None:
     assert found(client)[:2] == [(3, 0), (3, 1)]
     lowest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4").json()
     assert [(row["reward"], row["step"]) for row in lowest["rows"]] == [(-1.0, 3), (-1.0, 2), (-1.0, 1), (0.0, 3)]
-    assert {row["prompt"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
+    assert {row["begins"].split()[0] for row in lowest["rows"]} == {"Sort", "Write"}
     assert lowest["matching"] == 12
     rest = client.get("/api/rollouts?run=0&sort=reward&ascending=true&limit=4&offset=10").json()
     assert [row["reward"] for row in rest["rows"]] == [1.0, 1.0]
@@ -258,35 +255,6 @@ def test_an_attempt_is_told_token_by_token(run: Path) -> None:
     assert response["special"] == [len(response["pieces"]) - 1]
     assert set(response["gap"]) == {0.0}
     assert all(abs(value - 0.3) < 1e-4 for value in response["advantages"])
-
-
-@pytest.mark.parametrize("most", [answers.MOST_COMPARED, 1])
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [("1 2 3", "3 2 1"), ("aaa", "aa"), ("", "x"), ("", ""), ("same", "same"), ("ab" * 900, "ba" * 900)],
-)
-def test_the_difference_of_two_attempts_puts_both_together_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, right: str, most: int
-) -> None:
-    monkeypatch.setattr(answers, "MOST_COMPARED", most)
-    run = write_run(tmp_path / "run", steps=0)
-    write_rollouts(run, 1, {"p": [(left, 1.0, 0), (right, 0.0, 0)]})
-    parts = client_of(run).get("/api/diff?run=0&step=1&place=0&other_run=0&other_step=1&other_place=1").json()
-    of_left = "".join(piece for part in parts if part["kind"] != "right" for piece in part["pieces"])
-    of_right = "".join(piece for part in parts if part["kind"] != "left" for piece in part["pieces"])
-    assert (of_left, of_right) == (f"{left}<end>", f"{right}<end>")
-    assert parts[-1]["kind"] == "same"
-    assert all(part["pieces"] for part in parts)
-
-
-@pytest.mark.parametrize("end", [[], [4]])
-def test_tokens_that_are_repeated_often_are_shared_too(end: list[int]) -> None:
-    def attempt(ids: list[int]) -> Any:
-        turn = SimpleNamespace(response_ids=np.array(ids), response_pieces=[*map(str, ids)])
-        return SimpleNamespace(turns=[turn])
-
-    parts = answers.difference(attempt([1, *[2, 3] * 150, *end]), attempt([9, *[2, 3] * 150]))
-    assert [len(part["pieces"]) for part in parts if part["kind"] == "same"] == [300]
 
 
 def test_an_answer_is_json_whatever_a_run_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,59 +336,6 @@ def test_a_folder_that_goes_away_is_an_empty_list_and_no_failure(run: Path) -> N
     shutil.rmtree(run / ROLLOUTS_FOLDER)
     assert found(client) == []
     assert client.get("/api/attempt?run=0&step=1&place=0").status_code == 404
-
-
-# Samples
-
-
-def in_this_process(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    """In place of a process that would import everything once more."""
-    assert command[1:-1] == ["-m", samples.__name__]
-    return subprocess.CompletedProcess(
-        command, 0, f"a library says hello\n{json.dumps(samples.samples_of(Path(command[-1])))}\n", ""
-    )
-
-
-def test_samples_are_the_rows_of_the_first_batches_with_the_weight_of_each_token(
-    tmp_path: Path, spurline_tiny_model: Path, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
-    run = write_run(tmp_path / "run", 1)
-    config = {
-        "run_dir": str(tmp_path / "elsewhere"),
-        "model": {"path": str(spurline_tiny_model)},
-        "data": {"train": str(spurline_chat_file), "max_length": 128},
-        "batch_size": 8,
-        "steps": 6,
-    }
-    (run / "config.json").write_text(json.dumps(config))
-    read = client_of(run).get("/api/samples", params={"run": 0}).json()
-    assert sum(len(row["sequences"]) for row in read["rows"]) == 4
-    assert read["facts"][0].startswith("train: 64 samples")
-    for row in read["rows"]:
-        for sequence in row["sequences"]:
-            assert len(sequence["pieces"]) == len(sequence["ids"]) == len(sequence["weights"]) <= 128
-            trained = "".join(
-                piece for piece, weight in zip(sequence["pieces"], sequence["weights"], strict=True) if weight
-            )
-            assert 0 < len(trained) < len("".join(sequence["pieces"]))
-            assert sequence["weights"][0] == 0
-    assert {path.name for path in run.iterdir()} == {"config.json", "metrics.jsonl", "rollouts", "summary.json"}
-
-
-def test_samples_that_cannot_be_read_are_an_error_in_words(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples.subprocess, "run", in_this_process)
-    client = client_of(run)
-    answer = client.get("/api/samples", params={"run": 0})
-    assert answer.status_code == 409
-    assert "its samples cannot be shown: config" in answer.json()["error"]
-
-    def hang(command: list[str], **options: Any) -> None:
-        raise subprocess.TimeoutExpired(command, options["timeout"])
-
-    monkeypatch.setattr(samples.subprocess, "run", hang)
-    assert "was not read within 300 s" in client.get("/api/samples", params={"run": 0}).json()["error"]
-    assert client.get("/api/samples", params={"run": 7}).status_code == 404
 
 
 # Answers of other packages

@@ -26,7 +26,7 @@ class WatchedRun:
         lines = done or []
         self.state = SimpleNamespace(step=len(lines), checkpoint=folder if lines else None)
         self.directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        Watcher.attach(self)  # type: ignore[arg-type]
+        Watcher(self)  # type: ignore[arg-type]
 
     def warn(self, step: int, kind: str, words: str) -> None:
         self.warned.append((step, kind, words))

@@ -43,7 +43,6 @@ def loaded(run: dict[str, Any] | None = None, **backend: Any) -> MegatronBackend
         ({"tensor": 2, "pipeline": 8}, "8 ranks are not a multiple of tensor 2 x pipeline 8"),
         ({"pipeline": 4, "expert": 4}, "backend.expert is 4, and 8 ranks are not a multiple of pipeline 4 x expert 4"),
         ({"virtual_stages": 2}, "backend.virtual_stages is 2, but there is only one stage"),
-        ({"sequence_parallel": True}, "backend.sequence_parallel divides tokens among the ranks that divide layers"),
         ({"gpus": [0, 1], "device": "cuda"}, "backend.gpus names 2 GPUs, and each of the 8 ranks needs one"),
         ({"launch": "ray", "ranks_per_node": 3}, "backend.ranks_per_node is 3, which does not divide the 8 ranks"),
         ({"precision": "fp8"}, "backend.precision is 'fp8'"),
@@ -56,7 +55,13 @@ def test_settings_that_do_not_go_together_are_refused_with_what_would(backend: d
 
 
 @pytest.mark.parametrize(
-    ("key", "said"), [("lora", "no adapters"), ("activation_checkpointing", "recompute"), ("tensors", "'tensor'")]
+    ("key", "said"),
+    [
+        ("lora", "no adapters"),
+        ("sequence_parallel", "always on"),
+        ("activation_checkpointing", "recompute"),
+        ("tensors", "'tensor'"),
+    ],
 )
 def test_settings_of_other_backends_are_refused_with_what_to_do_instead(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"backend\.{key} is not a setting of 'megatron'.*{said}"):

@@ -64,7 +64,7 @@ GRADIENTS = ("gradients_equal",)
 tied, four_layers = partial(write_qwen3, tie_word_embeddings=True), partial(write_qwen3, num_hidden_layers=4)
 
 CASES = {
-    "TensorWithoutSequence": Case(on(2, tensor=2, sequence_parallel=False, recompute="full")),
+    "TensorThatRecomputes": Case(on(2, tensor=2, recompute="full")),
     "OneRank": Case(on(1, logits_chunk_tokens=16)),
     "Data": Case(on(2, max_tokens_per_microbatch=40)),
     "Context": Case(on(2, context=2, logits_chunk_tokens=16), in_every_run=GRADIENTS),

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,9 +18,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
-from spurline.protocols.ranks import RankRequest
 from spurline_megatron_backend.core_attention import Rotary, packed_params
-from spurline_ranks.group import RankGroup, TimeLimits, open_ranks
 
 LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted)
 HEADS = st.sampled_from([(4, 4), (4, 2), (8, 2)])
@@ -82,42 +78,6 @@ def test_it_equals_the_attention_of_transformers_on_each_segment_alone(
     wanted = torch.autograd.grad(expected, inputs, direction)
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankGroup]:
-    request = RankRequest(4, num_threads=1)
-    group = open_ranks(request, "megatron_layer_workers:AttentionRank", (2, 4), TimeLimits(120, 60, 60))
-    yield group
-    group.close()
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@settings(max_examples=25)
-@given(
-    size=st.sampled_from([2, 4]),
-    lengths=LENGTHS,
-    heads=HEADS,
-    multiple=st.sampled_from([1, 2]),
-    recompute=st.booleans(),
-)
-def test_ranks_that_share_a_stream_rotate_their_own_tokens_by_their_places_in_it(
-    ranks: RankGroup, size: int, lengths: list[int], heads: tuple[int, int], multiple: int, recompute: bool
-) -> None:
-    config = config_of(*heads)
-    stream = stream_of(lengths, [True] * sum(lengths))
-    inputs = attention_inputs(stream.num_tokens, *heads)
-    output = core_attention(inputs, packed_params(stream, Rotary(config, torch.device("cpu"), torch.float32)))
-    gradients = torch.autograd.grad((output**2).sum(), inputs)
-    answers = ranks.call("attends", size, lengths, config.to_dict(), multiple, recompute)
-    for first in range(0, 4, size):
-        sharing = answers[first : first + size]
-        whole = np.concatenate([answer["output"] for answer in sharing])[-stream.num_tokens :]
-        np.testing.assert_allclose(whole, output.detach().numpy(), rtol=1e-5, atol=1e-6)
-        for index, gradient in enumerate(gradients):
-            total = sum(answer["gradients"][index] for answer in sharing)
-            np.testing.assert_allclose(total, gradient.numpy(), rtol=1e-5, atol=1e-5)
 
 
 DEFAULT = {"rope_type": "default", "rope_theta": 10000.0}

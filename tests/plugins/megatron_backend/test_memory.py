@@ -247,6 +247,5 @@ def test_a_layer_keeps_for_its_backward_pass_what_a_plan_says(
         return
     # On CPU a norm is no kernel of its own, and keeps its result without the weight too.
     heads = architecture.heads + architecture.key_value_heads if architecture.qk_norm else 0
-    share = config.tensor if config.divides_tokens else 1
-    unfused = 2 * architecture.hidden / share + heads * architecture.head_dim / config.tensor
+    unfused = 2 * architecture.hidden / config.tensor + heads * architecture.head_dim / config.tensor
     assert kept_values(config, architecture) + unfused == pytest.approx(of_layer, rel=0.02)

@@ -87,12 +87,11 @@ def test_a_plan_names_layouts_that_fit_and_what_is_set_from_them_does(
     assert again.sections["layouts (estimate)"][0].endswith("; fits")
 
 
-@pytest.mark.parametrize("sequence_parallel", [None, True, False])
 def test_what_is_set_from_a_suggestion_is_that_layout_whatever_was_set_before(
-    config: dict[str, Any], tmp_path: Path, sequence_parallel: bool | None
+    config: dict[str, Any], tmp_path: Path
 ) -> None:
     config = with_published(config, tmp_path / "model", "llama-3-70b")
-    before = {"tensor": 2, "pipeline": 2, "virtual_stages": 5, "context": 2, "sequence_parallel": sequence_parallel}
+    before = {"tensor": 2, "pipeline": 2, "virtual_stages": 5, "context": 2}
     backend = {**BACKEND, "ranks": 64, "launch": "ray", "ranks_per_node": 8, "recompute": "full", **before}
     run = load_config(config | {"backend": backend}).config
     lines = list(run.backend.suggested_layouts(run, 8192, 8192 * 64, 72 * GIB))
@@ -101,7 +100,7 @@ def test_what_is_set_from_a_suggestion_is_that_layout_whatever_was_set_before(
         overrides = [word for word in line.partition(": ")[0].split() if word != "--set"]
         layout = cast(MegatronBackendConfig, load_config(config | {"backend": backend}, overrides).config.backend)
         expected = candidate.config
-        assert (layout.grid, layout.divides_tokens) == (expected.grid, expected.divides_tokens)
+        assert layout.grid == expected.grid
         assert layout.max_tokens_per_microbatch == expected.max_tokens_per_microbatch
         assert layout.recompute == expected.recompute
 

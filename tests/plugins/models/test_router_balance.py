@@ -21,7 +21,6 @@ from spurline.data.batch import TrainingBatch
 from spurline.errors import ModelError
 from spurline_models.accumulate import accumulate_gradients
 from spurline_models.device_profile import device_profile
-from spurline_models.experts.router_balance import BalanceLoss
 from spurline_models.probe import check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel
 from spurline_models.streams.token_stream import token_stream
@@ -79,11 +78,11 @@ def as_a_batch(
     """Gradients and mean of the balance loss over so many micro-batches. share: the rows that this rank has."""
     parts = np.array_split(np.arange(batch.num_rows)[share], cuts)
     streams = [(rows, token_stream(batch, rows, (), PROFILE)) for rows in parts]
-    balance = BalanceLoss(COEFFICIENT, batch.num_trained_segments)
+    balance = COEFFICIENT / batch.num_trained_segments
     kept = [(rows, stream) for rows, stream in streams if stream is not None]
     sums = accumulate_gradients(model, kept, OBJECTIVE, PROFILE, balance).fetch()[0]
     assert sums.balance is not None
-    return taken_gradients(model.causal), sums.balance / balance.num_sequences
+    return taken_gradients(model.causal), sums.balance / batch.num_trained_segments
 
 
 @pytest.mark.parametrize("model_type", SCORED_BY)

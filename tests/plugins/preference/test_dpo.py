@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from spurline.protocols.loss import TokenLossInputs
-from spurline.testing import LossContract
+from spurline_models.testing import LossContract
 from spurline_preference.configs import DpoConfig
 from spurline_preference.dpo import Dpo
 

@@ -16,9 +16,9 @@ from backend_batches import run_config
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
-from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks import cluster_checks
 from spurline_ranks.cluster_checks import check_machines, software
+from spurline_ranks.group import ClusterNeed
 
 
 def ask_two(second: Callable[..., Any]) -> Callable[..., Mapping[str, Any]]:

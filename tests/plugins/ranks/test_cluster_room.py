@@ -12,8 +12,8 @@ from ray_clusters import CPUS, GPUS, add_machine, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.group import ClusterRequest, TimeLimits, open_ranks
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.group import ClusterNeed, ClusterRequest, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
 from spurline_ranks.cluster_room import Place, reserved_room, room_for
@@ -32,7 +32,7 @@ def engines(count: int, gpus: int) -> ClusterNeed:
 
 
 def need_of(request: RankRequest) -> ClusterNeed:
-    need = request.cluster_need()
+    need = ClusterNeed.of_ranks(request)
     assert need is not None
     return need
 

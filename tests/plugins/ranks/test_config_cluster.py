@@ -13,9 +13,9 @@ from spurline.config.loading import LoadedConfig, config_model, load_config
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError
 from spurline.plugins.host import PluginHost
-from spurline.protocols.ranks import ClusterNeed
 from spurline_ranks.cluster import cluster_needs, cluster_request
 from spurline_ranks.configs import RankBackendConfig
+from spurline_ranks.group import ClusterNeed
 
 RANKS = {"name": "fsdp", "device": "cuda", "ranks": 8}
 

@@ -18,8 +18,8 @@ from ray_clusters import add_machine, two_machines
 from run_helpers import wait_for
 
 from spurline.errors import ConfigError, RankFailedError, RunFailedError
-from spurline.protocols.ranks import ClusterNeed, RankRequest
-from spurline_ranks.group import ClusterRequest, RankGroup, TimeLimits, open_ranks
+from spurline.protocols.ranks import RankRequest
+from spurline_ranks.group import ClusterNeed, ClusterRequest, RankGroup, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
 from spurline_ranks.cluster_room import ranks_per_machine, room_for
@@ -171,7 +171,7 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
 @pytest.mark.processes
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_ranks_with_gpus_are_put_on_as_few_machines_as_are_asked_for(joined: RayCluster, per_node: int) -> None:
-    need = RankRequest(2, "cuda", "ray", per_node).cluster_need()
+    need = ClusterNeed.of_ranks(RankRequest(2, "cuda", "ray", per_node))
     assert need is not None
     (place,) = room_for(joined, need, "backend", 60.0)
     joined.release(place.group)
@@ -195,7 +195,7 @@ def test_as_many_ranks_go_on_one_machine_as_it_has_room_for(
     request_: dict[str, Any], gpus: Sequence[int], expected: Any
 ) -> None:
     nodes = [Node(str(number), f"node{number}", {"GPU": count, "CPU": 64.0}) for number, count in enumerate(gpus)]
-    need = RankRequest(device="cuda", launch="ray", **request_).cluster_need()
+    need = ClusterNeed.of_ranks(RankRequest(device="cuda", launch="ray", **request_))
     assert isinstance(need, ClusterNeed)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

@@ -211,7 +211,7 @@ def test_models_that_remember_otherwise_decode_each_response_alone(tmp_path: Pat
     alone = [row(written.prompt, temperature=0.0, max_new_tokens=8) for written in rows[:4]]
     for one, other in zip(alone, rows, strict=False):
         write(decoder, {0: [one]})
-        assert (one.tokens, one.raw_logprobs) == (other.tokens, other.raw_logprobs)
+        assert (one.tokens, one.logprobs) == (other.tokens, other.logprobs)
     assert not decoder._caches
 
 

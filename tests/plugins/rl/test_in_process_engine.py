@@ -164,8 +164,8 @@ def deterministic_pair(spurline_tiny_model: Path) -> Iterator[tuple[asyncio.Runn
             runner.run(engine.close())
 
 
-def _bits(result: GenerationResult) -> tuple[list[int], bytes, bytes]:
-    return result.token_ids.tolist(), result.logprobs.tobytes(), result.raw_logprobs.tobytes()
+def _bits(result: GenerationResult) -> tuple[list[int], bytes]:
+    return result.token_ids.tolist(), result.logprobs.tobytes()
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -20,7 +20,6 @@ from spurline.errors import RunDirectoryError, RunFailedError
 from spurline_rl.group_runner import GivenUpPrompt, tags_of
 from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER, KeptRollouts, KeptTurn
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper, write_step
-from spurline_rl.kept_rollouts.reader import read_step, step_files
 from spurline_rl.kept_rollouts.table import KeptStep, TokenTexts
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
@@ -267,26 +266,6 @@ def test_a_long_run_stays_within_its_limit(tmp_path: Path, tokenizer: PreTrained
 
 def _size(run_dir: Path) -> int:
     return sum(path.stat().st_size for path in (run_dir / ROLLOUTS_FOLDER).iterdir())
-
-
-def test_some_prompts_of_a_step_that_is_too_large_are_kept(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    step = make_step(1, prompts=40, filtered=4)
-    tokens = sum(len(group.flat.tokens) for group in (*step.groups, *step.filtered))
-    write(tmp_path, tokenizer, [step], most=14 * tokens)
-    attempts = list(KeptRollouts(tmp_path).attempts())
-    assert [attempt.draw for attempt in attempts[::2]] == [*range(0, 40, 3), 40, 43]
-    for kept, turn in zip(attempts, [turn for group in step.groups[::3] for turn in turns_of([group])], strict=False):
-        same_turn(kept.turns[0], turn, 1)
-        np.testing.assert_allclose(kept.turns[0].gap, 0.001, rtol=0.01)
-
-
-def test_files_of_a_version_that_kept_no_names_of_engines_are_read(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    write(tmp_path, tokenizer, [make_step(1)])
-    [path] = step_files(tmp_path).values()
-    pyarrow.parquet.write_table(read_step(path).drop_columns("engines"), path)
-    assert all(attempt.engines == [] for attempt in KeptRollouts(tmp_path).attempts())
 
 
 def test_a_text_that_attempts_share_is_decoded_once(

@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.protocols.order import SampleFacts, ScoredDraw
+from spurline.protocols.order import SampleFacts
+from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.reward_adaptive import RewardAdaptiveOrder
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 from spurline_text.sources.sft import ColumnsOfRows

@@ -62,8 +62,6 @@ def test_every_token_has_the_logprob_of_the_distribution_and_is_drawn_as_often(s
         assert np.abs(counts - draws * expected).max() <= 1.01
         assert not counts[expected == 0].any()
         assert np.allclose(drawn.logprobs, np.log(expected[drawn.tokens]), atol=2e-6)
-        raw = logits[0].double().log_softmax(-1).numpy()
-        assert np.allclose(drawn.raw_logprobs, raw[drawn.tokens], atol=2e-6)
 
 
 def test_equal_logits_at_the_edge_of_top_k_are_all_kept() -> None:
@@ -77,8 +75,7 @@ def test_greedy_takes_the_likeliest_token_with_the_models_own_logprob() -> None:
     logits = random_logits(5, 40, 0)
     drawn = sample(logits, [Sampling(temperature=0, top_k=3, top_p=0.1)] * 5, [0.99] * 5)
     assert drawn.tokens == logits.argmax(-1).tolist()
-    assert drawn.logprobs == drawn.raw_logprobs
-    assert np.allclose(drawn.raw_logprobs, logits.log_softmax(-1).max(-1).values)
+    assert np.allclose(drawn.logprobs, logits.log_softmax(-1).max(-1).values)
 
 
 def test_a_row_is_the_same_alone_and_among_neighbours_with_other_settings() -> None:
@@ -94,7 +91,6 @@ def test_a_row_is_the_same_alone_and_among_neighbours_with_other_settings() -> N
         alone = sample(logits[row : row + 1], settings[row : row + 1], points[row : row + 1])
         assert alone.tokens[0] == together.tokens[row]
         assert alone.logprobs[0] == together.logprobs[row]
-        assert alone.raw_logprobs[0] == together.raw_logprobs[row]
 
 
 @pytest.mark.parametrize("point", [0.0, JUST_BELOW_ONE])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from spurline.errors import ConfigError
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers import configs, mlflow, projects, sending, tensorboard
 from spurline_trackers.opentelemetry import instrument_name
-from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id
+from spurline_trackers.sending import SendingTracker, kept_run_id, new_run_id
 
 
 class ListTracker(SendingTracker):
@@ -98,15 +99,17 @@ def test_a_store_that_does_not_open_is_an_error_with_the_fix(tmp_path: Path) -> 
     tracker.close()
 
 
-def test_a_resumed_run_keeps_its_id_and_one_that_starts_over_has_none(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_its_id_and_one_that_starts_over_gets_another(tmp_path: Path) -> None:
     folder = tmp_path / "my run: 50% #1"
     folder.mkdir()
-    run_id = store_run_id(folder, "id", new_run_id(folder))
+
+    def kept(resume_step: int) -> str:
+        return kept_run_id(RunInfo(folder, resume_step, 10, {}), "id", partial(new_run_id, folder))
+
+    run_id = kept(5)
     assert run_id.startswith("my-run-50-1-")
-    assert new_run_id(folder) != run_id
-    assert earlier_run_id(RunInfo(folder, 5, 10, {}), "id") == run_id
-    assert earlier_run_id(RunInfo(folder, 0, 10, {}), "id") is None
-    assert earlier_run_id(RunInfo(tmp_path, 5, 10, {}), "id") is None
+    assert kept(5) == run_id
+    assert kept(0) != run_id
 
 
 LIBRARIES: dict[str, tuple[Any, Any, str]] = {

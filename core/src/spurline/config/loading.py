@@ -19,7 +19,6 @@ from pydantic_core import PydanticCustomError
 from spurline.config.assembly import assemble
 from spurline.config.document import Document, apply_overrides, plain, read_document
 from spurline.config.error_messages import explain
-from spurline.config.functions import forget
 from spurline.config.hidden import hide_secrets
 from spurline.config.objects import KeepsObjects
 from spurline.config.paths import ConfigPlace, expanded
@@ -98,9 +97,8 @@ def load_config(
     folder = None if file is None else file.absolute().parent
     keeper = _keeper(host.registry, document.values) if file is None and not recorded else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # A table keeps the program's functions alive, and any model that a closure refers to. All copies of the config
-    # share the host, so the functions are removed from the table when the host is freed.
-    weakref.finalize(host, forget, place.functions)
+    # All copies of the config share the host.
+    weakref.finalize(host, place.freed.close)
     try:
         config = model.model_validate(values, context=place)
         problems = [] if recorded else list(_cross_field_problems(config))

@@ -11,6 +11,7 @@ import glob
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from spurline.config.functions import recorded, reference_to
 from spurline.config.objects import KeepsObjects
 
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -33,18 +33,23 @@ class ConfigPlace:
         recorded: Whether a run recorded these settings. If so, their paths are not changed.
         file: All settings as the user wrote them; None for the record of a run, which includes the defaults.
         objects: Saves the objects that a program gives in place of paths. If None, such objects are refused.
-        functions: References to functions, in the order in which validation made them.
+        freed: Closed when the config and its copies are freed.
     """
 
     folder: Path | None = None
     recorded: bool = False
     file: Mapping[str, Any] | None = None
     objects: KeepsObjects | None = None
-    functions: list[str] = field(default_factory=list[str])
+    freed: ExitStack = field(default_factory=ExitStack)
 
     def homes(self) -> list[Path]:
         """Return the folders in which a relative path is searched for, in order."""
         return [Path.cwd()] if self.folder is None else [self.folder, Path.cwd()]
+
+    def find(self, path: str) -> str | None:
+        """Return the absolute path of the file, folder or glob, or None if it does not exist."""
+        found = (str(home / path) for home in self.homes())
+        return next((each for each in found if os.path.lexists(each) or glob.glob(each, recursive=True)), None)
 
 
 @dataclass(frozen=True)
@@ -65,57 +70,14 @@ class PathSetting:
         return core_schema.with_info_before_validator_function(self._read, handler(source))
 
     def _read(self, value: Any, info: ValidationInfo) -> Any:
-        place = _place(info)
+        place: ConfigPlace | None = info.context
         if not isinstance(value, (str, Path)) or (place is not None and place.recorded):
             return str(value) if isinstance(value, Path) else value
         path = expanded(str(value))
         # An empty path would match the folder itself.
         if place is None or not self.reads or not path or path in self.names:
             return path
-        return _found(path, place) or path
-
-
-@dataclass(frozen=True)
-class FunctionSetting:
-    """Mark of a setting that names a Python function: `module:function`, or `file.py:function`.
-
-    A file is searched for in the same folders as a `PathSetting` with `reads`. A module beside the config file or in
-    the working directory becomes `FOLDER/module:function`. Any other module is imported by its name. Text without a
-    colon is not changed. If a Python program gives the function itself, the value becomes a reference to it (see
-    `config.functions`).
-
-    Attributes:
-        method: A Python program may also give an object that has this method.
-    """
-
-    method: str | None = None
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        written = core_schema.plain_serializer_function_ser_schema(
-            recorded, return_schema=core_schema.str_schema(), when_used="json-unless-none"
-        )
-        return core_schema.with_info_before_validator_function(self._read, handler(source), serialization=written)
-
-    def _read(self, value: Any, info: ValidationInfo) -> Any:
-        place = _place(info)
-        if callable(value) or (self.method is not None and callable(getattr(value, self.method, None))):
-            reference = reference_to(value)
-            if place is not None:
-                place.functions.append(reference)
-            return reference
-        if not isinstance(value, str) or ":" not in value or (place is not None and place.recorded):
-            return value
-        module, _, function = expanded(value).rpartition(":")
-        if place is None:
-            return f"{module}:{function}"
-        folder, slash, name = module.rpartition("/")
-        if module.endswith(".py"):
-            return f"{_found(module, place) or module}:{function}"
-        if slash:
-            return f"{_found(folder, place) or folder}/{name}:{function}"
-        top = module.partition(".")[0]
-        homes = (home for home in place.homes() if _has_module(home, top))
-        return next((f"{home}/{module}:{function}" for home in homes), f"{module}:{function}")
+        return place.find(path) or path
 
 
 def expanded(path: str) -> str:
@@ -134,20 +96,6 @@ def expanded(path: str) -> str:
     if complete.startswith("~"):
         raise PydanticCustomError("path", "there is no such user")
     return complete
-
-
-def _place(info: ValidationInfo) -> ConfigPlace | None:
-    return info.context if isinstance(info.context, ConfigPlace) else None
-
-
-def _found(path: str, place: ConfigPlace) -> str | None:
-    """Return the absolute path of the file, folder or glob, or None if it does not exist."""
-    found = (str(home / path) for home in place.homes())
-    return next((each for each in found if os.path.lexists(each) or glob.glob(each, recursive=True)), None)
-
-
-def _has_module(folder: Path, module: str) -> bool:
-    return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
 
 
 def shown_path(path: str) -> str:

@@ -7,7 +7,6 @@ Select and pad rows with the methods here, which keep all columns aligned. The f
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -221,50 +220,23 @@ class Ragged:
         counts = self.counts()[rows]
         offsets = _offsets(counts)
         source = np.arange(int(offsets[-1])) + np.repeat(self.offsets[rows] - offsets[:-1], counts)
-        return self._derived(lambda: self.values[source], offsets)
+        return self.derived(lambda: self.values[source], offsets)
 
     def between(self, start: int, stop: int) -> Ragged:
         """Return the rows from `start` to before `stop`; their values are a view."""
         first, last = self.offsets[start], self.offsets[stop]
-        return self._derived(lambda: self.values[first:last], self.offsets[start : stop + 1] - first)
+        return self.derived(lambda: self.values[first:last], self.offsets[start : stop + 1] - first)
 
     def append_empty(self, count: int) -> Ragged:
         """Return the column with `count` empty rows appended."""
         offsets = np.concatenate([self.offsets, np.full(count, self.offsets[-1])])
-        return self._derived(lambda: self.values, offsets)
+        return self.derived(lambda: self.values, offsets)
 
-    def _derived(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> Ragged:
+    def derived(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> Ragged:
+        """Return a column with the values of `compute`. A subclass may call `compute` later, or never."""
         return Ragged(compute(), offsets)
 
 
 def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the offsets of rows with these numbers of values, int64 [R + 1]."""
     return np.append(np.int64(0), np.cumsum(counts))
-
-
-class LazyRagged(Ragged):
-    """A ragged column whose values are computed when they are first read.
-
-    It is for values that are seldom needed, such as the names of samples. Selecting rows does not compute the values,
-    but pickling does.
-
-    Args:
-        compute: Returns all values. Every call must return the same values.
-        offsets: int64 [R + 1], as in `Ragged`.
-    """
-
-    def __init__(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> None:
-        # The dataclass is frozen, so set its fields in __dict__.
-        self.__dict__.update(_compute=compute, offsets=offsets)
-
-    @functools.cached_property
-    def values(self) -> NDArray[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        values = self.__dict__["_compute"]()
-        assert int(self.offsets[-1]) == len(values), (int(self.offsets[-1]), len(values))
-        return values
-
-    def _derived(self, compute: Callable[[], NDArray[Any]], offsets: NDArray[np.int64]) -> Ragged:
-        return LazyRagged(compute, offsets)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Ragged, (self.values, self.offsets)

@@ -35,15 +35,15 @@ class PackedCollatorConfig(CollatorConfig):
     """Round each sample's length up to a multiple of this and of the backend's own alignment."""
     pad_to_max: bool = False
     """Make every row exactly `max_tokens` long. Otherwise, rows are as long as the fullest row."""
-    algorithm: Literal["auto", "ffd", "bfd", "multifit"] = "auto"
-    """`ffd` is first-fit-decreasing, `bfd` best-fit-decreasing. `multifit` balances the rows of all ranks, so that no
-    rank waits for others. `auto` is `multifit` if several ranks share a batch, else `ffd`."""
+    algorithm: Literal["auto", "ffd", "multifit"] = "auto"
+    """`ffd` is first-fit-decreasing. `multifit` balances the rows of all ranks, so that no rank waits for others.
+    `auto` is `multifit` if several ranks share a batch, else `ffd`."""
 
     @property
     def row_capacity(self) -> int:
         return self.max_tokens
 
-    def algorithm_for(self, num_ranks: int) -> Literal["ffd", "bfd", "multifit"]:
+    def algorithm_for(self, num_ranks: int) -> Literal["ffd", "multifit"]:
         """Return the algorithm for a batch that is shared by `num_ranks` ranks."""
         if self.algorithm != "auto":
             return self.algorithm

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -178,18 +178,6 @@ class SampleBlock:
         assert len(self.lengths) == len(self.rows), (len(self.lengths), len(self.rows))
 
 
-class SampleSink(Protocol):
-    """Takes tokenized samples, and keeps them in memory (TokenStoreBuilder) or on disk."""
-
-    def extend(self, block: SampleBlock) -> None:
-        """Append the samples of a block."""
-        ...
-
-    def build(self) -> TokenStore:
-        """Return the store of everything appended."""
-        ...
-
-
 class TokenStoreBuilder:
     """Collects samples in memory and freezes them into a TokenStore."""
 
@@ -224,14 +212,6 @@ def fingerprint_of(digests: Iterable[str]) -> str:
     Each array has its own digest, which a writer can update while it streams samples to disk.
     """
     return xxhash.xxh3_128_hexdigest("\0".join(digests).encode())
-
-
-def keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the tokens of each of these samples. It takes about two microseconds per sample."""
-    view = store.view(indices)
-    return np.array(
-        [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
-    )
 
 
 def joined(parts: list[NDArray[Any]], dtype: DTypeLike) -> NDArray[Any]:

@@ -47,12 +47,11 @@ _TABLE = {
         tracker/tensorboard tracker/wandb tracker/mlflow tracker/trackio tracker/swanlab
         tracker/opentelemetry tracker/prometheus
     """,
-    "collation_fast": "tokenization/parallel prefetch/async report_panel/collation command/cache",
+    "collation_fast": "tokenization/parallel prefetch/async command/cache",
     "async_rl": """
         source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective
-        weight_sync/cuda_ipc report_panel/rollout_timeline report_panel/staleness
-        command/simulate
+        weight_sync/cuda_ipc report_panel/rollout_timeline command/simulate
     """,
     "agents": "environment/harness",
     "fsdp_backend": "backend/fsdp",

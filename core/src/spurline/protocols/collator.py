@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from spurline.data.batch import TrainingBatch
     from spurline.data.token_store import TokenView
 
@@ -22,7 +18,7 @@ class CollatorConfig(ComponentConfig):
 
     kind: ClassVar[str] = "collator"
     one_turn_per_row: ClassVar[bool] = False
-    """True if the collator is a `RolloutCollator` that puts each turn in its own row, so that a finished batch can be
+    """True if the collator lays out rollouts, and puts each turn in its own row, so that a finished batch can be
     cut between prompts."""
 
     @property
@@ -77,60 +73,4 @@ class Collator(Protocol):
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         """Return one batch with all samples, each in exactly one segment. `training` is False for evaluation."""
-        ...
-
-
-class TurnToLayOut(Protocol):
-    """The part of a turn that a collator reads: tokens of prompt and response, and columns with a value per token.
-
-    A column has one value per response token, but `routed_experts` is [tokens of prompt and response, layers, experts
-    per token]. A column is None if the turn lacks the values.
-    """
-
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def response_ids(self) -> NDArray[np.int32]: ...
-    @property
-    def loss_mask(self) -> NDArray[np.uint8]: ...
-    @property
-    def logprobs(self) -> NDArray[np.float32] | None: ...
-    @property
-    def versions(self) -> NDArray[np.int32] | None: ...
-    @property
-    def rewards(self) -> NDArray[np.float32] | None: ...
-    @property
-    def advantages(self) -> NDArray[np.float32] | None: ...
-    @property
-    def values(self) -> NDArray[np.float32] | None: ...
-    @property
-    def returns(self) -> NDArray[np.float32] | None: ...
-    @property
-    def routed_experts(self) -> NDArray[np.int16] | None: ...
-
-
-class TrajectoryToLayOut(Protocol):
-    """The part of a trajectory that a collator reads. `sample` is its number among the attempts at the prompt `uid`."""
-
-    @property
-    def uid(self) -> str: ...
-    @property
-    def sample(self) -> int: ...
-    @property
-    def turns(self) -> Sequence[TurnToLayOut]: ...
-
-
-class RolloutCollator(Protocol):
-    """Lay trajectories out as one TrainingBatch, one segment per turn. Factory and padding are as for `Collator`.
-
-    An optional token column is present if and only if every turn has its values. A packing collator may put turns of
-    several prompts into one row, in any order. Callers then divide the prompts into mini-batches first, and collate
-    each mini-batch on its own.
-    """
-
-    def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:
-        """Return one batch with each turn of each trajectory in exactly one segment.
-
-        If the config has `one_turn_per_row`, rows are in the order of the turns, and padding rows come last.
-        """
         ...

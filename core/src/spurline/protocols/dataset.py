@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BeforeValidator, Field
 
 from spurline.config.objects import as_datasets
 from spurline.config.section import Component, ComponentConfig, SchemaOfOneOrMany, as_list
-from spurline.errors import DataError, Problem
+from spurline.errors import Problem
 
 
 class DatasetConfig(ComponentConfig):
@@ -18,7 +18,7 @@ class DatasetConfig(ComponentConfig):
 
     kind: ClassVar[str] = "dataset"
     streams: ClassVar[bool] = False
-    """True if the component is a `StreamedDataset`, which only a source that reads streams can use."""
+    """True if the component is a stream (`spurline_text.datasets.protocols`), which only some sources can read."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
         if self.streams and not (run.source.facts.reads_streams and self in run.data.train):
@@ -89,45 +89,6 @@ class Dataset(Protocol):
 
 
 @dataclass(frozen=True)
-class StreamedRow:
-    """The values of a row, or a DataError if it cannot be read, and its location for messages."""
-
-    values: Mapping[str, Any] | DataError
-    location: str
-
-
-class RowReader(Protocol):
-    """Reads the rows of a stream once."""
-
-    def read(self) -> StreamedRow | None:
-        """Return the next row, or None after the last one. Every reader returns the same rows."""
-        ...
-
-    def position(self) -> dict[str, Any]:
-        """Return the position as JSON values. A reader that is opened there returns the remaining rows."""
-        ...
-
-    def close(self) -> None:
-        """Close all files."""
-        ...
-
-
-class StreamedDataset(Protocol):
-    """Rows that are read once, in order, from data that is too large to read twice. Its config has `streams = True`.
-
-    Factory: `Class(config)` with a DatasetConfig. Raises DataError if the data cannot be found.
-
-    label: short name used in uids and reports.
-    """
-
-    label: str
-
-    def open(self, position: Mapping[str, Any] | None = None) -> RowReader:
-        """Return a reader at the first row, or at the `position()` of an earlier reader."""
-        ...
-
-
-@dataclass(frozen=True)
 class Longest:
     """The longest sequence in the data of a run, which is compared with the context length of the model.
 
@@ -149,13 +110,4 @@ class KnowsLongest(Protocol):
 
     def longest(self) -> Longest | None:
         """Return the longest sequence in the data, or None if it is not known."""
-        ...
-
-
-@runtime_checkable
-class CheckableDataset(Protocol):
-    """A dataset that can find unreadable rows faster than tokenization would."""
-
-    def check(self) -> None:
-        """Raise DataError for the first unreadable row."""
         ...

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 from spurline.errors import ConfigError, Problem
-from spurline.protocols.stateful import Stateful
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,21 +18,12 @@ class OrderConfig(ComponentConfig):
     """Settings of an order."""
 
     kind: ClassVar[str] = "order"
-    adaptive: ClassVar[bool] = False
-    """If True, the order learns from the rewards of drawn samples, and its component is an `AdaptiveOrder`."""
     reads_lengths: ClassVar[bool] = False
     """If True, the order needs the token count of each sample, which is unknown if responses are generated."""
 
     def problems(self, run: Any) -> Iterable[Problem]:
-        """Refuse an adaptive order if the source has no rewards, and an order by length if lengths are not known."""
-        generates = run.source.facts.supplies == "rollouts"
-        if self.adaptive and not generates:
-            yield Problem(
-                "name",
-                f"is {self.name}, which learns from rewards, but source: {run.source.name} has none. Set "
-                "data.order: uniform, or choose a source of rollouts.",
-            )
-        if self.reads_lengths and generates:
+        """Refuse an order by length if lengths are not known."""
+        if self.reads_lengths and run.source.facts.supplies == "rollouts":
             yield Problem(
                 "name",
                 f"is {self.name}, which needs the length of each sample, but source: {run.source.name} generates its "
@@ -114,8 +104,8 @@ class Order(Protocol):
     Factory: `Class(config, samples=SampleFacts, seed=int)`. It raises DataError or ConfigError for facts that the order
     cannot use, so that `spurline plan` reports them.
 
-    A static order is a pure function of the config, the facts and the seed, without global random state. Its positions
-    may be read at any time, on any thread, before or after a resume. Epoch e has the positions
+    An order is a pure function of the config, the facts and the seed, without global random state. Its positions may be
+    read at any time, on any thread, before or after a resume. Epoch e has the positions
     [e * samples_per_epoch, (e + 1) * samples_per_epoch), with `shares` samples of each dataset. After any number of
     epochs, all samples of a dataset have been seen equally often, up to a difference of one. The base class
     `spurline.data.orders.epochs.EpochOrder` fulfils all these rules.
@@ -123,39 +113,4 @@ class Order(Protocol):
 
     def positions(self, start: int, stop: int) -> NDArray[np.int64]:
         """Return the samples at positions [start, stop), counted from 0: int64 [stop - start]. Do not write to them."""
-        ...
-
-
-@dataclass(frozen=True)
-class ScoredDraw:
-    """The rewards of one drawn sample.
-
-    Attributes:
-        position: Position in the order.
-        sample: Number of the sample.
-        returns: Weighted sum of rewards of each attempt.
-        terms: Reward terms by name, with one value for each attempt that has the term.
-    """
-
-    position: int
-    sample: int
-    returns: tuple[float, ...]
-    terms: Mapping[str, tuple[float, ...]]
-
-
-@runtime_checkable
-class AdaptiveOrder(Stateful, Protocol):
-    """An order that learns from the rewards of drawn samples. Its config has `adaptive = True`.
-
-    New samples may depend on observed rewards. A position that was read once keeps its sample, even after a resume,
-    since the resumed run reads the positions of interrupted attempts again. Calls never overlap. The order's state is
-    saved with the state of the source.
-    """
-
-    def positions(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the samples at these positions, as `Order` does."""
-        ...
-
-    def observe(self, step: int, draws: Sequence[ScoredDraw]) -> None:
-        """Learn from all draws of a step, in ascending position, including filtered ones. Called once per step."""
         ...

@@ -60,7 +60,7 @@ class SourceFacts:
     makes_attempts: bool = False
     """True if the source can make attempts at any prompts with the present weights, for evaluations."""
     reads_streams: bool = False
-    """True if the training data consists of streams (`StreamedDataset`) instead of datasets."""
+    """True if the training data consists of streams instead of datasets."""
     compares_logprobs: bool = False
     """True if the update compares its logprobs with earlier logprobs. The run must then have no dropout."""
     num_prompts: int | None = None

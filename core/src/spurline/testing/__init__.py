@@ -7,8 +7,8 @@
             return MyCollator(MyConfig(), pad_token_id=pad_token_id, layout=layout)
 
 The docstring of each suite says what a subclass provides, and which attributes it may set. Further suites are in
-`spurline_text.testing`, `spurline_models.testing` (sources, optimizers, schedules), `spurline_rl.testing` (backends
-too) and `spurline_insight.testing`.
+`spurline_text.testing`, `spurline_models.testing` (losses, sources, optimizers, schedules), `spurline_rl.testing`
+(backends too) and `spurline_insight.testing`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from spurline.testing.lazy import lazy_names
 
 if TYPE_CHECKING:
     from spurline.testing.collator_contract import CollatorContract as CollatorContract
-    from spurline.testing.loss_contract import LossContract as LossContract
-    from spurline.testing.loss_contract import MiniBatchesContract as MiniBatchesContract
+    from spurline.testing.minibatches_contract import MiniBatchesContract as MiniBatchesContract
     from spurline.testing.order_contract import OrderContract as OrderContract
     from spurline.testing.plugin_contract import PluginContract as PluginContract
     from spurline.testing.plugin_contract import TrackerContract as TrackerContract
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "collator_contract": ("CollatorContract",),
-    "loss_contract": ("LossContract", "MiniBatchesContract"),
+    "minibatches_contract": ("MiniBatchesContract",),
     "order_contract": ("OrderContract",),
     "plugin_contract": ("PluginContract", "TrackerContract"),
     "prefetch_contract": ("PrefetchContract",),

@@ -67,10 +67,3 @@ def clock(seconds: float) -> str:
     days, rest = divmod(round(max(0.0, seconds)), 86_400)
     text = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days:,}d {text}" if days else text
-
-
-def score(value: float) -> str:
-    """Format a loss, norm or score with four significant digits, including trailing zeros."""
-    if value == 0:
-        return "0"
-    return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")

@@ -52,9 +52,10 @@ class Session:
     """The data that an agent gets for one attempt at one prompt."""
 
     base_url: str
-    """Base URL of this attempt, for any OpenAI client. The model's answers there are the turns of the attempt's
-    trajectory. When the attempt has ended, requests get an error."""
+    """Base URL of the endpoint, for any OpenAI client."""
     api_key: str = field(repr=False)
+    """The key of this attempt. The model's answers to requests with it are the turns of the attempt's trajectory. When
+    the attempt has ended, such requests get an error."""
     model: str
     row: Mapping[str, Any]
     """The dataset row."""
@@ -126,7 +127,7 @@ async def _run_program(
         try:
             code = await process.wait()
         finally:
-            await _end(process, session.base_url)
+            await _end(process, session.api_key)
         stderr = _text_of(complaints)
         if code != 0:
             raise AttemptFailedError(f"The agent's program ended with {_ending(code)}. {stderr}".strip())
@@ -178,7 +179,7 @@ def _ending(code: int) -> str:
     return f"exit code {code}"
 
 
-async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
+async def _end(process: asyncio.subprocess.Process, api_key: str) -> None:
     """Let the supervisor end the program and its processes, first with SIGTERM and later with SIGKILL."""
     if process.returncode is None:
         for number in (signal.SIGTERM, signal.SIGCONT):
@@ -193,20 +194,20 @@ async def _end(process: asyncio.subprocess.Process, base_url: str) -> None:
                 f"They are children of process {process.pid}, which still tries to kill them."
             ) from error
     if process.returncode is not None and process.returncode < 0:
-        mark = f"OPENAI_BASE_URL={base_url}"
+        left: list[int] = []
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 # The supervisor was killed, so it could not end these processes. Only processes of this attempt have
                 # the variable. A process that has cleared its environment is not found.
-                while left := _processes_with(mark.encode()):
+                while left := _processes_with(f"OPENAI_API_KEY={api_key}".encode()):
                     for pid in left:
                         with suppress(ProcessLookupError, PermissionError):
                             os.kill(pid, signal.SIGKILL)
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
             raise RunFailedError(
-                "The supervisor of the agent's program was killed, and processes of the program still run "
-                f"{_KILL_TIMEOUT_S:g} s later. They have {mark} in their environment."
+                f"The supervisor of the agent's program was killed, and processes {left} of the program still run "
+                f"{_KILL_TIMEOUT_S:g} s later."
             ) from error
 
 

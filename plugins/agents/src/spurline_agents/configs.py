@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline_rl.function_settings import FunctionSetting
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable

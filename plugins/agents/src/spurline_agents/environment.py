@@ -55,10 +55,10 @@ class HarnessEnvironment:
         server = await self._started()
         where = f"{task.location} (prompt {task.uid}, sample {task.sample})"
         question = self._question(task)
-        live, name, base_url, api_key = server.open(policy, where)
+        live = server.open(policy, where)
         session = Session(
-            base_url=base_url,
-            api_key=api_key,
+            base_url=server.base_url,
+            api_key=live.key,
             model=MODEL_NAME,
             row=task.row,
             messages=question.messages[: question.answer_at] if isinstance(question, ChatQuestion) else (),
@@ -71,7 +71,7 @@ class HarnessEnvironment:
         try:
             value = await self._attempt(live, session)
         finally:
-            await server.end(name)
+            await server.end(live)
         return await self._trajectory(live, session, value)
 
     def close(self) -> asyncio.Task[None] | None:

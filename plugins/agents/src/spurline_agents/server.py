@@ -1,19 +1,14 @@
 """Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
 
-One server serves all attempts, on the event loop of the environment. Each attempt has its own address:
-`/sessions/ID/v1`.
+One server serves all attempts, on the event loop of the environment. The API key of a request names its attempt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import json
 import logging
-import math
 import resource
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -58,25 +53,23 @@ _quiet.setLevel(logging.CRITICAL)
 
 
 class HarnessServer:
-    """An OpenAI-compatible server for all sessions. It listens from `start` until `stop`."""
+    """An OpenAI-compatible server for all sessions. It listens at `base_url` from `start` until `stop`."""
 
     def __init__(self, config: HarnessConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        # The key of a session is computed from its name. So a wrong key gets the same answer, whether the session is
-        # open, has ended, or never existed.
-        self._secret = secrets.token_bytes(32)
+        # The open sessions, by the header `Authorization` of their requests.
         self._sessions: dict[str, LiveSession] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="harness-request")
-        # The time when a connection was opened, or when its last request ended; inf during a request.
-        self._idle_since: dict[web.RequestHandler, float] = {}
+        # The connections with a running request.
+        self._busy: set[web.RequestHandler] = set()
         app = web.Application(middlewares=[self._answer_errors])
-        app.router.add_get("/sessions/{session}/v1/models", self._models)
+        app.router.add_get("/v1/models", self._models)
         answering = Answering(tokenizer, config)
         chat = partial(self._answer, read=answering.read_chat, write=answering.write_chat)
-        app.router.add_post("/sessions/{session}/v1/chat/completions", chat)
+        app.router.add_post("/v1/chat/completions", chat)
         complete = partial(self._answer, read=answering.read_completion, write=answering.write_completion)
-        app.router.add_post("/sessions/{session}/v1/completions", complete)
+        app.router.add_post("/v1/completions", complete)
         self._runner = web.AppRunner(
             app,
             logger=_quiet,
@@ -105,69 +98,51 @@ class HarnessServer:
             ) from error
         host = f"[{config.host}]" if ":" in config.host else config.host
         port = self._listener.sockets[0].getsockname()[1]
-        self._url = (config.public_url or f"http://{host}:{port}").rstrip("/")
+        self.base_url = (config.public_url or f"http://{host}:{port}").rstrip("/") + "/v1"
 
     def _accept(self) -> asyncio.Protocol:
         """Return the protocol of a new connection.
 
-        Connections use at most half of the files that the process may open. At this limit, the connection that has been
-        idle longest is closed for the new one. So no agent can block other agents with idle connections.
+        Connections use at most half of the files that the process may open. At this limit, the oldest connection
+        without a request is closed for the new one. So no agent can block other agents with idle connections.
         """
         server = self._runner.server
         assert server is not None
         most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         most = _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files // 2)
-        now = asyncio.get_running_loop().time()
-        connections = server.connections
-        is_full = len(connections) >= most
-        if is_full or len(self._idle_since) > 2 * len(connections) + _BACKLOG:
-            # No event tells which connections have closed.
-            self._idle_since = {connection: self._idle_since.get(connection, now) for connection in connections}
-        if is_full:
-            idle = [
-                (self._idle_since[connection], transport)
-                for connection in connections
-                if (transport := connection.transport) is not None and not transport.is_closing()
-            ]
-            since, transport = min(idle, key=lambda entry: entry[0], default=(math.inf, None))
-            if transport is None or since == math.inf:
+        if len(server.connections) >= most:
+            # aiohttp keeps its connections in the order in which they were opened.
+            waiting = (connection.transport for connection in server.connections if connection not in self._busy)
+            idle = next((each for each in waiting if each is not None and not each.is_closing()), None)
+            if idle is None:
                 return _Refusal()
             # `close` would wait until the client has read everything.
-            transport.abort()
-        protocol = server()
-        self._idle_since[protocol] = now
-        return protocol
+            idle.abort()
+        return server()
 
-    def open(self, policy: PolicyHandle, where: str) -> tuple[LiveSession, str, str, str]:
-        """Serve a new session. Return the session, its name, and the base URL and key for its agent."""
+    def open(self, policy: PolicyHandle, where: str) -> LiveSession:
+        """Serve a new session, whose key is for its agent alone."""
         session = LiveSession(policy, self._tokenizer, self._config, where, self._threads)
-        name = secrets.token_urlsafe(18)
-        self._sessions[name] = session
-        return session, name, f"{self._url}/sessions/{name}/v1", self._key_of(name)
+        self._sessions[f"Bearer {session.key}"] = session
+        return session
 
-    def _key_of(self, name: str) -> str:
-        digest = hmac.digest(self._secret, name.encode(errors="replace"), "sha256")
-        return base64.urlsafe_b64encode(digest).decode().rstrip("=")
-
-    async def end(self, name: str) -> None:
+    async def end(self, session: LiveSession) -> None:
         """Stop serving this session. Cancel its running requests, which are not recorded."""
-        session = self._sessions.pop(name, None)
-        if session is not None:
-            await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
+        self._sessions.pop(f"Bearer {session.key}", None)
+        await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
     async def stop(self) -> None:
         """End all sessions, connections and the server."""
-        for name in list(self._sessions):
-            await self.end(name)
+        for session in list(self._sessions.values()):
+            await self.end(session)
         self._listener.close()
         await self._runner.cleanup()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        self._idle_since[request.protocol] = math.inf
+        self._busy.add(request.protocol)
         try:
-            self._authorize(request)
             return await handler(request)
         except ApiError as error:
             return error.response()
@@ -177,12 +152,12 @@ class HarnessServer:
             # The client is gone, or does not read its answer.
             raise
         except web.HTTPException as error:
-            text = f"{request.method} {request.path}: {error.reason}. Below the session's base URL, there are only"
+            text = f"{request.method} {request.path}: {error.reason}. Below the base URL, there are only"
             return ApiError(
                 error.status, f"{text} /models, /chat/completions and /completions.", code="unknown_url"
             ).response()
         except Exception as error:
-            session = self._sessions.get(request.match_info.get("session", ""))
+            session = self._sessions.get(request.headers.get("Authorization", ""))
             if session is None:
                 raise
             session.fail(error)
@@ -191,26 +166,12 @@ class HarnessServer:
             text = f"{session.where}: the attempt has failed: {error}"
             return ApiError(500, text, code="attempt_failed").response()
         finally:
-            self._idle_since[request.protocol] = asyncio.get_running_loop().time()
-
-    def _authorize(self, request: web.Request) -> None:
-        """Raise ApiError if the key is wrong, whether or not the session exists."""
-        base, _, path = request.path.lstrip("/").partition("/")
-        if base != "sessions":
-            # No handler serves this path, so the answer is 404.
-            return
-        shown, key = request.headers.get("Authorization", ""), self._key_of(path.partition("/")[0])
-        if not hmac.compare_digest(shown.encode(errors="replace"), f"Bearer {key}".encode()):
-            raise ApiError(
-                401,
-                "The API key is missing or wrong: send the session's api_key as `Authorization: Bearer ...`.",
-                code="invalid_api_key",
-            )
+            self._busy.discard(request.protocol)
 
     def _session(self, request: web.Request) -> LiveSession:
-        session = self._sessions.get(request.match_info["session"])
+        session = self._sessions.get(request.headers.get("Authorization", ""))
         if session is None:
-            raise _no_session()
+            raise _invalid_key()
         return session
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
@@ -279,7 +240,7 @@ class HarnessServer:
                     code="timeout",
                 )
             if call.cancelled():
-                raise _no_session()
+                raise _invalid_key()
             return call.result()
         finally:
             session.calls.discard(call)
@@ -324,5 +285,10 @@ def _parts(body: Body, answer: dict[str, Any]) -> list[bytes]:
     return [*(f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks(body, answer)), b"data: [DONE]\n\n"]
 
 
-def _no_session() -> ApiError:
-    return ApiError(404, "This session does not exist: its attempt has ended.", code="unknown_session")
+def _invalid_key() -> ApiError:
+    return ApiError(
+        401,
+        "The API key is missing or wrong, or its attempt has ended: send the session's api_key as `Authorization: "
+        "Bearer ...`.",
+        code="invalid_api_key",
+    )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -111,6 +112,8 @@ class LiveSession:
     ) -> None:
         self.policy = DeliveredPolicy(policy)
         self.where = where
+        self.key = secrets.token_urlsafe(32)
+        """The API key, which is valid for this attempt alone."""
         self.num_conversations = 0
         """Conversations that the agent has begun."""
         self.last_chat: ChatFront | None = None

@@ -1,4 +1,4 @@
-"""Register the asynchronous rollout sources, their engines and weight transports, and two report panels."""
+"""Register the asynchronous rollout sources, their engines and weight transports, and a report panel."""
 
 from __future__ import annotations
 
@@ -22,6 +22,5 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.CollectiveSyncConfig, f"{package}.weights.collective:CollectiveSync")
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
-    for panel in ("TimelinePanel", "StalenessPanel"):
-        place = f"{package}.timeline.panels:{panel}"
-        registry.add_to("report_panel", f"{place}Config", place)
+    panel = "spurline_insight.report_panel:ReportPanelConfig"
+    registry.add_to("report_panel", panel, f"{package}.timeline.panels:TimelinePanel", name="rollout_timeline")

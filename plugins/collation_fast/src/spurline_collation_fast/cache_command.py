@@ -14,6 +14,8 @@ from typing import Annotated
 
 import typer
 
+from spurline.terminal import printable
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help="Manage the cache of tokenized data."
 )
@@ -28,31 +30,21 @@ _DAY_S = 86400
 @app.command("list")
 def list_entries(cache_dir: CacheDirOption = None) -> None:
     """Show the entries of the cache, and its folder."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from spurline_collation_fast.cache.entry import DamagedEntry, Manifest
     from spurline_collation_fast.cache.folder import entry_paths
 
     folder = _folder(cache_dir)
-    table = Table(box=None)
-    for column in ("key", "samples", "tokens", "size", "last used"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("datasets", overflow="fold")
     paths = entry_paths(folder)
     for path in paths:
-        used = datetime.fromtimestamp(_last_used(path)).strftime("%Y-%m-%d %H:%M")
         try:
             facts = Manifest.read(path).summary
-            samples, tokens, what = f"{facts['samples']:,}", f"{facts['tokens']:,}", ", ".join(facts["sources"])
+            what = f"{facts['samples']:,} samples, {facts['tokens']:,} tokens of {', '.join(facts['sources'])}"
         except DamagedEntry as damage:
-            samples, tokens, what = "", "", f"damaged: {damage}"
+            what = f"damaged: {damage}"
         except OSError as error:
-            samples, tokens, what = "", "", f"cannot be read: {error.strerror or error}"
-        table.add_row(path.name[:12], samples, tokens, _size(_num_bytes(path)), used, escape(what))
-    if paths:
-        Console().print(table)
+            what = f"cannot be read: {error.strerror or error}"
+        used = datetime.fromtimestamp(_last_used(path)).strftime("%Y-%m-%d %H:%M")
+        typer.echo(printable(f"{path.name[:12]}  used {used}  {_size(_num_bytes(path)):>12}  {what}"))
     typer.echo(f"{len(paths)} entries, {_size(sum(map(_num_bytes, paths)))} in {folder}")
 
 

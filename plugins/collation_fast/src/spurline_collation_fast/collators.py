@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import RESPONSE_COLUMNS, turn_name
 from spurline.data.collators.packing import PackingAlgorithm, even_capacities, refuse_what_cannot_fit, round_up
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
 from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.kernels import compiled
 from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placement, RowWriter, Table
+from spurline_rl.rollout_batches import RESPONSE_COLUMNS
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
 Rows = tuple[Table, Table, Table]
@@ -46,7 +46,6 @@ def flat_samples(view: TokenView) -> FlatSegments:
         uids=lambda positions: np.array([store.uid(index) for index in indices[positions].tolist()], object),
         samples=nothing,
         turns=nothing,
-        name=lambda position: f"Sample {view.uid(position)}",
     )
 
 
@@ -63,16 +62,15 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
     if turns.routed_experts is not None:
         # Prompt tokens have routed experts too, so nothing is skipped.
         values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
-    uids, samples, numbers = list(turns.uids), turns.samples, turns.numbers
+    uids = list(turns.uids)
     return FlatSegments(
         tokens=turns.tokens,
         begins=begins,
         lengths=lengths,
         values=values,
         uids=lambda positions: np.array([uids[position] for position in positions.tolist()], object),
-        samples=samples,
-        turns=numbers,
-        name=lambda position: turn_name(uids[position], int(samples[position]), int(numbers[position])),
+        samples=turns.samples,
+        turns=turns.numbers,
     )
 
 
@@ -136,21 +134,11 @@ class FastPackedCollator:
 
         Raises DataError if a sample, rounded up to the alignment, is longer than `max_tokens`.
         """
-        return self._pack(flat_samples(samples), "lower data.max_length")
-
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Lay out turns, each in one segment. Raises DataError if a turn cannot fit."""
-        return self.collate_flat([FlatTurns.of(trajectories)])
-
-    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
-        """Lay out turns that are flat already."""
-        return self._pack(flat_turns(FlatTurns.join(blocks)), "limit prompts and responses")
-
-    def _pack(self, segments: FlatSegments, fix: str) -> TrainingBatch:
+        segments = flat_samples(samples)
         capacity, align_to = self._capacity, self._align_to
         if segments.lengths.max(initial=0) > capacity // align_to * align_to:
             aligned = -(-segments.lengths // align_to) * align_to
-            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, segments.name, fix)
+            refuse_what_cannot_fit(segments.lengths.tolist(), aligned.tolist(), capacity, samples.uid)
         positions, row_offsets, columns, used, straggler = pack_rows(
             segments.lengths, align_to, capacity, self._ranks, self._algorithm
         )
@@ -194,17 +182,15 @@ def pack_rows(
         begins [S]; the tokens of the fullest row; and the tokens of the fullest rank divided by the mean of all ranks.
     """
     aligned = lengths if align_to == 1 else -(-lengths // align_to) * align_to
-    order, row_of, scratch = (np.empty(len(lengths), np.int64) for _ in range(3))
+    order, row_of = (np.empty(len(lengths), np.int64) for _ in range(2))
     compiled.longest_first(aligned, np.zeros(int(aligned.max(initial=0)) + 2, np.int64), order)
     if algorithm == "ffd":
         num_rows = compiled.first_fit(aligned, order, row_of, _empty_rows(_most_rows(aligned, capacity), capacity))
-    elif algorithm == "bfd":
-        num_rows = compiled.best_fit(aligned, order, capacity, row_of, scratch)
     else:
         num_rows = _fit_evenly(aligned, order, capacity, num_ranks, row_of)
     num_all = round_up(max(num_rows, 1), num_ranks)
     counts, donors, last, free = np.zeros((4, num_all), np.int64)
-    compiled.fill_missing_rows(order, row_of, num_rows, counts, donors, last, scratch)
+    compiled.fill_missing_rows(order, row_of, num_rows, counts, donors, last, np.empty(len(lengths), np.int64))
     positions, columns = (np.empty(len(lengths), np.int64) for _ in range(2))
     row_offsets = np.empty(num_all + 1, np.int64)
     compiled.list_rows(order, row_of, counts, num_ranks, row_offsets, free, positions)

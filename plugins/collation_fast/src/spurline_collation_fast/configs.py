@@ -1,4 +1,4 @@
-"""Settings of the plugin's collators, tokenization, prefetch and report panel. Imports no torch."""
+"""Settings of the plugin's collators, tokenization and prefetch. Imports no torch."""
 
 from __future__ import annotations
 

@@ -18,5 +18,3 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(configs.FastRolloutsCollatorConfig, f"{package}.collators:FastRolloutsCollator", replaces_builtin=True)
     add(configs.ParallelTokenizationConfig, f"{package}.tokenization.parallel:ParallelTokenization", default=True)
     add(configs.AsyncPrefetchConfig, f"{package}.prefetch:AsyncPrefetch", default=True)
-    panel = "spurline_insight.report_panel:ReportPanelConfig"
-    registry.add_to("report_panel", panel, f"{package}.panel:CollationPanel", name="collation")

@@ -40,7 +40,6 @@ class AsyncPrefetch:
         self._work: SimpleQueue[tuple[int, Future[Timed]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._building: int | None = None
-        self._has_overrun = False
         self._metrics: dict[str, float] = {}
         # A caller may start a run while it handles an error. `close` must not take that error for the run's error.
         self._handled_outside = sys.exc_info()[1]
@@ -130,21 +129,18 @@ class AsyncPrefetch:
         if self._thread is None:
             return
         self._work.put(None)
-        self._thread.join(self._limit_s())
+        self._thread.join(self._timeout_s)
         if self._thread.is_alive():
             raise self._overrun(f"The thread that builds batches ahead did not end within {self._timeout_s:g} s")
         self._thread = None
 
     def _wait(self, step: int, future: Future[Timed]) -> None:
-        if not wait([future], self._limit_s()).done:
+        if not wait([future], self._timeout_s).done:
             raise self._overrun(f"Step {step}: its batch was not ready after {self._timeout_s:g} s")
 
-    def _limit_s(self) -> float:
-        """Return the longest wait in seconds. It is short after an overrun, so that a failing run ends soon."""
-        return min(_OVERRUN_GRACE_S, self._timeout_s) if self._has_overrun else self._timeout_s
-
     def _overrun(self, what: str) -> RunFailedError:
-        self._has_overrun = True
+        # Later waits are short, so that a failing run ends soon.
+        self._timeout_s = min(_OVERRUN_GRACE_S, self._timeout_s)
         step, thread = self._building, self._thread
         frame = sys._current_frames().get(thread.ident or 0) if thread is not None else None
         doing = "nothing is being built"

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, LazyRagged, TrainingBatch
+from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.collators.layout import layout_info
 from spurline_collation_fast.kernels.compiled import write_rows, write_values
+from spurline_collation_fast.lazy_ragged import LazyRagged
 
 Table = NDArray[np.int64]
 Buffer = NDArray[np.uint8]
@@ -56,7 +57,6 @@ class FlatSegments(NamedTuple):
             keep the tokens of rollouts alive.
         samples: int32 [n], number of the sample of each segment.
         turns: int32 [n], number of the turn of each segment.
-        name: Returns the name of the segment at a position, for messages.
     """
 
     tokens: NDArray[np.int32]
@@ -66,7 +66,6 @@ class FlatSegments(NamedTuple):
     uids: Callable[[Table], NDArray[Any]]
     samples: NDArray[np.int32]
     turns: NDArray[np.int32]
-    name: Callable[[int], str]
 
 
 class Placement(NamedTuple):

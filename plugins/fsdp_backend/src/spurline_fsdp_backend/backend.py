@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 from torch import Tensor
@@ -25,12 +26,8 @@ class FsdpBackend(RankBackend):
         dealt = [by_length[rank :: self._ranks.size] for rank in range(self._ranks.size)]
         shares = [[list(prompts[number]) for number in numbers] for numbers in dealt]
         answers = self._ranks.call("generate", max_new_tokens, per_rank=shares)
-        found = {
-            number: answer
-            for numbers, part in zip(dealt, answers, strict=True)
-            for number, answer in zip(numbers, part, strict=True)
-        }
-        return [found[number] for number in range(len(prompts))]
+        numbered = zip(chain(*dealt), chain(*answers), strict=True)
+        return [answer for _, answer in sorted(numbered, key=lambda pair: pair[0])]
 
     def adapter_settings(self) -> Mapping[str, Any] | None:
         return self._ranks.call("adapter_settings")[0]

@@ -91,8 +91,7 @@ def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: 
         yield {"replicas": 1}
     if not config.cpu_offload and config.on == "cuda":
         yield {"cpu_offload": True}
-    # A plan accumulates these changes. With more ranks the model fits without `cpu_offload`, so this is undone here.
-    yield from ({"cpu_offload": config.cpu_offload, **change} for change in more_ranks(config))
+    yield from more_ranks(config)
 
 
 def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate:

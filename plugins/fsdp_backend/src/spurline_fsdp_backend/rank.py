@@ -39,7 +39,7 @@ from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluatio
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.device_profile import seed_generators
-from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
+from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.generation import generate_greedily, stop_tokens
 from spurline_models.loading import check_config
 from spurline_models.optimizers.optimization import critic_optimization, policy_optimization
@@ -157,7 +157,7 @@ class FsdpRank(RankWorker):
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
         if self._balance is not None and role == "policy":
-            balance = BalanceLoss(self._balance, share.num_sequences)
+            balance = self._balance / share.num_sequences
         sums = accumulate_gradients(trained.model, streams, objective, self._profile, balance)
         return sums.fetch()[0]
 

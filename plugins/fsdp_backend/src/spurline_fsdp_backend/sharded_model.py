@@ -119,7 +119,7 @@ def build_trained(
         _draw_adapters(causal, seed, plain.device)
     made = ShardedValueModel(causal) if critic else ShardedStreamModel(causal, config.logits_chunk_tokens)
     if config.offload_activations:
-        made.offload_activations(device_profile(config.on))
+        made.offload_activations()
     return _sharing(made, config, meshes)
 
 

@@ -6,13 +6,11 @@ shards, tensor by tensor.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
@@ -21,7 +19,7 @@ from spurline.config.run_config import ModelConfig
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model, quiet_loading, read_into
 from spurline_models.streams.stream_model import ValueHead
-from spurline_models.weight_files import safetensors_files
+from spurline_models.weight_files import safetensors_files, slices_of
 
 
 def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device: Literal["cpu", "cuda"]) -> None:
@@ -40,9 +38,8 @@ def load_weights(causal: PreTrainedModel, model: ModelConfig, seed: int, device:
 
 def _read_parts(causal: PreTrainedModel, model: ModelConfig, files: list[Path], device: str) -> None:
     own = _value_head(causal)
-    with ExitStack() as stack, quiet_loading():
-        opened = [stack.enter_context(safe_open(str(file), "pt")) for file in files]
-        slices: dict[str, Any] = {key: file.get_slice(key) for file in opened for key in file.keys()}  # noqa: SIM118
+    with quiet_loading():
+        slices = slices_of(files)
         head = own and f"{own[0]}.weight"
         if head:
             slices.pop(head, None)

@@ -226,13 +226,8 @@ class Watcher:
             for metrics in read_metrics(run.directory.metrics, skip_foreign=True):
                 if metrics["step"] <= run.state.step:
                     self._health.judge(int(metrics["step"]), metrics)
-
-    @classmethod
-    def attach(cls, run: RunView) -> None:
-        """Attach a watcher to this run."""
-        watcher = cls(run)
-        run.loaded.host.attach(watcher, "insight/health")
-        run.add_judge(watcher.warnings)
+        run.loaded.host.attach(self, "insight/health")
+        run.add_judge(self.warnings)
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -28,7 +28,7 @@ def register_components(registry: ComponentRegistrar) -> None:
 def on_run_start(run: Run) -> None:
     from spurline_insight.health import Watcher
 
-    Watcher.attach(run)
+    Watcher(run)
 
 
 @hookimpl

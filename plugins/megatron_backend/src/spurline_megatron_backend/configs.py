@@ -46,6 +46,7 @@ class MegatronBackendConfig(RankBackendConfig):
         "lora": f"Megatron-core has no adapters. {_FSDP}",
         "cpu_offload": f"To save memory, divide the model further (pipeline, tensor). {_FSDP}",
         "activation_checkpointing": "Use recompute: none, selective or full.",
+        "sequence_parallel": "It is always on if tensor is more than 1.",
     }
 
     name: str = "megatron"
@@ -53,7 +54,8 @@ class MegatronBackendConfig(RankBackendConfig):
     """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 copies of the weights, which are
     divided among the ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
-    """Number of ranks that divide the matrices of every layer. They exchange much data, so keep them on one machine."""
+    """Number of ranks that divide the matrices of every layer, and the tokens in layers without divided matrices, such
+    as norms. They exchange much data, so keep them on one machine."""
     pipeline: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of stages of a pipeline. Each stage has some of the layers. Micro-batches go from stage to stage."""
     virtual_stages: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
@@ -64,9 +66,6 @@ class MegatronBackendConfig(RankBackendConfig):
     """Number of ranks that divide the experts of a mixture-of-experts model."""
     expert_tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide each expert. Use it for very large experts."""
-    sequence_parallel: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Let the ranks of `tensor` also divide the tokens in layers without divided matrices, such as norms. This saves
-    memory. `null` turns it on if `tensor` is more than 1."""
     recompute: Annotated[Literal["none", "selective", "full"], OnResume.TO_ROUNDING] = "none"
     """The parts that the backward pass computes again: nothing (`none`), attention (`selective`), or whole layers
     (`full`). `full` needs least memory and about a third more time."""
@@ -91,11 +90,6 @@ class MegatronBackendConfig(RankBackendConfig):
             expert=self.expert,
             expert_tensor=self.expert_tensor,
         )
-
-    @property
-    def divides_tokens(self) -> bool:
-        """True if the ranks of `tensor` also divide the tokens."""
-        return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
 
     def share_of(self, rank: int) -> int:
         return self.grid.place(rank).data
@@ -137,12 +131,6 @@ class MegatronBackendConfig(RankBackendConfig):
             yield Problem(
                 "virtual_stages",
                 f"is {self.virtual_stages}, but there is only one stage. Set pipeline above 1, or virtual_stages to 1.",
-            )
-        if self.sequence_parallel and self.tensor == 1:
-            yield Problem(
-                "sequence_parallel",
-                "divides tokens among the ranks that divide layers, but tensor is 1. Set tensor above 1, or remove "
-                "sequence_parallel. To divide long sequences, set context.",
             )
 
     def optimizer_refusal(self, optimizer: OptimizerConfig) -> str | None:

@@ -62,21 +62,8 @@ def packed_params(part: TokenStream, rotary: Rotary) -> StreamParams:
 class SegmentCoreAttention(MegatronModule):
     """Attention without parameters, with the arguments of Megatron's `DotProductAttention`."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs: Any) -> None:
         super().__init__(config=config)
-        asked = (attn_mask_type, attention_type, attention_dropout or config.attention_dropout, config.window_size)
-        assert asked == (AttnMaskType.causal, "self", 0.0, None), asked
-        assert config.softmax_type == "vanilla", config.softmax_type
-        assert not config.apply_query_key_layer_scaling
         self._scale = softmax_scale
 
     def forward(

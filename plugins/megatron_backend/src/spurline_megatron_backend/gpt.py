@@ -96,8 +96,7 @@ class HiddenGPT(GPTModel):
             return embedded
         # The padding token is not trained, as in transformers, which sets `padding_idx` of the embedding.
         is_padding = (input_ids[0] == self._padding_token)[:, None, None]
-        if self.config.sequence_parallel:
-            is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
+        is_padding = is_padding.chunk(self._tensor.size())[self._tensor.rank()]
         return torch.where(is_padding, embedded.detach(), embedded)
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any
 from spurline.config.run_config import RunConfig
 from spurline_megatron_backend.architecture import Architecture, read_architecture
 from spurline_megatron_backend.grid import Grid, part_sizes
-from spurline_megatron_backend.planning import (
-    MAIN_BYTES,
-    estimate_fullest,
-    held_values,
-    microbatches,
-    sequence_share,
-    size_problems,
-)
+from spurline_megatron_backend.planning import MAIN_BYTES, estimate_fullest, held_values, microbatches, size_problems
 from spurline_models.architecture import load_model_config
 from spurline_models.backend_config import MemoryEstimate
 from spurline_models.memory import COMPUTED_BYTES
@@ -113,7 +106,7 @@ def idle_share(grid: Grid, a: Architecture, number: int) -> float:
 
 def sent_bytes(config: MegatronBackendConfig, a: Architecture, row_length: int, tokens: int) -> int:
     """Return the bytes that a rank sends in a step: in each layer, between stages, and once for the gradients."""
-    grid, share, computed = config.grid, sequence_share(config), COMPUTED_BYTES[config.computes_in]
+    grid, share, computed = config.grid, config.tensor, COMPUTED_BYTES[config.computes_in]
     number, own = microbatches(config, row_length, tokens)
     # The next three counts are the values that a rank sends for each token, in one layer and one pass. Attention and
     # feed-forward layers both gather their inputs and sum their results. Experts exchange tokens instead.
@@ -149,7 +142,7 @@ def _divisions(config: MegatronBackendConfig, a: Architecture, row_length: int) 
     for tensor, pipeline, context, expert in product(divisors(math.gcd(ranks, local)), sizes, contexts, experts):
         for expert_tensor in sorted({1, tensor}) if a.num_experts else [1]:
             of_grid = dict(zip(_SIZES, (tensor, pipeline, 1, context, expert, expert_tensor), strict=True))
-            found = config.model_copy(update={**of_grid, "sequence_parallel": None})
+            found = config.model_copy(update=of_grid)
             if not any(found.division_problems(ranks)) and not any(size_problems(found, a)):
                 yield found
 
@@ -172,8 +165,6 @@ def _changes(config: MegatronBackendConfig, layout: MegatronBackendConfig) -> st
     """Return the options that change the config to this layout. Sizes that are 1 in both are left out."""
     sizes: dict[str, Any] = {key: getattr(layout, key) for key in _SIZES}
     values = {key: size for key, size in sizes.items() if size > 1 or getattr(config, key) > 1}
-    if config.sequence_parallel is not None and config.sequence_parallel != layout.divides_tokens:
-        values["sequence_parallel"] = "null"
     values |= {"max_tokens_per_microbatch": layout.max_tokens_per_microbatch, "recompute": layout.recompute}
     return " ".join(f"--set backend.{key}={value}" for key, value in values.items())
 

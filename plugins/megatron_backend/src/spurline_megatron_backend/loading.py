@@ -7,14 +7,12 @@ tensor for each expert, and the embedding of a tied model under two names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
@@ -24,7 +22,7 @@ from spurline_megatron_backend.parts import Part, whole_shapes
 from spurline_megatron_backend.weight_gathering import Held
 from spurline_models.device_profile import device_profile
 from spurline_models.loading import check_loaded, load_model
-from spurline_models.weight_files import safetensors_files
+from spurline_models.weight_files import safetensors_files, slices_of
 from spurline_ranks.pieces import Box, Shape
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -64,22 +62,16 @@ def load_weights(
     if not files:
         _hand_out(held, model, architecture, seed, device, critic=critic)
         return
-    with ExitStack() as opened:
-        weights = WeightFiles(files, architecture, opened, critic=critic)
-        # Only the first rank warns.
-        unexpected = weights.unexpected if dist.get_rank() == 0 else ()
-        check_loaded(model, weights.missing, weights.mismatched, unexpected)
-        weights.fill(held)
-        if weights.heads_differ(held):
-            raise ModelError(
-                f"model.path: the config of {model.path} ties the output layer to the embedding, but they differ in "
-                "its files. To train both, set model.config_overrides: {tie_word_embeddings: false}."
-            )
-
-
-def _cleared(tensor: Tensor) -> Tensor:
-    """Set a parameter to zeros, and return its memory as a vector."""
-    return tensor.detach().view(-1).zero_()
+    weights = WeightFiles(files, architecture, critic=critic)
+    # Only the first rank warns.
+    unexpected = weights.unexpected if dist.get_rank() == 0 else ()
+    check_loaded(model, weights.missing, weights.mismatched, unexpected)
+    weights.fill(held)
+    if weights.heads_differ(held):
+        raise ModelError(
+            f"model.path: the config of {model.path} ties the output layer to the embedding, but they differ in its "
+            "files. To train both, set model.config_overrides: {tie_word_embeddings: false}."
+        )
 
 
 @dataclass(frozen=True)
@@ -112,18 +104,15 @@ def _forms(name: str, shape: Shape) -> Iterator[_Form]:
 
 
 class WeightFiles:
-    """The safetensors files of a model. They stay open until `opened` is closed.
+    """The safetensors files of a model.
 
     The constructor reads only headers. `missing` has the names of tensors that are in no file. `unexpected` has keys
     that the model does not know. `mismatched` has tuples of key, shape in the files and shape in the model. Values can
     be read if `missing` and `mismatched` are empty.
     """
 
-    def __init__(self, files: Sequence[Path], architecture: Architecture, opened: ExitStack, *, critic: bool):
-        self._stored: dict[str, Any] = {}
-        for path in files:
-            file = opened.enter_context(safe_open(str(path), "pt"))
-            self._stored.update({key: file.get_slice(key) for key in file.keys()})  # noqa: SIM118
+    def __init__(self, files: Sequence[Path], architecture: Architecture, *, critic: bool):
+        self._stored = slices_of(files)
         self._forms: dict[str, _Form] = {}
         self.missing: list[str] = []
         shapes = whole_shapes(architecture)
@@ -154,7 +143,7 @@ class WeightFiles:
     def fill(self, held: Held) -> None:
         """Give the parameters their values. The host holds only one part at a time."""
         for parameter, tensor in held:
-            values = _cleared(tensor)
+            values = tensor.detach().view(-1).zero_()
             for part in parameter.parts:
                 if part.name in self._forms:
                     values[part.begin : part.end].copy_(self._read(self._forms[part.name], part.box).reshape(-1))
@@ -180,10 +169,15 @@ def _hand_out(
     held: Held, model: ModelConfig, architecture: Architecture, seed: int, device: str, *, critic: bool
 ) -> None:
     """Load the whole model on the host of the first rank, and broadcast it."""
-    whole = _load_whole(model, architecture, seed) if dist.get_rank() == 0 else {}
+    whole: dict[str, Tensor] = {}
+    if dist.get_rank() == 0:
+        loaded = load_model(model, device_profile("cpu"), seed).named_parameters()
+        whole = {name: value.detach() for name, value in loaded}
+        found = {name: tuple(value.shape) for name, value in whole.items()}
+        assert found == whole_shapes(architecture), (found, architecture)
     parts: dict[str, list[tuple[Part, Tensor]]] = {}
     for parameter, tensor in held:
-        values = _cleared(tensor)
+        values = tensor.detach().view(-1).zero_()
         for part in parameter.parts:
             parts.setdefault(part.name, []).append((part, values[part.begin : part.end]))
     for name, shape in whole_shapes(architecture).items():
@@ -195,11 +189,3 @@ def _hand_out(
         dist.broadcast(full, src=0)
         for part, values in parts.get(name, ()):
             values.copy_(full[part.box.slices_in(Box.whole(shape))].reshape(-1))
-
-
-def _load_whole(model: ModelConfig, architecture: Architecture, seed: int) -> dict[str, Tensor]:
-    """Load the weights with the local backend's loader, onto the CPU."""
-    loaded = {name: value.detach() for name, value in load_model(model, device_profile("cpu"), seed).named_parameters()}
-    found = {name: tuple(value.shape) for name, value in loaded.items()}
-    assert found == whole_shapes(architecture), (found, architecture)
-    return loaded

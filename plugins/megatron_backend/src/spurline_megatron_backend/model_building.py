@@ -109,7 +109,7 @@ def transformer_config(architecture: Architecture, config: MegatronBackendConfig
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         **grid.parallel_sizes,
-        sequence_parallel=config.divides_tokens,
+        sequence_parallel=grid.tensor > 1,
         # Interleaved stages exchange tensors of one shape. If stages sent shapes first, these messages would overtake
         # each other.
         variable_seq_lengths=grid.virtual_stages == 1,

@@ -45,8 +45,7 @@ def describe_layout(config: MegatronBackendConfig, run: RunConfig) -> Iterator[s
     product = [f"{size} {name}" for name, size in sizes.items() if name == "data" or size > 1]
     yield from describe_ranks(config, " x ".join(product))
     if grid.tensor > 1:
-        tokens = ", and the tokens outside of matrices" if config.divides_tokens else ""
-        yield f"{grid.tensor} neighbouring ranks divide each matrix{tokens}"
+        yield f"{grid.tensor} neighbouring ranks divide each matrix, and the tokens outside of matrices"
     if grid.context > 1:
         yield f"{grid.context} ranks share each sequence"
     if grid.pipeline > 1:
@@ -99,8 +98,6 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
             f"backend.{key}",
             f"makes {count} {what}, and each needs at least one of the model's {a.num_layers} layers. Make it smaller.",
         )
-    if a.num_experts and grid.tensor > 1 and not config.divides_tokens:
-        yield Problem("backend.sequence_parallel", "is false, but experts need it with tensor above 1. Remove it.")
     for key, count, what, others in (
         ("expert", a.num_experts, "experts of a layer", grid.expert_tensor),
         ("expert_tensor", a.expert_ffn, "columns of an expert", grid.expert),
@@ -194,7 +191,7 @@ def _of_stage(
         parts["reference"] = computed * values
     number, own = microbatches(config, row_length, tokens)
     update = {"activations": math.ceil(own * _activations(config, a, stage, number) * computed)}
-    if config.divides_tokens:
+    if config.tensor > 1:
         # Divided matrices need the gathered inputs of all tokens, and in the backward pass also the inputs' gradients.
         update["gathered activations"] = 2 * own * a.hidden * computed
     if stage == grid.pipeline - 1:
@@ -266,7 +263,7 @@ def microbatches_in_flight(grid: Grid, stage: int, number: int) -> float:
 
 def _activations(config: MegatronBackendConfig, a: Architecture, stage: int, number: int) -> float:
     """Count the values that a stage keeps for each token of a micro-batch."""
-    grid, share = config.grid, sequence_share(config)
+    grid, share = config.grid, config.tensor
     layers = grid.count_layers(a.num_layers, stage)
     whole_layer = kept_values(config, a, _UNEVEN_EXPERTS if grid.expert > 1 else 1.0)
     of_layer = a.hidden / share if config.recompute == "full" else whole_layer
@@ -284,7 +281,8 @@ def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: flo
 
     The experts of a rank get `expert_load` times an even share of the tokens.
     """
-    grid, share = config.grid, sequence_share(config)
+    # The ranks of `tensor` divide the tokens in layers whose weights are not divided, such as norms.
+    grid, share = config.grid, config.tensor
     norms = 4 * a.hidden / share
     attention = _kept_of_attention(config, a)
     if not a.num_experts:
@@ -294,11 +292,6 @@ def kept_values(config: MegatronBackendConfig, a: Architecture, expert_load: flo
     # weighted product. Routers keep scores and weights in fp32.
     copies = expert_load * a.experts_per_token * (a.hidden * grid.expert_tensor + 3 * a.expert_ffn)
     return norms + attention + (copies + 4 * a.num_experts) / share
-
-
-def sequence_share(config: MegatronBackendConfig) -> int:
-    """Return the number of ranks that divide the tokens in layers whose weights are not divided, such as norms."""
-    return config.tensor if config.divides_tokens else 1
 
 
 def _kept_of_attention(config: MegatronBackendConfig, a: Architecture) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from spurline_megatron_backend.router_replay import router_choices
 from spurline_megatron_backend.stages import StagedModel, Visit
 from spurline_megatron_backend.trained_model import TrainedModel
 from spurline_megatron_backend.weight_gathering import WeightsOfRanks
-from spurline_models.accumulate import StepSums, SumsPart
+from spurline_models.accumulate import StepSums, SumsPart, logprob_table
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.dealing import RankShare, Rows
 from spurline_models.experts.router_replay import ExpertLoads, no_routers
@@ -107,38 +108,23 @@ class MegatronRank(RankWorker):
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:
         objective = read_objective(plain_objective, self._registry)
-        sums = StepSums()
-
-        def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
-            if not stream.is_idle:
-                sums.add(rows, stream, objective.loss.token_loss(inputs), objective.loss.metrics(inputs))
-            return inputs.logprobs.sum()
-
-        share = RankShare.from_wire(wire)
+        sums, share = StepSums(), RankShare.from_wire(wire)
+        visit = partial(sums.add, objective=objective)
         self._forward(self._policy.model, share, visit, objective.loss.needs, objective.temperature)
         return sums.fetch()[0] if self._counts else None
 
     def logprobs(self, wire: Wire, role: Role, temperature: float) -> NDArray[np.float32] | None:
         share = RankShare.from_wire(wire)
-        batch = share.batch
-        positions: list[Tensor] = []
-        values: list[Tensor] = []
+        found: list[tuple[Tensor, Tensor]] = []
 
         def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
             if not stream.is_idle:
-                positions.append(stream.batch_index)
-                values.append(inputs.logprobs)
+                found.append((stream.batch_index, inputs.logprobs))
             return inputs.logprobs.sum()
 
         with self._playing(role) as model:
             self._forward(model, share, visit, (), temperature)
-        if not self._counts:
-            return None
-        result = torch.zeros(batch.num_rows * batch.length)
-        if values:
-            # All values are copied at once, since the other stages would wait for each copy.
-            result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
-        return result.view(batch.num_rows, batch.length).numpy()
+        return logprob_table(found, share.batch).numpy() if self._counts else None
 
     def facts(self) -> dict[str, int | str]:
         count = sum(math.prod(shape) for shape in whole_shapes(self._architecture).values())
@@ -162,12 +148,7 @@ class MegatronRank(RankWorker):
         sums = StepSums(loads)
 
         def visit(rows: Rows, stream: TokenStream, inputs: TokenLossInputs) -> Tensor:
-            if stream.is_idle:
-                return (inputs.logprobs * 0).sum()
-            token_loss = objective.loss.token_loss(inputs)
-            with torch.no_grad():
-                metrics = objective.loss.metrics(inputs)
-            return sums.add(rows, stream, token_loss, metrics) / objective.normalizer
+            return sums.add(rows, stream, inputs, objective) / objective.normalizer
 
         trained.begin()
         with trained.model.counting_experts(loads):

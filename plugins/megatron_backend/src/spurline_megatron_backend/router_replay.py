@@ -25,12 +25,11 @@ class RouterChoice:
 
     Args:
         layer: The number of the layer in the whole model, counted from 0.
-        group: The ranks that divide the tokens. Each rank routes consecutive tokens. None if this rank routes all
-            tokens.
+        group: The ranks that divide the tokens. Each rank routes consecutive tokens.
         replays: Whether the router uses the experts that a stream contains.
     """
 
-    def __init__(self, layer: int, group: ProcessGroup | None, *, replays: bool) -> None:
+    def __init__(self, layer: int, group: ProcessGroup, *, replays: bool) -> None:
         self._layer = layer
         self._group = group
         self._replays = replays
@@ -47,13 +46,10 @@ class RouterChoice:
         params = kwargs.get("packed_seq_params")
         assert isinstance(params, StreamParams), type(params)
         experts = params.part.routed_experts if self._replays else None
-        self._num_fill = params.part.num_fill
-        if self._group is not None:
-            tokens = params.part.num_tokens // self._group.size()
-            start = self._group.rank() * tokens
-            experts = None if experts is None else experts[start : start + tokens]
-            self._num_fill = min(max(0, self._num_fill - start), tokens)
-        self._given = None if experts is None else experts[:, self._layer].long()
+        tokens = params.part.num_tokens // self._group.size()
+        start = self._group.rank() * tokens
+        self._num_fill = min(max(0, params.part.num_fill - start), tokens)
+        self._given = None if experts is None else experts[start : start + tokens, self._layer].long()
 
     def get_replay_topk(
         self,
@@ -80,11 +76,10 @@ def router_choices(parts: Iterable[HiddenGPT], tensor: ProcessGroup, *, replay: 
     """Give each router of a model a `RouterChoice`. With `replay`, routers use the experts that a stream contains."""
     choices: list[RouterChoice] = []
     for part in parts:
-        group = tensor if part.config.sequence_parallel else None
         for layer in cast(Iterable[Any], part.decoder.layers):
             router = getattr(layer.mlp, "router", None)
             if router is not None:
-                router.router_replay = choice = RouterChoice(layer.layer_number - 1, group, replays=replay)
+                router.router_replay = choice = RouterChoice(layer.layer_number - 1, tensor, replays=replay)
                 layer.self_attention.register_forward_pre_hook(choice.take, with_kwargs=True)
                 choices.append(choice)
     return choices

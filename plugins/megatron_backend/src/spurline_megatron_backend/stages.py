@@ -99,7 +99,7 @@ class StagedModel:
         After a backward pass, a rank has summed gradients of the values that it optimizes. With `whole_gradients`, it
         has summed gradients of all its parameters.
         """
-        unit = self._grid.tensor if self.config.sequence_parallel else 1
+        unit = self._grid.tensor
         longest = 0
         if self._grid.virtual_stages > 1:
             longest = max(self._sharing.padded_length(stream.num_tokens, unit) for _, stream in streams)

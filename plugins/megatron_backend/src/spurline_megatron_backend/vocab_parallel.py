@@ -9,7 +9,6 @@ collectives.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from spurline_models.streams.token_logprobs import scored_in_chunks
+from spurline_models.streams.token_logprobs import TokenLogprobs
 
 
-class VocabularyLogprobs:
+class VocabularyLogprobs(TokenLogprobs):
     """The output layer of a divided model, applied in chunks of at most `chunk_tokens` positions.
 
-    If there are several chunks, the backward pass computes their logits again.
+    All ranks of the group pass the same arguments, and compute the same loss, which counts once. They recompute chunks
+    in the same order, so that their exchanges match.
 
     Args:
         logits: A function from hidden states [N, H] to this rank's logits [N, V]. Column 0 on rank r is token r * V.
@@ -35,33 +35,12 @@ class VocabularyLogprobs:
     def __init__(
         self, logits: Callable[[Tensor], Tensor], group: ProcessGroup, vocabulary: int, chunk_tokens: int
     ) -> None:
-        self._logits = logits
+        super().__init__(logits, chunk_tokens)
         self._group = group
         self._rank = dist.get_rank(group)
         self._vocabulary = vocabulary
-        self.chunk_tokens = chunk_tokens
 
-    def __call__(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logprob of each target, and the entropy or None, both [N], for hidden states [N, H].
-
-        The distribution is softmax(logits / temperature). All ranks of the group pass the same arguments, and compute
-        the same loss, which counts once.
-        """
-        score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        # Ranks recompute chunks in the same order, so that their exchanges match.
-        return scored_in_chunks(score, hidden, targets, self.chunk_tokens, draws=False)
-
-    def _score(
-        self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self._logits(hidden)
-        if logits.dtype.itemsize < 4:
-            # A softmax over 1e5 logits needs single precision.
-            logits = logits.float()
-        if temperature != 1.0:
-            logits = logits / temperature
+    def _logprobs(self, logits: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         first = self._rank * logits.shape[1]
         if first + logits.shape[1] > self._vocabulary:
             is_padding = torch.arange(logits.shape[1], device=logits.device) >= self._vocabulary - first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -14,10 +14,9 @@ from torch import Tensor
 
 from spurline.data.batch import TrainingBatch
 from spurline.protocols.backend import LossSums, Role
-from spurline.protocols.loss import Objective
+from spurline.protocols.loss import Objective, TokenLossInputs
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.experts.router_balance import BalanceLoss
 from spurline_models.experts.router_replay import ExpertLoads, Loads
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode
 from spurline_models.streams.token_stream import TokenStream
@@ -28,16 +27,12 @@ because ranks with samples wait for it in collectives. No loss is computed on an
 
 
 def accumulate_gradients(
-    model: StreamModel,
-    streams: Streams,
-    objective: Objective,
-    profile: DeviceProfile,
-    balance: BalanceLoss | None = None,
+    model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile, balance: float | None = None
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
 
-    `balance` adds the balance loss of routers to the objective. The returned sums, which are still on the device,
-    count it separately from the loss.
+    `balance` is the factor of the sequences' balances (see `StreamBalance`) in the objective. The returned sums, which
+    are still on the device, count the balance separately from the loss.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
@@ -49,38 +44,24 @@ def accumulate_gradients(
 
 
 def _objective_of(
-    model: StreamModel,
-    rows: Rows,
-    stream: TokenStream,
-    objective: Objective,
-    sums: StepSums,
-    balance: BalanceLoss | None,
+    model: StreamModel, rows: Rows, stream: TokenStream, objective: Objective, sums: StepSums, balance: float | None
 ) -> Tensor:
     """Return the part of the objective that comes from one micro-batch. It is differentiable."""
-    loss = objective.loss
     with nullcontext() if balance is None or stream.is_idle else model.balancing(stream) as routed:
-        inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-    if stream.is_idle:
-        # Every parameter gets a gradient of zeros, in the same order as on the other ranks.
-        return (inputs.logprobs * 0).sum()
-    token_loss = loss.token_loss(inputs)
-    with torch.no_grad():
-        metrics = loss.metrics(inputs)
-    total = sums.add(rows, stream, token_loss, metrics) / objective.normalizer
+        inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature)
+    total = sums.add(rows, stream, inputs, objective) / objective.normalizer
     if balance is None or routed is None:
         return total
-    return total + sums.add_balance(routed.total()) * (balance.coefficient / balance.num_sequences)
+    return total + sums.add_balance(routed.total()) * balance
 
 
 def evaluation_sums(model: StreamModel, streams: Streams, objective: Objective, profile: DeviceProfile) -> SumsPart:
     """Return the sums over all streams, computed in evaluation mode without gradients, and not normalized."""
     sums = StepSums()
-    loss = objective.loss
     with evaluation_mode(model.causal), profile.computing():
         for rows, stream in streams:
-            inputs = model.loss_inputs(stream, loss.needs, objective.temperature)
-            if not stream.is_idle:
-                sums.add(rows, stream, loss.token_loss(inputs), loss.metrics(inputs))
+            inputs = model.loss_inputs(stream, objective.loss.needs, objective.temperature)
+            sums.add(rows, stream, inputs, objective)
     return sums.fetch()[0]
 
 
@@ -88,16 +69,21 @@ def logprobs_of(
     model: StreamModel, streams: Streams, batch: TrainingBatch, temperature: float, profile: DeviceProfile
 ) -> Tensor:
     """Return logprobs as float32 [rows, length] on CPU. They are 0 at positions without loss."""
-    result = torch.zeros(batch.num_rows * batch.length)
-    positions: list[Tensor] = []
-    values: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor]] = []
     with evaluation_mode(model.causal), profile.computing():
         for _, stream in streams:
             logprobs = model.loss_inputs(stream, (), temperature).logprobs
             if not stream.is_idle:
-                positions.append(stream.batch_index)
-                values.append(logprobs)
-    if values:
+                found.append((stream.batch_index, logprobs))
+    return logprob_table(found, batch)
+
+
+def logprob_table(found: Sequence[tuple[Tensor, Tensor]], batch: TrainingBatch) -> Tensor:
+    """Return logprobs as `logprobs_of` does. `found` has the `batch_index` and the logprobs of each stream."""
+    result = torch.zeros(batch.num_rows * batch.length)
+    if found:
+        # All values are copied at once, since each copy waits for the device.
+        positions, values = zip(*found, strict=True)
         result[torch.cat(positions)] = torch.cat(values).to("cpu", torch.float32)
     return result.view(batch.num_rows, batch.length)
 
@@ -177,8 +163,14 @@ class StepSums:
         self._sums: dict[str, Tensor] = {}
         self._extremes: dict[str, Tensor] = {}
 
-    def add(self, rows: Rows, stream: TokenStream, loss: Tensor, metrics: Mapping[str, Tensor]) -> Tensor:
+    def add(self, rows: Rows, stream: TokenStream, inputs: TokenLossInputs, objective: Objective) -> Tensor:
         """Add a micro-batch, and return its differentiable sum of weight * loss."""
+        if stream.is_idle:
+            # Every parameter gets a gradient of zeros, in the same order as on the other ranks.
+            return (inputs.logprobs * 0).sum()
+        loss = objective.loss.token_loss(inputs)
+        with torch.no_grad():
+            metrics = objective.loss.metrics(inputs)
         total = torch.dot(stream.weights, loss.to(stream.weights.dtype))
         self._tokens += stream.num_loss_tokens
         self._losses_by_rows.append((rows, total.detach()))

@@ -131,7 +131,7 @@ class ModelBackendConfig(BackendConfig):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         """Return changes of these settings that save memory. Keys are names of settings, such as `lora.base_dtype`.
 
-        `spurline plan` applies the changes one by one, in this order, until the run fits.
+        Changes that cost less time come first. `spurline plan` names the first change of each setting.
         """
         return ()
 
@@ -142,7 +142,8 @@ class TransformersBackendConfig(ModelBackendConfig):
     activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Recompute activations in the backward pass. This needs less memory, and about a third more time."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
-    """Keep the activations of the decoder's layers in host memory until the backward pass. This is meant for GPUs."""
+    """Keep the inputs of the decoder's layers in host memory until the backward pass. This is meant for GPUs, and needs
+    `activation_checkpointing`."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
@@ -162,6 +163,10 @@ class TransformersBackendConfig(ModelBackendConfig):
         """Yield the problems of these settings with this device (`cpu` or `cuda`) and precision."""
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
+        if self.offload_activations and not self.activation_checkpointing:
+            yield Problem(
+                "offload_activations", "moves the inputs of checkpointed layers. Set activation_checkpointing: true."
+            )
         if self.fp8 and self.lora is not None:
             yield Problem("fp8", "together with lora is not supported. Remove one.")
         if self.fp8 == "emulated" and precision == "fp64":

@@ -18,9 +18,10 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import RunFailedError, UserError
 from spurline.files import remove
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import Backend, TrainsAdapters
+from spurline.protocols.backend import Backend
 from spurline.run.build import build_backend
 from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
+from spurline_models.abilities import TrainsAdapters
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_files import write_weight_files

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
-from spurline.protocols.backend import GenerationModel
+from spurline_models.abilities import GenerationModel
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.lengths import LengthLimit, position_limit
 from spurline_models.streams.stream_model import StreamModel, evaluation_mode, library_attention, other_attention

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import safetensors.torch
 import torch
 from huggingface_hub import snapshot_download, split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
@@ -27,27 +28,9 @@ _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _FETCH = "Copy or download it again (in a Git clone with `git lfs pull`)."
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""Dtypes of weights by their names in safetensors files."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {
-    # Optimizer states may have these dtypes, weights may not.
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-}
+DTYPES: Mapping[str, torch.dtype] = safetensors.torch._TYPES
+"""Dtypes by their names in safetensors files."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def check_weight_files(model: ModelConfig) -> None:
@@ -147,17 +130,14 @@ def layout_of(path: Path) -> dict[str, Tensor]:
     """Read the header of a safetensors file, and return its tensors on device `meta`.
 
     Raises:
-        ModelError: If a dtype is not in `DTYPES`.
+        ModelError: If values are quantized.
     """
     layout: dict[str, Tensor] = {}
     for name, part in slices_of([path]).items():
-        dtype = DTYPES.get(part.get_dtype())
-        if dtype is None:
-            raise ModelError(
-                f"{path} holds {name} as {part.get_dtype()}. Weights must be {listing(DTYPES)}. Convert the model "
-                "to BF16 first."
-            )
-        layout[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        kind = part.get_dtype()
+        if kind not in DTYPES or kind.startswith("F8"):
+            raise ModelError(f"{path} holds {name} as {kind}. Convert the model to BF16 first.")
+        layout[name] = torch.empty(part.get_shape(), dtype=DTYPES[kind], device="meta")
     return layout
 
 

@@ -88,11 +88,8 @@ def _devices() -> Iterator[Finding]:
 def _run_dir(path: Path) -> Iterator[Finding]:
     try:
         with scratch_inside(path) as scratch, (scratch / "file").open("wb") as file:
-            file.write(scratch.name.encode())
-            file.flush()
+            file.write(b"written by spurline doctor")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (scratch / "file").read_bytes() != scratch.name.encode():
-                raise OSError("a file has other bytes than were written to it")
             free = shutil.disk_usage(path).free
     except OSError as error:
         fix = "choose another folder: --set run_dir=PATH, or change the permissions of this one"

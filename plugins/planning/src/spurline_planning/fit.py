@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import BaseModel
-
 from spurline.config.run_config import RunConfig
 from spurline_models.backend_config import ColocatedEngine, MemoryEstimate
 from spurline_models.machine import memory_bytes, num_gpus
@@ -83,30 +81,21 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
         lines.append(f"does not fit the memory of this machine: {_usable(memory_bytes())}")
     if estimate.peak <= SHARE_USED * limit:
         return [*lines, f"fits a device of {gib(limit)}"]
-    return [*lines, f"does not fit a device of {_usable(limit)}", _suggestion(run, load, SHARE_USED * limit)]
+    return [*lines, f"does not fit a device of {_usable(limit)}", _suggestion(run, load)]
 
 
-def _suggestion(run: RunConfig, load: Load, usable: float) -> str:
-    """Suggest the cheapest changes of backend settings that make the run fit. If it never fits, suggest all changes."""
+def _suggestion(run: RunConfig, load: Load) -> str:
+    """Name the settings of the backend that save memory, those that cost less time first."""
     backend = run.backend
     assert isinstance(backend, PlansMemory)
     changes: dict[str, Any] = {}
-    estimate = None
     for change in backend.savings(run, load.row_length, load.tokens):
-        changes |= change
-        estimate = estimate_load(run.model_copy(update={"backend": _with_changes(run.backend, changes)}), load)
-        assert estimate is not None
-        if estimate.peak <= usable:
-            break
-    if estimate is None:
-        return f"suggestion: no change of the backend's settings saves memory. {backend.beyond}".rstrip()
+        # The first change of a setting is the smallest one.
+        changes = changes | {key: value for key, value in change.items() if key not in changes}
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in changes.items()}
     words = " ".join(f"--set backend.{key}={text}" for key, text in texts.items())
-    host = f" and {gib(estimate.host)} in the memory of the fullest machine" if estimate.host else ""
-    needs = f"{gib(estimate.peak)}{host}"
-    if estimate.peak <= usable:
-        return f"suggestion: {words}, which needs {needs}"
-    return f"suggestion: even with {words}, the run needs {needs}. {backend.beyond}".rstrip()
+    saving = f"these save memory, the cheapest first: {words}." if words else "no setting of the backend saves memory."
+    return f"suggestion: {saving} {backend.beyond}".rstrip()
 
 
 def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
@@ -158,16 +147,6 @@ def _device_limit(backend: object, device_bytes: int | None) -> int | None:
     if device_bytes is None and isinstance(backend, PlansMemory):
         return backend.device_bytes()
     return device_bytes
-
-
-def _with_changes(section: BaseModel, changes: Mapping[str, Any]) -> BaseModel:
-    """Return a copy of the section with these values. A key such as `lora.base_dtype` sets a value of a subsection."""
-    values: dict[str, Any] = {}
-    for key, value in changes.items():
-        first, _, rest = key.partition(".")
-        inner = values.get(first, getattr(section, first))
-        values[first] = _with_changes(inner, {rest: value}) if rest else value
-    return section.model_copy(update=values)
 
 
 def _mib(size: int) -> str:

@@ -183,27 +183,8 @@ def _steps(config: RunConfig, data: DataComponents) -> list[str]:
     step_of = source.summary().get("step_of", f"{config.batch_size} samples")
     return [
         f"{source.total_steps:,} steps of {step_of}, {data.total_updates():,} optimizer steps, "
-        f"{source.epoch(source.total_steps):.2f} epochs",
-        *_early_end(config),
+        f"{source.epoch(source.total_steps):.2f} epochs"
     ]
-
-
-def _early_end(config: RunConfig) -> list[str]:
-    """Return lines about `stop_when`: when it ends the run, and whether the best weights are kept."""
-    stop, kept = config.stop_when, config.checkpoint.keep_best
-    if stop is None:
-        return []
-    ends: list[str] = []
-    if stop.reaches is not None:
-        ends.append(f"reaches {stop.reaches:g}")
-    if stop.patience is not None:
-        by = f" by more than {stop.min_delta:g}" if stop.min_delta else ""
-        ends.append(f"has not got better{by} in {stop.patience} evaluations in a row")
-    better = "less" if stop.lower_is_better else "more"
-    lines = [f"ends early when {stop.metric} {' or '.join(ends)}; {better} is better"]
-    if kept is None or kept.metric != stop.metric:
-        lines.append(f"keeps the last weights; to keep the best too, set checkpoint.keep_best: {stop.metric}")
-    return lines
 
 
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:

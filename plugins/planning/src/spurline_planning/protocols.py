@@ -19,7 +19,7 @@ class PlansMemory(Protocol):
     """Settings of a backend that can estimate its memory. `ModelBackendConfig` implements this protocol."""
 
     beyond: ClassVar[str]
-    """Advice to print if no settings of this backend make the model fit. It may be empty."""
+    """Advice to print after the settings that save memory. It may be empty."""
 
     def estimate_memory(self, run: RunConfig, row_length: int, tokens: int) -> MemoryEstimate | None:
         """Estimate the memory of a step on the fullest device. Return None if there is no estimate.
@@ -35,8 +35,8 @@ class PlansMemory(Protocol):
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
         """Return changes of the backend's settings that save memory. Changes that cost less time come first.
 
-        A plan applies the changes one after another. The settings must stay valid after each change. A key names a
-        setting, such as `compile`, or a setting of a subsection, such as `lora.base_dtype`.
+        A plan names the first change of each setting. A key names a setting, such as `compile`, or a setting of a
+        subsection, such as `lora.base_dtype`.
         """
         ...
 

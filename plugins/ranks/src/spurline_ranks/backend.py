@@ -19,8 +19,9 @@ from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
 from spurline.digests import FileDigest
 from spurline.errors import ModelError, NonFiniteLossError
 from spurline.plugins.registry import Registry
-from spurline.protocols.backend import LossSums, Role, check_trained
+from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
+from spurline_models.abilities import check_trained
 from spurline_models.accumulate import SumsPart, describe_failure
 from spurline_models.architecture import load_model_config
 from spurline_models.dealing import Dealing, deal

@@ -11,8 +11,7 @@ from pydantic import Field, model_validator
 
 from spurline.config.section import Section, expand_shorthand, sections_within
 from spurline.errors import Problem
-from spurline.protocols.ranks import ClusterNeed
-from spurline_ranks.group import ClusterRequest
+from spurline_ranks.group import ClusterNeed, ClusterRequest
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig

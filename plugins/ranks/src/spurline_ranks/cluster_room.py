@@ -20,8 +20,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from spurline.errors import ConfigError, RunFailedError
-from spurline.protocols.ranks import ClusterNeed
-from spurline_ranks.group import ClusterRequest
+from spurline_ranks.group import ClusterNeed, ClusterRequest
 from spurline_ranks.machine_actor import MachineActor
 from spurline_ranks.outcomes import Raised, unpacked
 from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, free_of

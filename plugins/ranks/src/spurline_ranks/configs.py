@@ -15,11 +15,11 @@ from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import BackendFacts
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.protocols.ranks import ClusterNeed, Launch, RankRequest
+from spurline.protocols.ranks import Launch, RankRequest
 from spurline_models.backend_config import MemoryEstimate, ModelBackendConfig
 from spurline_models.machine import Finding, check_ray, num_gpus
 from spurline_ranks.cluster import names_cluster
-from spurline_ranks.group import TimeLimits
+from spurline_ranks.group import ClusterNeed, TimeLimits
 
 
 class RankBackendConfig(ModelBackendConfig):
@@ -77,7 +77,7 @@ class RankBackendConfig(ModelBackendConfig):
         return {"launch": "ray"} if names_cluster(file) else {}
 
     def cluster_need(self, run: RunConfig) -> ClusterNeed | None:
-        return self.rank_request().cluster_need()
+        return ClusterNeed.of_ranks(self.rank_request())
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from self._launch_problems()

@@ -46,6 +46,39 @@ class ClusterRequest:
 
 
 @dataclass(frozen=True)
+class ClusterNeed:
+    """The resources that processes of one kind need on a Ray cluster.
+
+    Attributes:
+        kind: Name of the processes in the plural, such as `ranks`.
+        count: Number of processes.
+        gpus: GPUs of each process.
+        cpus: CPUs of each process.
+        gpus_if_any: Whether the processes run without GPUs if the cluster has none.
+        together: Whether to fill one machine after another. Otherwise each process may be on any machine.
+        per_machine: Processes on each machine if `together`; None for as many as fit.
+        modules: Libraries such as `vllm` whose versions must be the same on all machines.
+    """
+
+    kind: str
+    count: int
+    gpus: int
+    cpus: int
+    gpus_if_any: bool = False
+    together: bool = False
+    per_machine: int | None = None
+    modules: tuple[str, ...] = ()
+
+    @classmethod
+    def of_ranks(cls, request: RankRequest) -> ClusterNeed | None:
+        """Return the resources that the ranks of a backend need, or None if they are not launched by Ray."""
+        if request.launch != "ray":
+            return None
+        gpus, cpus = int(request.device == "cuda"), request.num_threads or 1
+        return cls("ranks", request.count, gpus, cpus, together=True, per_machine=request.per_node)
+
+
+@dataclass(frozen=True)
 class TimeLimits:
     """Seconds that the start of all ranks, one call, and one exchange between ranks may take."""
 

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_ranks.cluster_room import answers, room_for
-from spurline_ranks.group import ClusterRequest, MachineOrder, TimeLimits, Work
+from spurline_ranks.group import ClusterNeed, ClusterRequest, MachineOrder, TimeLimits, Work
 from spurline_ranks.machine_actor import MachineActor
 from spurline_ranks.outcomes import Died, Identity
 from spurline_ranks.processes import STACKS_TIMEOUT_S
@@ -118,7 +118,7 @@ class RayRanks:
 
     def _place(self, request: RankRequest, timeout_s: float) -> None:
         """Make an actor for each machine, with the resources of the machine's ranks."""
-        need = request.cluster_need()
+        need = ClusterNeed.of_ranks(request)
         assert need is not None, request
         (place,) = room_for(self._cluster, need, "backend", timeout_s)
         self._group = place.group

@@ -12,11 +12,12 @@ import numpy as np
 
 from spurline.data.token_store import fingerprint_of
 from spurline.errors import DataError, RunFailedError
-from spurline.protocols.backend import Backend, Generates
+from spurline.protocols.backend import Backend
 from spurline.protocols.dataset import Longest
 from spurline.protocols.evaluation import EvaluationContext
 from spurline.protocols.held_out import HeldOutEvaluation
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_models.abilities import Generates
 from spurline_rl.configs import AnswersEvaluationConfig
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer

@@ -56,28 +56,11 @@ class _Stretch:
     turn: int | None = None
 
 
-def opening_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: list[dict[str, Any]] | None, *, where: str
-) -> list[int]:
-    """Return the token ids of the first turn's prompt. Raises DataError for messages that the template refuses."""
-    require_chat_template(tokenizer, where)
-    [encoding] = encode_batch(tokenizer, [_render(ChatRenderer(tokenizer), messages, tools, where)], is_chat=True)
-    return list(encoding.ids)
-
-
-def _render(renderer: ChatRenderer, messages: Sequence[Message], tools: list[dict[str, Any]] | None, where: str) -> str:
-    try:
-        text = renderer.render(messages, tools, add_generation_prompt=True)
-        require_text(text, {"messages": messages, "tools": tools})
-    except BadRowError as error:
-        raise error.at(where) from error
-    return text
-
-
 class ChatFront:
     """One conversation.
 
     Args:
+        policy: The model. It may be None if `reply` is not called.
         messages: The first messages of the conversation.
         tools: JSON schemas of the tools, for the chat template.
         history: `exact` keeps the tokens of earlier turns, as the module's docstring describes. `retokenize` encodes
@@ -87,7 +70,7 @@ class ChatFront:
 
     def __init__(
         self,
-        policy: PolicyHandle,
+        policy: PolicyHandle | None,
         tokenizer: PreTrainedTokenizerBase,
         messages: Sequence[Message],
         *,
@@ -132,7 +115,7 @@ class ChatFront:
         DataError if the template refuses the messages, and PrefixError if it rewrites earlier turns or messages.
         """
         if self._opened is None:
-            text = _render(self._renderer, self._messages, self._tools, self._where)
+            text = self._render()
             if self._history == "retokenize" or not self._stretches:
                 self._stretches = [_Stretch(text, self._encode(text))]
             else:
@@ -145,6 +128,7 @@ class ChatFront:
 
         Raises the errors of `open_turn` and of the policy.
         """
+        assert self._policy is not None, "there is no policy to reply"
         prompt_ids, self._opened = self.open_turn(), None
         result = await self._policy.generate(prompt_ids, sampling)
         ids = written = [int(token) for token in result.token_ids]
@@ -158,6 +142,14 @@ class ChatFront:
         self._num_turns += 1
         self._messages.append({"role": "assistant", "content": text})
         return Reply(text, result)
+
+    def _render(self) -> str:
+        try:
+            text = self._renderer.render(self._messages, self._tools, add_generation_prompt=True)
+            require_text(text, {"messages": self._messages, "tools": self._tools})
+        except BadRowError as error:
+            raise error.at(self._where) from error
+        return text
 
     def _append(self, text: str) -> None:
         """Add the part of `text` after the known text. Raises PrefixError if `text` does not begin with that text."""

@@ -184,8 +184,7 @@ class PromptSourceConfig(SourceConfig):
     """Penalty on the divergence from the reference model in the rewards; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
     """Largest size in MB of the folder RUN_DIR/rollouts, which stores the attempts of every step. If the folder is
-    larger, the oldest steps are deleted. If one step would take over a quarter of this size, only every n-th of its
-    prompts is stored. 0 stores no rollouts."""
+    larger, the oldest steps are deleted. The newest step always stays. 0 stores no rollouts."""
     faults: FaultsConfig = FaultsConfig()
     """Limits and retries for attempts that fail."""
     held_out: Annotated[HeldOutConfig, OnResume.FREE] = HeldOutConfig()

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from spurline.data.token_store import fingerprint_of
 from spurline.errors import DataError
 from spurline.protocols.dataset import DatasetConfig
-from spurline.protocols.order import AdaptiveOrder, Order, OrderConfig, SampleFacts, ScoredDraw, epoch_shares
+from spurline.protocols.order import Order, OrderConfig, SampleFacts, epoch_shares
 from spurline.protocols.source import SourceContext
 from spurline.protocols.tokenization import DatasetToTokenize
+from spurline_rl.protocols.adaptive_order import AdaptiveOrder, ScoredDraw
 from spurline_rl.protocols.environment import Task
 from spurline_rl.trajectory import Group, terms_of
 from spurline_text.prompts import question_key

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
-from spurline.config.functions import function_of, is_reference
 from spurline.errors import PluginError, SpurlineError, listing, suggestion
+from spurline_rl.function_settings import function_of, is_reference
 
 FUNCTION_PATH = r"^(.*/)?[^/:]+:\w+$"
 """Pattern of the settings that name a function."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, asdict, dataclass, replace
@@ -18,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from spurline.errors import DataError, PluginError, RunFailedError, SpurlineError, listing, suggestion
-from spurline.terminal import printable
+from spurline.terminal import tell
 from spurline_rl.chat_front import PrefixError
 from spurline_rl.concurrency import Call, Places, all_or_none, located
 from spurline_rl.draws import Draw, SkippedRow, row_of
@@ -198,8 +197,7 @@ class GroupRunner:
         if not self._has_told:
             self._has_told = True
             reason = _explain_failure(task, attempt, error)
-            text = f"An attempt failed and is tried again. Later failures are not shown. {reason}"
-            print(printable(text), file=sys.stderr, flush=True)
+            tell(f"An attempt failed and is tried again. Later failures are not shown. {reason}")
 
     async def _attempt(self, task: Task, attempt: int) -> Trajectory:
         """Make one attempt and score it. Raises PluginError if the environment breaks its contract."""

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spurline.trackers.readout import score
 from spurline_insight.health import LARGEST_MISMATCH
 from spurline_insight.report.figure import (
     Trace,
@@ -19,19 +18,25 @@ from spurline_insight.report.figure import (
     series_color,
     step_figure,
 )
-from spurline_insight.report.markup import Panel, block, caption, columns, table, text
+from spurline_insight.report.markup import Panel, block, caption, columns, score, table, text
 from spurline_insight.report.record import REWARD, evaluations_of, recorded_names
 from spurline_insight.report_panel import RunRecord
 
 _TERM = "rewards/"
-_REASONS = {"stop": "stopped", "length": "cut off at the limit", "abort": "aborted", "error": "failed"}
+_ENDINGS = {
+    "stop": ("stopped", "--series-4"),
+    "length": ("cut off at the limit", "--series-5"),
+    "abort": ("aborted", "--series-6"),
+    "error": ("failed", "--series-7"),
+}
+"""Label and colour for each reason why a turn ends."""
 _PROMPTS_SHOWN = 10
-_CLIPPED = "policy/clip_fraction_"
 _KL = {"policy/kl_old": "before the update", "policy/kl_reference": "reference model"}
 _CRITIC = {"value/predicted": "predicted", "value/return": "return"}
-_CORRECTED = "correction/"
 _SAME = 1e-4
 """Ratios that differ by less than this number differ only by rounding."""
+_SHARE: Mapping[str, Any] = {"tickformat": ".0%", "range": [-0.02, 1.02]}
+"""Settings of an axis for shares from 0 to 1."""
 
 
 class RewardPanel(Panel):
@@ -70,7 +75,7 @@ class GroupsPanel(Panel):
         if any(left_out.values()):
             points = [*left_out], [*left_out.values()]
             traces += one_of_several("left out", *points, "--series-8", hovertemplate="%{y:.1%}")
-        plot = step_figure(traces, "Share of groups", label="Groups over steps", tickformat=".0%", range=[-0.02, 1.02])
+        plot = step_figure(traces, "Share of groups", label="Groups over steps", **_SHARE)
         return block(caption(_fates(record)), plot, _reasons(record))
 
 
@@ -103,8 +108,7 @@ def _spread(record: RunRecord) -> list[Trace]:
     if len(lines) < 2:
         return []
     means, deviations = (moving_means([float(metrics[name]) for metrics in lines]) for name in (REWARD, "reward/std"))
-    low = [mean - deviation for mean, deviation in zip(means, deviations, strict=True)]
-    high = [mean + deviation for mean, deviation in zip(means, deviations, strict=True)]
+    low, high = ([mean + sign * std for mean, std in zip(means, deviations, strict=True)] for sign in (-1, 1))
     return band("± standard deviation", [int(metrics["step"]) for metrics in lines], low, high, "--series-1")
 
 
@@ -174,8 +178,8 @@ def _length_plot(record: RunRecord, reasons: Sequence[str]) -> str:
         traces.append(line("longest", longest_steps, longest, "--series-8", width=1.2, mode="lines"))
     if len(reasons) > 1:
         for reason in reasons:
-            points = record.series(f"response/length_{reason}")
-            traces += one_of_several(_ending(reason), *points, _ending_color(reason))
+            label, color = _ending(reason)
+            traces += one_of_several(label, *record.series(f"response/length_{reason}"), color)
     return step_figure(traces, "Tokens", label="Response lengths over steps", rangemode="tozero", tickformat="~s")
 
 
@@ -186,43 +190,35 @@ def _ending_plot(record: RunRecord, reasons: Sequence[str]) -> str:
     traces: list[Trace] = []
     for reason in reasons:
         shares = [float(metrics.get(f"response/share_{reason}", 0.0)) for metrics in lines]
-        traces += one_of_several(_ending(reason), steps, shares, _ending_color(reason), hovertemplate="%{y:.1%}")
-    return step_figure(
-        traces, "Share of turns", label="How turns ended, over steps", tickformat=".0%", range=[-0.02, 1.02]
-    )
+        label, color = _ending(reason)
+        traces += one_of_several(label, steps, shares, color, hovertemplate="%{y:.1%}")
+    return step_figure(traces, "Share of turns", label="How turns ended, over steps", **_SHARE)
 
 
-def _ending(reason: str) -> str:
-    return _REASONS.get(reason, reason.replace("_", " "))
-
-
-def _ending_color(reason: str) -> str:
-    known = [*_REASONS]
-    return series_color(known.index(reason) + 3 if reason in known else 7)
+def _ending(reason: str) -> tuple[str, str]:
+    return _ENDINGS.get(reason, (reason.replace("_", " "), "--series-8"))
 
 
 class PolicyPanel(Panel):
-    """Entropy, clipping, KL and ratios to other policies, and the spread of advantages."""
+    """Entropy, clipping, KL and ratios to other policies, and the spread of advantages, where they are not constant."""
 
     title = "Policy"
     order = 220
 
     def render(self, record: RunRecord) -> str | None:
-        notes: list[str] = []
         plots = [
-            _entropy(record),
-            _clipping(record, notes),
+            _lines(record, {"policy/entropy": "entropy"}, "Entropy (nats per token)", rangemode="tozero"),
+            _token_shares(record, "policy/clip_fraction_", "Clip fractions over steps", kind="clipped: "),
             _lines(record, _KL, "KL (nats per token)", rangemode="tozero"),
-            _ratio(record, "policy/ratio", "Ratio per token", notes),
-            _ratio(record, "policy/sequence_ratio", "Ratio per sequence", notes),
+            *(
+                _ratios(record, [f"policy/{name}{end}" for end in ("/min", "", "/max")], f"Ratio per {unit}")
+                for name, unit in (("ratio", "token"), ("sequence_ratio", "sequence"))
+            ),
             _advantages(record),
             _lines(record, _CRITIC, "Critic"),
         ]
         shown = [plot for plot in plots if plot]
-        if not shown and not notes:
-            return None
-        head = caption("; ".join(notes).capitalize()) if notes else ""
-        return block(head, columns(*shown), wide=True)
+        return block(columns(*shown), wide=True) if shown else None
 
 
 class MismatchPanel(Panel):
@@ -239,6 +235,7 @@ class MismatchPanel(Panel):
         of_fresh = [value for step, value in zip(steps, differences, strict=True) if step in fresh]
         of_fresh += record.series("mismatch/fresh")[1]
         of_older = [value for step, value in zip(steps, differences, strict=True) if step not in fresh]
+        _, factors = record.series("correction/factor")
         heads: list[str] = []
         if of_fresh:
             heads.append(
@@ -250,12 +247,15 @@ class MismatchPanel(Panel):
                 f"{_mean_and_largest(of_older)}, with tokens of older weights, which includes the change of the "
                 "policy itself (drift)"
             )
-        _, factors = record.series("correction/factor")
         if factors:
             heads.append(f"mean correction factor {score(sum(factors) / len(factors))}")
-        head = caption("; ".join(heads))
-        plots = [plot for plot in (_differences(record), _percentiles(record), _corrections(record)) if plot]
-        return block(head, columns(*plots), wide=True) if len(plots) > 1 else block(head, *plots)
+        percentiles = [f"mismatch/ratio_p{percent}" for percent in (1, 50, 99)]
+        plots = [
+            _differences(record),
+            _ratios(record, percentiles, "Trainer / rollout", ("1st to 99th percentile", "median")),
+            _token_shares(record, "correction/", "Corrected tokens over steps", without="correction/factor"),
+        ]
+        return block(caption("; ".join(heads)), columns(*filter(None, plots)), wide=True)
 
 
 def _fresh_steps(record: RunRecord) -> list[int]:
@@ -268,37 +268,18 @@ def _mean_and_largest(differences: Sequence[float]) -> str:
     return f"Mean difference {score(sum(differences) / len(differences))} nats, at most {score(max(differences))}"
 
 
-def _entropy(record: RunRecord) -> str:
-    steps, values = record.series("policy/entropy")
-    if not steps:
+def _ratios(
+    record: RunRecord, names: Sequence[str], y_title: str, labels: tuple[str, str] = ("smallest to largest", "mean")
+) -> str:
+    """Draw a low, a middle and a high ratio, unless all are the same."""
+    (steps, low), (_, middle), (_, high) = map(record.series, names)
+    if not steps or not len(steps) == len(middle) == len(high) or max(high) - min(low) < _SAME:
         return ""
-    traces = raw_and_smoothed("entropy", steps, values, "--series-3")
-    return step_figure(traces, "Entropy (nats per token)", label="Entropy over steps", rangemode="tozero")
-
-
-def _clipping(record: RunRecord, notes: list[str]) -> str:
-    """Draw shares of clipped tokens, or add to `notes` that no token was clipped."""
-    names = recorded_names(record, _CLIPPED)
-    if not names:
-        return ""
-    if not any(any(record.series(name)[1]) for name in names):
-        notes.append("no token was clipped")
-        return ""
-    labels = {name: f"clipped: {name.removeprefix(_CLIPPED)}" for name in names}
-    return _token_shares(record, labels, "Clip fractions over steps")
-
-
-def _ratio(record: RunRecord, name: str, y_title: str, notes: list[str]) -> str:
-    """Draw the mean, the smallest and the largest ratio, or add to `notes` that the ratio is always 1."""
-    (steps, means), (_, low), (_, high) = (record.series(name + suffix) for suffix in ("", "/min", "/max"))
-    if not steps or not len(steps) == len(low) == len(high):
-        return ""
-    if max(high) - min(low) < _SAME:
-        notes.append(f"{y_title.lower()} to the policy before the update is 1 throughout: one update per step")
-        return ""
-    traces = band("smallest to largest", steps, low, high, "--series-4")
-    traces += one_of_several("mean", steps, means, "--series-4")
-    return step_figure(traces, y_title, label=f"{y_title} to the policy before the update", **_log_if(low, high))
+    traces = band(labels[0], steps, low, high, "--series-4")
+    traces += one_of_several(labels[1], steps, middle, "--series-4")
+    # Ratios that differ by a factor of more than 10 get a logarithmic axis.
+    y_axis = {"type": "log"} if 0 < 10 * min(low) < max(high) else {}
+    return step_figure(traces, y_title, label=f"{y_title} over steps", **y_axis)
 
 
 def _advantages(record: RunRecord) -> str:
@@ -312,16 +293,6 @@ def _advantages(record: RunRecord) -> str:
     traces += one_of_several("standard deviation", steps, deviations, "--series-5")
     traces += one_of_several("mean", *record.series("advantage/mean"), "--series-1")
     return step_figure(traces, "Advantage", label="Advantages over steps")
-
-
-def _lines(record: RunRecord, labels: Mapping[str, str], y_title: str, **y_axis: Any) -> str:
-    """Draw these series, except series that are always 0."""
-    traces: list[Trace] = []
-    for index, (name, label) in enumerate(labels.items()):
-        steps, values = record.series(name)
-        if any(values):
-            traces += one_of_several(label, steps, values, series_color(index))
-    return step_figure(traces, y_title, label=f"{y_title} over steps", **y_axis) if traces else ""
 
 
 def _differences(record: RunRecord) -> str:
@@ -342,30 +313,27 @@ def _differences(record: RunRecord) -> str:
     return step_figure(traces, "Nats per token", label="Logprob differences over steps", **y_axis)
 
 
-def _percentiles(record: RunRecord) -> str:
-    (steps, low), (_, middle), (_, high) = (record.series(f"mismatch/ratio_p{name}") for name in (1, 50, 99))
-    if not steps or not len(steps) == len(middle) == len(high) or max(high) - min(low) < _SAME:
-        return ""
-    traces = band("1st to 99th percentile", steps, low, high, "--series-4")
-    traces.append(line("median", steps, middle, "--series-4"))
-    return step_figure(traces, "Trainer / rollout", label="Importance ratio over steps", **_log_if(low, high))
+def _token_shares(record: RunRecord, prefix: str, label: str, *, kind: str = "", without: str = "") -> str:
+    """Draw the metrics that begin with the prefix, which are shares of tokens."""
+    names = [name for name in recorded_names(record, prefix) if name != without]
+    labels = {name: f"{kind}{name.removeprefix(prefix).replace('_', ' ')}" for name in names}
+    y_axis = {"tickformat": ".2~%", "rangemode": "tozero"}
+    return _lines(record, labels, "Share of tokens", label, hovertemplate="%{y:.2%}", **y_axis)
 
 
-def _corrections(record: RunRecord) -> str:
-    names = [name for name in recorded_names(record, _CORRECTED) if name != "correction/factor"]
-    labels = {name: name.removeprefix(_CORRECTED).replace("_", " ") for name in names}
-    return _token_shares(record, labels, "Corrected tokens over steps") if names else ""
-
-
-def _token_shares(record: RunRecord, labels: Mapping[str, str], label: str) -> str:
+def _lines(
+    record: RunRecord,
+    labels: Mapping[str, str],
+    y_title: str,
+    label: str = "",
+    *,
+    hovertemplate: str = "%{y:.4~g}",
+    **y_axis: Any,
+) -> str:
+    """Draw these series, except series that are always 0."""
     traces: list[Trace] = []
     for index, (name, shown) in enumerate(labels.items()):
-        traces += one_of_several(shown, *record.series(name), series_color(index), hovertemplate="%{y:.2%}")
-    return step_figure(traces, "Share of tokens", label=label, tickformat=".2~%", rangemode="tozero")
-
-
-def _log_if(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    """Return the settings of a logarithmic axis if the ratios differ by a factor of more than 10."""
-    if min(low) <= 0 or max(high) <= 10 * min(low):
-        return {}
-    return {"type": "log"}
+        steps, values = record.series(name)
+        if any(values):
+            traces += one_of_several(shown, steps, values, series_color(index), hovertemplate=hovertemplate)
+    return step_figure(traces, y_title, label=label or f"{y_title} over steps", **y_axis) if traces else ""

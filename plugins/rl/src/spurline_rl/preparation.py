@@ -20,7 +20,6 @@ from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_CO
 from spurline.data.token_store import joined
 from spurline.errors import ConfigError, DataError
 from spurline.protocols.backend import Backend, Role
-from spurline.protocols.collator import RolloutCollator
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
@@ -29,6 +28,7 @@ from spurline_rl.losses.policy_loss import kl_estimate
 from spurline_rl.metrics import advantage_metrics, all_returns
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
 from spurline_rl.protocols.correction import Correction
+from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.trajectory import (
     FlatTurns,
     Group,

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from spurline.data.orders.epochs import Indices, random_words
 from spurline.errors import ConfigError
-from spurline.protocols.order import SampleFacts, ScoredDraw
+from spurline.protocols.order import SampleFacts
 from spurline_rl.configs import unknown_term
+from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 _DRAWS = 2**33

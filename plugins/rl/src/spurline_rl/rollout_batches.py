@@ -8,19 +8,41 @@ each turn has its own row, only the prompt uids say which rows belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from spurline.config.run_config import RunConfig
-from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, turn_segments
+from spurline.data.batch import ROUTED_EXPERTS, TrainingBatch
+from spurline.data.collators.layout import Segment
 from spurline.data.collators.packing import round_up
 from spurline.data.collators.reference import PaddedCollator
 from spurline.errors import RunFailedError, listing
 from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
+from spurline_rl.trajectory import Trajectory, Turn
 
-if TYPE_CHECKING:
-    from spurline_rl.trajectory import Trajectory
+RESPONSE_COLUMNS = {
+    "rollout_logprobs": "logprobs",
+    "token_versions": "versions",
+    "rewards": "rewards",
+    "advantages": "advantages",
+    "values": "values",
+    "returns": "returns",
+}
+"""Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
+
+
+class RolloutCollator(Protocol):
+    """Lay trajectories out as one TrainingBatch, one turn per row. Factory and padding are as for `Collator`.
+
+    An optional token column is present if and only if every turn has its values.
+    """
+
+    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+        """Return one batch with each turn in a row of its own, in order. Padding rows come last."""
+        ...
 
 
 class RolloutsCollator(PaddedCollator):
@@ -31,9 +53,30 @@ class RolloutsCollator(PaddedCollator):
 
     def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
         # Mini-batches are cut between prompts, so rows keep their order. Padding rows come last.
-        rows: list[list[Segment]] = [[segment] for segment in turn_segments(trajectories)]
+        rows = [
+            [_segment(turn, trajectory, number)]
+            for trajectory in trajectories
+            for number, turn in enumerate(trajectory.turns)
+        ]
         rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]
         return self._lay_out(rows)
+
+
+def _segment(turn: Turn, trajectory: Trajectory, number: int) -> Segment:
+    tokens = np.concatenate([turn.prompt_ids, turn.response_ids]).astype(np.int32)
+    weights = _after_prompt(turn, turn.loss_mask.astype(np.float32))
+    given = {name: getattr(turn, field) for name, field in RESPONSE_COLUMNS.items()}
+    extra = {name: _after_prompt(turn, values) for name, values in given.items() if values is not None}
+    if turn.routed_experts is not None:
+        assert len(turn.routed_experts) == len(tokens), (len(turn.routed_experts), len(tokens))
+        extra[ROUTED_EXPERTS] = turn.routed_experts
+    return Segment(tokens, weights, 0, trajectory.uid, trajectory.sample, number, extra)
+
+
+def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of the response after a zero for each prompt token."""
+    assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
+    return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])
 
 
 class ByPrompt:

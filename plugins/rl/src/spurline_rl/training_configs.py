@@ -13,8 +13,8 @@ from spurline.errors import Problem
 from spurline.protocols.loss import LossConfig
 from spurline.protocols.minibatches import MiniBatchesConfig
 from spurline.protocols.optimizer import OptimizerConfig
-from spurline.protocols.order import OrderConfig
 from spurline_rl.configs import unknown_term
+from spurline_rl.protocols.adaptive_order import AdaptiveOrderConfig
 
 
 class ByPromptConfig(MiniBatchesConfig):
@@ -45,15 +45,13 @@ class ByPromptConfig(MiniBatchesConfig):
             )
 
 
-class RewardAdaptiveOrderConfig(OrderConfig):
+class RewardAdaptiveOrderConfig(AdaptiveOrderConfig):
     """Draw a prompt more often if some attempts solve it and others do not.
 
     The weight of a prompt with mean reward p grows with p (1 - p), the variance of its success (sampling for
     learnability, Foster et al. 2025, arXiv:2502.12272). Prompts without attempts have the largest weight. A step
     never draws a prompt twice. An epoch has as many draws as there are prompts.
     """
-
-    adaptive = True
 
     name: str = "reward_adaptive"
     reward: str | None = None

@@ -22,7 +22,7 @@ from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_text.chats.chat import ChatRenderer, TemplateRewritesHistory, is_doubtful, mask_of_spans
 from spurline_text.chats.left_out import find_left_out, refuse_left_out
 from spurline_text.rows.formats import Conversation, FormatName, Row, TextPair, TokenRow, format_of, read_row
-from spurline_text.rows.rows import BadRowError, require_text
+from spurline_text.rows.rows import BadRowError, explain_bad_row, require_text
 from spurline_text.token_bytes import Masked, Span, TokenBytes
 
 MALFORMED_ROW = "malformed_row"
@@ -189,7 +189,7 @@ class RowEncoder:
         except BadRowError as error:
             if skip:
                 return Dropped(row, MALFORMED_ROW)
-            raise error.at(self._dataset.location(row)) from error
+            raise explain_bad_row(self._dataset.location(row), error) from error
 
     def _read(self, row: int, values: Mapping[str, Any]) -> _Text | TokenRow:
         item: Row = read_row(values, self._config, self.format)

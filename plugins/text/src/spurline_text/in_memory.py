@@ -66,12 +66,7 @@ class Keeper:
             write(temporary)
             path = self._folder / f"{name}-{_digest_of_synced(temporary)}{suffix}"
             if not path.exists():
-                try:
-                    temporary.rename(path)
-                except OSError:
-                    # Another program may have written the same file in the meantime.
-                    if not path.exists():
-                        raise
+                temporary.rename(path)
                 sync_file(self._folder)
             return str(path)
         except CannotKeepError:

@@ -129,29 +129,32 @@ def prompt_and_reference(
     require_offsets(tokenizer)
     try:
         question = read_question(row, config)
-    except DataError as error:
-        raise DataError(f"{location}: {error}") from error
-    is_chat = isinstance(question, ChatQuestion)
-    try:
+        is_chat = isinstance(question, ChatQuestion)
         require_text(question.reference or "", row)
         if is_chat:
             text = _chat_prompt(question, tokenizer, data, location, renderer or ChatRenderer(tokenizer))
         else:
             text = question.text
         require_text(text, row)
-    except BadRowError as error:
-        raise error.at(location) from error
-    [encoding] = encode_batch(tokenizer, [text], is_chat=is_chat)
-    ids = list(encoding.ids)
-    # Some tokenizers add an end-of-sequence token to plain text, after which the model would not answer.
-    if not is_chat and ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
-        ids.pop()
+    except DataError as error:
+        raise explain_bad_row(location, error) from error
+    ids = encode_prompt(tokenizer, text, is_chat=is_chat)
     if data.too_long == "error" and len(ids) > data.max_length:
         raise DataError(
             f"{location}: the prompt has {len(ids)} tokens, over data.max_length: {data.max_length}. "
             "Raise data.max_length, leave the row out, or remove data.too_long: error to use long prompts too."
         )
     return GenerationExample(ids, text, question.reference, location)
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, is_chat: bool) -> list[int]:
+    """Return the tokens of a rendered conversation, or of plain text, for the model to continue."""
+    [encoding] = encode_batch(tokenizer, [text], is_chat=is_chat)
+    ids = list(encoding.ids)
+    # Some tokenizers add an end-of-sequence token to plain text, after which the model would not answer.
+    if not is_chat and ids and ids[-1] == tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
+        ids.pop()
+    return ids
 
 
 def read_examples(

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig, RunConfig
-from spurline.data.token_store import IGNORED, Count, SampleBlock, SampleSink, Tokenized, TokenStoreBuilder, joined
+from spurline.data.token_store import IGNORED, Count, SampleBlock, Tokenized, TokenStore, TokenStoreBuilder, joined
 from spurline.errors import DataError
-from spurline.protocols.dataset import CheckableDataset, Dataset, DatasetConfig
+from spurline.protocols.dataset import Dataset, DatasetConfig
 from spurline.protocols.tokenization import DatasetToTokenize, Tokenization
 from spurline_text.configs import SequentialTokenizationConfig
+from spurline_text.datasets.protocols import CheckableDataset
 from spurline_text.encoding import NO_LOSS_TOKENS_AFTER_TRUNCATION, Dropped, RowEncoder, Sample
 from spurline_text.rows.rows import RowView, absent_column_problem, unknown_column_problem
 
@@ -178,6 +179,18 @@ def block_of_outcomes(source: int, outcomes: Sequence[Sample | Dropped]) -> Samp
         num_rows=len({outcome.row for outcome in outcomes}),
         counts=tuple(counts.values()),
     )
+
+
+class SampleSink(Protocol):
+    """Takes tokenized samples, and keeps them in memory (TokenStoreBuilder) or on disk."""
+
+    def extend(self, block: SampleBlock) -> None:
+        """Append the samples of a block."""
+        ...
+
+    def build(self) -> TokenStore:
+        """Return the store of everything appended."""
+        ...
 
 
 class SampleCollector:

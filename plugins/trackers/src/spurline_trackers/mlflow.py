@@ -11,11 +11,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import MlflowTrackerConfig
-from spurline_trackers.sending import SendingTracker, earlier_run_id, store_run_id, tracker_library
+from spurline_trackers.sending import SendingTracker, kept_run_id, tracker_library
 
 ID_FILE = "mlflow_run_id"
 
@@ -54,19 +55,19 @@ class MlflowTracker(SendingTracker):
 
     def open_run(self, info: RunInfo) -> None:
         self._client = self._mlflow.MlflowClient(tracking_uri=self._config.tracking_uri)
-        if (earlier := earlier_run_id(info, ID_FILE)) is not None:
-            self._client.update_run(earlier, status="RUNNING")
-            self._run_id = earlier
-            return
+        self._run_id = kept_run_id(info, ID_FILE, partial(self._create_run, info))
+        self._client.update_run(self._run_id, status="RUNNING")
+
+    def _create_run(self, info: RunInfo) -> str:
         name = self._config.experiment
         experiment = self._client.get_experiment_by_name(name)
         experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         run_name = self._config.display_name(info.run_dir)
         run = self._client.create_run(experiment_id, run_name=run_name, tags=dict(self._config.tags))
-        self._run_id = store_run_id(info.run_dir, ID_FILE, run.info.run_id)
         settings = {metric_name(key): str(value)[:_LONGEST_PARAMETER] for key, value in _flat(info.config)}
         for part in _parts([self._entities.Param(*setting) for setting in settings.items()], _MOST_PARAMETERS):
-            self._client.log_batch(self._run_id, params=part)
+            self._client.log_batch(run.info.run_id, params=part)
+        return run.info.run_id
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now_ms = time.time_ns() // 1_000_000

@@ -6,8 +6,10 @@ import atexit
 import os
 import secrets
 import sys
+from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from spurline.protocols.tracker import RunInfo
@@ -17,7 +19,7 @@ from spurline_trackers.configs import (
     TrackioTrackerConfig,
     WandbTrackerConfig,
 )
-from spurline_trackers.sending import SendingTracker, earlier_run_id, new_run_id, store_run_id, tracker_library
+from spurline_trackers.sending import SendingTracker, kept_run_id, new_run_id, tracker_library
 
 # By default W&B waits at the end of a run until its service answers.
 _WANDB_ENVIRONMENT = {"WANDB_FINISH_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
@@ -34,11 +36,21 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
         self._library = tracker_library(self.name)
         self._run: Any = None
 
+    @abstractmethod
+    def options(self, info: RunInfo) -> dict[str, Any]:
+        """Return the arguments of the library's `init` that only this library has."""
+
+    def open_run(self, info: RunInfo) -> None:
+        # Stdout is reserved for the progress of the run.
+        with redirect_stdout(sys.stderr):
+            self._run = self._library.init(
+                project=self._config.project, config=dict(info.config), resume="allow", **self.options(info)
+            )
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
 
     def close_run(self, *, is_finished: bool) -> None:
-        # Stdout is reserved for the progress of the run.
         with redirect_stdout(sys.stderr):
             self._run.finish()
 
@@ -49,20 +61,16 @@ class WandbTracker(ProjectTracker[WandbTrackerConfig]):
     name = "wandb"
     fix = "Log in with `wandb login`, set WANDB_API_KEY, or set mode: offline."
 
-    def open_run(self, info: RunInfo) -> None:
+    def options(self, info: RunInfo) -> dict[str, Any]:
         for name, value in _WANDB_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        file = "wandb_run_id"
-        self._run = self._library.init(
-            project=self._config.project,
-            entity=self._config.entity,
-            name=self._config.display_name(info.run_dir),
-            id=earlier_run_id(info, file) or store_run_id(info.run_dir, file, new_run_id(info.run_dir)),
-            resume="allow",
-            mode=self._config.mode,
-            dir=str(info.run_dir),
-            config=dict(info.config),
-        )
+        return {
+            "entity": self._config.entity,
+            "name": self._config.display_name(info.run_dir),
+            "id": kept_run_id(info, "wandb_run_id", partial(new_run_id, info.run_dir)),
+            "mode": self._config.mode,
+            "dir": str(info.run_dir),
+        }
 
 
 class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
@@ -71,22 +79,17 @@ class TrackioTracker(ProjectTracker[TrackioTrackerConfig]):
     name = "trackio"
     fix = "Make TRACKIO_DIR writable. If trackers.trackio.space_id is set, log in to the hub with `hf auth login`."
 
-    def open_run(self, info: RunInfo) -> None:
-        file = "trackio_run_name"
-        new_name = new_run_id(info.run_dir, self._config.run_name)
-        with redirect_stdout(sys.stderr):
-            self._run = self._library.init(
-                project=self._config.project,
-                name=earlier_run_id(info, file) or store_run_id(info.run_dir, file, new_name),
-                group=self._config.group,
-                space_id=self._config.space_id,
-                private=self._config.private,
-                config=dict(info.config),
-                resume="allow",
-                embed=False,
-                auto_log_gpu=False,
-                auto_log_cpu=False,
-            )
+    def options(self, info: RunInfo) -> dict[str, Any]:
+        new_name = partial(new_run_id, info.run_dir, self._config.run_name)
+        return {
+            "name": kept_run_id(info, "trackio_run_name", new_name),
+            "group": self._config.group,
+            "space_id": self._config.space_id,
+            "private": self._config.private,
+            "embed": False,
+            "auto_log_gpu": False,
+            "auto_log_cpu": False,
+        }
 
 
 class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
@@ -98,25 +101,23 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
     name = "swanlab"
     fix = "Log in with `swanlab login`, set SWANLAB_API_KEY, or set mode: offline."
 
-    def open_run(self, info: RunInfo) -> None:
-        file = "swanlab_run_id"
+    def options(self, info: RunInfo) -> dict[str, Any]:
         folder = info.run_dir / "swanlab"
         folder.mkdir(exist_ok=True)
+        return {
+            "workspace": self._config.workspace,
+            "name": self._config.display_name(info.run_dir),
+            "mode": self._config.mode,
+            "tags": list(self._config.tags) or None,
+            "id": kept_run_id(info, "swanlab_run_id", partial(secrets.token_hex, 10)),
+            "log_dir": str(folder),
+            # With these settings, SwanLab asks no questions and does not record the output of the run.
+            "settings": self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
+        }
+
+    def open_run(self, info: RunInfo) -> None:
         hook = sys.excepthook
-        with redirect_stdout(sys.stderr):
-            self._run = self._library.init(
-                project=self._config.project,
-                workspace=self._config.workspace,
-                name=self._config.display_name(info.run_dir),
-                mode=self._config.mode,
-                tags=list(self._config.tags) or None,
-                id=earlier_run_id(info, file) or store_run_id(info.run_dir, file, secrets.token_hex(10)),
-                resume="allow",
-                log_dir=str(folder),
-                config=dict(info.config),
-                # With these settings, SwanLab asks no questions and does not record the output of the run.
-                settings=self._library.Settings(interactive=False, terminal={"proxy_type": "none"}),
-            )
+        super().open_run(info)
         # Remove SwanLab's hooks, which could wait at exit for a silent service. `close_run` reports the end of the run.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)

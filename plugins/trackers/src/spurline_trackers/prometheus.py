@@ -1,4 +1,4 @@
-"""Serve metrics for Prometheus: the latest value of each metric, and counters of steps and tokens."""
+"""Serve the latest value of each metric for Prometheus."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from spurline.protocols.tracker import RunInfo
 from spurline_trackers.configs import PrometheusTrackerConfig
 from spurline_trackers.sending import tracker_library
 
-# Other names for the metrics whose own names belong to the counters.
-_RENAMED = {"steps": "steps_of_step", "tokens": "tokens_of_step"}
-
 
 class PrometheusTracker:
-    """A tracker that serves `/metrics` until the run ends. Counters start at 0 in each process."""
+    """A tracker that serves `/metrics` until the run ends."""
 
     def __init__(self, config: PrometheusTrackerConfig) -> None:
         self._library = tracker_library("prometheus", "prometheus_client")
@@ -25,8 +22,6 @@ class PrometheusTracker:
         self._server: Any = None
         self._thread: Any = None
         self._registry = self._library.CollectorRegistry()
-        self._steps = self._library.Counter("spurline_steps", "Steps of this process.", registry=self._registry)
-        self._tokens = self._library.Counter("spurline_tokens", "Tokens of this process.", registry=self._registry)
         self._gauges: dict[str, Any] = {}
 
     def start(self, info: RunInfo) -> None:
@@ -47,9 +42,6 @@ class PrometheusTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the values of one step. Metrics that the step does not have keep their last value."""
-        # Step 0 is an evaluation before training. It is not counted.
-        self._steps.inc(step > 0)
-        self._tokens.inc(metrics.get("tokens", 0.0))
         for name, value in {**metrics, "step": step}.items():
             self._show(name, value)
 
@@ -64,7 +56,7 @@ class PrometheusTracker:
             self._thread.join(5.0)
 
     def _show(self, name: str, value: float) -> None:
-        public = f"spurline_{re.sub(r'[^a-zA-Z0-9_]', '_', _RENAMED.get(name, name))}"
+        public = f"spurline_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
         if public not in self._gauges:
             text = f"Spurline's metric {name}."
             self._gauges[public] = self._library.Gauge(public, text, registry=self._registry)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib
 import re
 import secrets
-import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -20,7 +19,7 @@ from typing import Any, ClassVar
 from spurline.errors import ConfigError, Problem
 from spurline.files import replace_file
 from spurline.protocols.tracker import RunInfo
-from spurline.terminal import printable
+from spurline.terminal import tell
 
 _CLOSE_WAIT_S = 30.0
 _LONGEST_QUEUE = 10_000
@@ -99,25 +98,23 @@ class SendingTracker(ABC):
             self._say(f"could not close its run: {_first_line(error)}.")
 
     def _say(self, text: str) -> None:
-        print(printable(f"{self.name}: {text}"), file=sys.stderr, flush=True)
+        tell(f"{self.name}: {text}")
 
 
-def earlier_run_id(info: RunInfo, file: str) -> str | None:
-    """Return the id from this file of the run directory. Return None if the run is not resumed or has no id."""
+def kept_run_id(info: RunInfo, file: str, make: Callable[[], str]) -> str:
+    """Return the id in this file of the run directory. For a new run, make an id and write it there."""
     path = info.run_dir / file
-    return (path.read_text(encoding="utf-8").strip() or None) if info.is_resumed and path.exists() else None
+    if info.is_resumed and path.exists() and (earlier := path.read_text(encoding="utf-8").strip()):
+        return earlier
+    run_id = make()
+    replace_file(path, f"{run_id}\n")
+    return run_id
 
 
 def new_run_id(run_dir: Path, begin: str | None = None) -> str:
     """Return a new unique id. It begins with `begin` or the name of the run directory."""
     name = begin or re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
     return f"{name}-{secrets.token_hex(4)}"
-
-
-def store_run_id(run_dir: Path, file: str, run_id: str) -> str:
-    """Write the id into this file of the run directory, and return it."""
-    replace_file(run_dir / file, f"{run_id}\n")
-    return run_id
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:

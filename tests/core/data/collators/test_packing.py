@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from spurline.data.collators.packing import (
     PackingAlgorithm,
-    best_fit_decreasing,
     first_fit_decreasing,
     multifit,
     pack,
@@ -41,7 +40,7 @@ def test_rows_go_round_robin_to_ranks_and_lie_rank_by_rank() -> None:
     assert spread_over_ranks([[0], [1], [2], [3]], 2) == [[0], [2], [1], [3]]
 
 
-@pytest.mark.parametrize("algorithm", ["ffd", "bfd", "multifit"])
+@pytest.mark.parametrize("algorithm", ["ffd", "multifit"])
 @given(lengths=lengths_strategy, ranks=st.integers(1, 8))
 def test_every_algorithm_packs_each_sample_once_within_capacity(
     algorithm: PackingAlgorithm, lengths: list[int], ranks: int
@@ -50,12 +49,6 @@ def test_every_algorithm_packs_each_sample_once_within_capacity(
     assert sorted(position for row in rows for position in row) == list(range(len(lengths)))
     assert all(sum(lengths[position] for position in row) <= 50 for row in rows)
     assert len(rows) % ranks == 0
-
-
-def test_best_fit_takes_the_fullest_row_that_fits_and_the_earlier_of_equals() -> None:
-    assert first_fit_decreasing([1, 6, 3, 8], 10) == [[3, 0], [1, 2]]
-    assert best_fit_decreasing([1, 6, 3, 8], 10) == [[3], [1, 2, 0]]
-    assert best_fit_decreasing([7, 7, 3], 10) == [[1, 2], [0]]
 
 
 @given(lengths=lengths_strategy, ranks=st.integers(1, 8))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from config_files import merged
 from fake_plugins import FakePlugins
 
 from spurline import load_config
@@ -29,15 +30,6 @@ BASE: dict[str, Any] = {
     "trackers": [],
 }
 FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnResume.BY_NAME, OnResume.REFUSED
-
-
-def merged(base: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """The config with the setting at a dotted path replaced."""
-    first, _, rest = path.partition(".")
-    if not rest:
-        return {**base, first: value}
-    inner = base.get(first, {})
-    return {**base, first: merged({"name": inner} if isinstance(inner, str) else inner, rest, value)}
 
 
 def found(

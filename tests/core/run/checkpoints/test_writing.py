@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from spurline.errors import CheckpointWriteError
 from spurline.run.checkpoints.checkpoint import CheckpointStore, Written, open_checkpoint
-from spurline.run.checkpoints.saving import CheckpointContents, Writing
+from spurline.run.checkpoints.saving import Writing
 
 PATIENCE_S = 60
 
@@ -35,7 +35,7 @@ class Write:
         return None
 
     def begin(self, store: CheckpointStore, keep_last: int = 2) -> Writing:
-        return Writing(CheckpointContents(self.step, self, {"config": {}, "versions": {}}, None, keep_last), store)
+        return Writing(store, self.step, self, {"config": {}, "versions": {}}, keep_last).write_beside()
 
 
 class Writes(RuleBasedStateMachine):

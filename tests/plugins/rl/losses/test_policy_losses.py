@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spurline.protocols.loss import Loss, TokenLossInputs
-from spurline.testing import LossContract
+from spurline_models.testing import LossContract
 from spurline_rl.losses.algorithms import Cispo, Gspo, PolicyGradient, Ppo, Sapo, ValueLoss
 from spurline_rl.losses.configs import (
     CispoConfig,

@@ -13,7 +13,7 @@ from torch import Tensor
 from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.loss import Loss, TokenLossInputs
-from spurline.testing import LossContract
+from spurline_models.testing import LossContract
 from spurline_rl.advantages.shared import relative_to_group, spread_over_tokens
 from spurline_rl.losses.configs import KlConfig, PolicyLossConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old

@@ -1,7 +1,7 @@
 """Write segments into the columns of a TrainingBatch, one token at a time, for all reference collators.
 
-Data flow: samples, or the turns of trajectories -> Segment -> `lay_out` -> TrainingBatch. The loops are slow, but easy
-to read. Tests compare the results of vectorized collators with them.
+Data flow: samples -> Segment -> `lay_out` -> TrainingBatch. Collators of other data make segments of their own. The
+loops are slow, but easy to read. Tests compare the results of vectorized collators with them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,6 @@ from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, SEGMENT_COLUMNS, TOKEN_C
 
 if TYPE_CHECKING:
     from spurline.data.token_store import TokenView
-    from spurline.protocols.collator import TrajectoryToLayOut, TurnToLayOut
-
-
-RESPONSE_COLUMNS = {
-    "rollout_logprobs": "logprobs",
-    "token_versions": "versions",
-    "rewards": "rewards",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
-"""Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
 
 
 @dataclass(frozen=True)
@@ -137,39 +125,3 @@ def sample_segments(samples: TokenView) -> list[Segment]:
         Segment(samples.tokens(position), samples.loss_mask(position), 0, samples.uid(position))
         for position in range(len(samples))
     ]
-
-
-def turn_segments(trajectories: Sequence[TrajectoryToLayOut]) -> list[Segment]:
-    """Return one segment per turn, in order, all with `start` 0."""
-    return [
-        _segment(turn, trajectory.uid, trajectory.sample, number)
-        for trajectory in trajectories
-        for number, turn in enumerate(trajectory.turns)
-    ]
-
-
-def turn_name(uid: str, sample: int, turn: int) -> str:
-    """Return the name of a turn for messages."""
-    return f"Turn {turn} of sample {sample} of prompt {uid}"
-
-
-def _segment(turn: TurnToLayOut, uid: str, sample: int, number: int) -> Segment:
-    tokens = np.concatenate([turn.prompt_ids, turn.response_ids]).astype(np.int32)
-    weights = _after_prompt(turn, turn.loss_mask.astype(np.float32))
-    return Segment(tokens, weights, 0, uid, sample, number, _extra(turn))
-
-
-def _extra(turn: TurnToLayOut) -> dict[str, NDArray[Any]]:
-    given = {name: getattr(turn, field) for name, field in RESPONSE_COLUMNS.items()}
-    extra = {name: _after_prompt(turn, values) for name, values in given.items() if values is not None}
-    if turn.routed_experts is not None:
-        num_tokens = len(turn.prompt_ids) + len(turn.response_ids)
-        assert len(turn.routed_experts) == num_tokens, (len(turn.routed_experts), num_tokens)
-        extra["routed_experts"] = turn.routed_experts
-    return extra
-
-
-def _after_prompt(turn: TurnToLayOut, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values of the response after a zero for each prompt token."""
-    assert len(values) == len(turn.response_ids), (len(values), len(turn.response_ids))
-    return np.concatenate([np.zeros(len(turn.prompt_ids), values.dtype), values])

@@ -10,7 +10,7 @@ from typing import Literal
 
 from spurline.errors import DataError
 
-PackingAlgorithm = Literal["ffd", "bfd", "multifit"]
+PackingAlgorithm = Literal["ffd", "multifit"]
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -21,11 +21,8 @@ def round_up(length: int, multiple: int) -> int:
 def pack(lengths: Sequence[int], capacity: int, num_ranks: int, algorithm: PackingAlgorithm = "ffd") -> list[list[int]]:
     """Return rows of sample positions. All ranks have equally many rows, and the rows of rank 0 come first."""
     if algorithm == "multifit":
-        rows = multifit(lengths, capacity, num_ranks)
-    else:
-        fit = {"ffd": first_fit_decreasing, "bfd": best_fit_decreasing}[algorithm]
-        rows = fit(lengths, capacity)
-    return spread_over_ranks(rows, num_ranks)
+        return spread_over_ranks(multifit(lengths, capacity, num_ranks), num_ranks)
+    return spread_over_ranks(first_fit_decreasing(lengths, capacity), num_ranks)
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -34,31 +31,12 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     Samples are placed in the order of `_longest_first`. Each sample goes into the first row with enough space, or else
     into a new row. No length may exceed `capacity`.
     """
-    return _decreasing(
-        lengths, capacity, lambda room, length: next((row for row, free in enumerate(room) if free >= length), None)
-    )
-
-
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack like `first_fit_decreasing`, but put each sample into the row where it leaves the least space."""
-
-    def choose(room: Sequence[int], length: int) -> int | None:
-        fitting = [(free, row) for row, free in enumerate(room) if free >= length]
-        return min(fitting)[1] if fitting else None
-
-    return _decreasing(lengths, capacity, choose)
-
-
-def _decreasing(
-    lengths: Sequence[int], capacity: int, choose: Callable[[Sequence[int], int], int | None]
-) -> list[list[int]]:
-    """Pack the longest samples first. `choose(free space of each row, length)` returns a row, or None for a new row."""
     rows: list[list[int]] = []
     room: list[int] = []
     for position in _longest_first(lengths):
         length = lengths[position]
         assert length <= capacity, (position, length, capacity)
-        row = choose(room, length)
+        row = next((row for row, free in enumerate(room) if free >= length), None)
         if row is None:
             row = len(rows)
             rows.append([])
@@ -108,17 +86,14 @@ def straggler_factor(used: Sequence[int], num_ranks: int) -> float:
 
 
 def refuse_what_cannot_fit(
-    lengths: Sequence[int], aligned: Sequence[int], capacity: int, name: Callable[[int], str], shorter: str
+    lengths: Sequence[int], aligned: Sequence[int], capacity: int, uid: Callable[[int], str]
 ) -> None:
-    """Raise DataError for the first sample that is longer than a row.
-
-    `name(position)` names a sample. The message offers `shorter`, such as `lower data.max_length`, as a second fix.
-    """
+    """Raise DataError for the first sample that is longer than a row. `uid(position)` names a sample."""
     for position, length in enumerate(aligned):
         if length > capacity:
             raise DataError(
-                f"{name(position)} has {lengths[position]} tokens, {length} after alignment, but a packed row holds "
-                f"{capacity}. Raise collator.max_tokens to at least {length}, or {shorter}."
+                f"Sample {uid(position)} has {lengths[position]} tokens, {length} after alignment, but a packed row "
+                f"holds {capacity}. Raise collator.max_tokens to at least {length}, or lower data.max_length."
             )
 
 

@@ -1,4 +1,4 @@
-"""The readable reference collators: `padded` has one sample per row, `packed` several samples or turns."""
+"""The readable reference collators: `padded` has one sample per row, `packed` several samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from spurline.data.batch import TrainingBatch
-from spurline.data.collators.layout import Segment, lay_out, sample_segments, turn_name, turn_segments
+from spurline.data.collators.layout import Segment, lay_out, sample_segments
 from spurline.data.collators.packing import (
     PackingAlgorithm,
     pack,
@@ -19,7 +19,7 @@ from spurline.data.collators.packing import (
 )
 from spurline.data.configs import PackedCollatorConfig, PaddedCollatorConfig
 from spurline.data.token_store import TokenView
-from spurline.protocols.collator import ParallelLayout, TrajectoryToLayOut
+from spurline.protocols.collator import ParallelLayout
 
 
 class PaddedCollator:
@@ -55,18 +55,9 @@ class PackedCollator:
 
     def collate(self, samples: TokenView, *, training: bool) -> TrainingBatch:
         segments = sample_segments(samples)
-        names = [f"Sample {segment.uid}" for segment in segments]
-        return self._pack(segments, names, "lower data.max_length")
-
-    def collate_rollouts(self, trajectories: Sequence[TrajectoryToLayOut]) -> TrainingBatch:
-        segments = turn_segments(trajectories)
-        names = [turn_name(segment.uid, segment.sample, segment.turn) for segment in segments]
-        return self._pack(segments, names, "limit prompts and responses")
-
-    def _pack(self, segments: Sequence[Segment], names: Sequence[str], shorter: str) -> TrainingBatch:
         lengths = [len(segment.tokens) for segment in segments]
         aligned = [round_up(length, self._align_to) for length in lengths]
-        refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, lambda position: names[position], shorter)
+        refuse_what_cannot_fit(lengths, aligned, self._config.max_tokens, samples.uid)
         rows = pack(aligned, self._config.max_tokens, self._layout.data, self._algorithm)
         used = [sum(aligned[position] for position in row) for row in rows]
         length = max([self._align_to, *used])

@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,29 +33,39 @@ _ABANDON_LIMIT_S = 5.0
 """Longest time that a run waits at its end for a checkpoint that is being renamed."""
 
 
-@dataclass(frozen=True)
-class CheckpointContents:
-    """The content of one checkpoint, and the rules for deleting older ones.
+class Writing:
+    """A checkpoint that is written at once, or on another thread while training goes on.
 
-    Attributes:
+    Args:
+        store: The checkpoints of the run.
         step: The last step trained before the checkpoint.
-        write: Function that writes the files into the checkpoint's folder.
+        fill: Function that writes the files into the checkpoint's folder.
         facts: Entries of the checkpoint's manifest.
-        best: Step of the best evaluation so far. The checkpoint of this step is not deleted.
-        keep_last: Number of newest checkpoints that are not deleted.
+        keep_last: Number of newest checkpoints that are not deleted. The one of the best evaluation is not either.
     """
 
-    step: int
-    write: Write
-    facts: Mapping[str, Any]
-    best: int | None
-    keep_last: int
+    def __init__(
+        self, store: CheckpointStore, step: int, fill: Write, facts: Mapping[str, Any], keep_last: int
+    ) -> None:
+        self.step = step
+        self._store, self._fill, self._facts, self._keep_last = store, fill, facts, keep_last
+        self._path: Path | None = None
+        self._done: futures.Future[None] | None = None
+        self._publishing = threading.Lock()
+        self._is_abandoned = False
 
     @classmethod
     def of(
-        cls, step: int, components: Components, loaded: LoadedConfig, course: Mapping[str, Any], *, copied: bool
+        cls,
+        store: CheckpointStore,
+        step: int,
+        components: Components,
+        loaded: LoadedConfig,
+        course: Mapping[str, Any],
+        *,
+        copied: bool,
     ) -> Self:
-        """Return the contents of a step's checkpoint. `course` has facts about the run so far, for the manifest.
+        """Return the checkpoint of a step. `course` has facts about the run so far, for the manifest.
 
         If `copied`, all state is copied now, so that another thread can write it while training goes on. Otherwise
         state is read while it is written.
@@ -69,7 +78,7 @@ class CheckpointContents:
             states = [(name, copied_state(state), owner) for name, state, owner in states]
         verifies = loaded.config.backend.facts.verifies_files
 
-        def write(folder: Path) -> Written:
+        def fill(folder: Path) -> Written:
             (folder / BACKEND).mkdir()
             own = {f"{BACKEND}/{name}": digest for name, digest in save(folder / BACKEND).items()}
             others: dict[str, FileDigest] = {}
@@ -79,56 +88,36 @@ class CheckpointContents:
                 others |= {str(path.parent.relative_to(folder) / file): digest for file, digest in written.items()}
             return Written(own | others, own.keys() if verifies else ())
 
-        facts: dict[str, Any] = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course}
+        facts = {"config": loaded.resolved(), "versions": loaded.host.versions(), **course}
         facts["held_out"] = fingerprints(components.data.evaluations)
-        best = course["best"]["step"] if course.get("best") else None
-        return cls(step, write, facts, best, loaded.config.checkpoint.keep_last)
+        return cls(store, step, fill, facts, loaded.config.checkpoint.keep_last)
 
-    def prepare(self, store: CheckpointStore) -> Path:
-        """Write the checkpoint under a hidden name, and return that folder."""
-        return store.prepare(self.step, self.write, self.facts)
-
-    def publish(self, store: CheckpointStore, prepared: Path) -> Path:
-        """Make the prepared checkpoint the latest, delete older ones that need not be kept, and return its folder."""
-        path = store.publish(self.step, prepared, self.best)
-        store.prune(self.keep_last, self.best)
-        return path
-
-
-def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
-    """Yield (path in a checkpoint, state, name for messages) of components and hooks, reading one state at a time."""
-    for name, component in stateful_components(components, loaded):
-        yield f"components/{name}", component.state_dict(), None
-    yield from components.hook_states.states()
-
-
-class Writing:
-    """Writes a checkpoint on another thread while training goes on."""
-
-    def __init__(self, contents: CheckpointContents, store: CheckpointStore) -> None:
-        self.step = contents.step
-        self._contents, self._store = contents, store
-        self._path: Path | None = None
-        self._publishing = threading.Lock()
-        self._is_abandoned = False
-        # If the disk hangs, a daemon thread does not keep the process alive. The next start removes unfinished files.
-        self._done = call_on_daemon("spurline-checkpoint", self._write)
-
-    def _write(self) -> None:
-        prepared = self._contents.prepare(self._store)
+    def write(self) -> None:
+        """Write the checkpoint, make it the latest, and delete older ones that need not be kept."""
+        prepared = self._store.prepare(self.step, self._fill, self._facts)
+        best = self._facts["best"]["step"] if self._facts.get("best") else None
         with self._publishing:
             if self._is_abandoned:
                 shutil.rmtree(prepared, ignore_errors=True)
-            else:
-                self._path = self._contents.publish(self._store, prepared)
+                return
+            self._path = self._store.publish(self.step, prepared, best)
+            self._store.prune(self._keep_last, best)
+
+    def write_beside(self) -> Self:
+        """Begin `write` on another thread, and return this object."""
+        # If the disk hangs, a daemon thread does not keep the process alive. The next start removes unfinished files.
+        self._done = call_on_daemon("spurline-checkpoint", self.write)
+        return self
 
     def is_done(self, wait_s: float = 0.0) -> bool:
-        """Wait up to `wait_s` seconds for the writing to end, and return whether it has ended."""
+        """Wait up to `wait_s` seconds for the other thread to end, and return whether it has ended."""
+        assert self._done is not None, "not written on another thread"
         return bool(futures.wait([self._done], wait_s).done)
 
     def result(self) -> Path:
-        """Return the folder of the finished checkpoint, or raise the error that ended the writing."""
-        self._done.result()
+        """Return the folder of the finished checkpoint, or raise the error that ended the other thread."""
+        if self._done is not None:
+            self._done.result()
         assert self._path is not None, f"step {self.step} was abandoned"
         return self._path
 
@@ -140,6 +129,13 @@ class Writing:
         if held:
             self._publishing.release()
         return self._path
+
+
+def _states(components: Components, loaded: LoadedConfig) -> Iterable[tuple[str, Mapping[str, object], str | None]]:
+    """Yield (path in a checkpoint, state, name for messages) of components and hooks, reading one state at a time."""
+    for name, component in stateful_components(components, loaded):
+        yield f"components/{name}", component.state_dict(), None
+    yield from components.hook_states.states()
 
 
 class Saving:
@@ -187,13 +183,13 @@ class Saving:
             tracker.flush()
         self._components.data.source.flush()
         course = self._course(pending)
+        with self._measured("copy") if beside else nullcontext():
+            writing = Writing.of(self._store, step, self._components, self._loaded, course, copied=beside)
         if beside:
-            with self._measured("copy"):
-                contents = CheckpointContents.of(step, self._components, self._loaded, course, copied=True)
-            self._writing = Writing(contents, self._store)
+            self._writing = writing.write_beside()
         else:
-            contents = CheckpointContents.of(step, self._components, self._loaded, course, copied=False)
-            self._saved(step, contents.publish(self._store, contents.prepare(self._store)))
+            writing.write()
+            self._saved(step, writing.result())
         self._saved_at = time.monotonic()
 
     def save_before(self, error: Exception, step: int, pending: Mapping[str, float]) -> None:

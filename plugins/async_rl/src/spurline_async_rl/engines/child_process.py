@@ -7,8 +7,6 @@ and `Child` in the child process exchange messages.
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -34,7 +32,7 @@ from spurline_async_rl.weights.disk import read_file
 from spurline_async_rl.weights.shared_memory import MemoryReader
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.concurrency import in_thread
-from spurline_rl.engines.configs import InProcessEngineConfig
+from spurline_rl.engines.configs import DecodingConfig, InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.engines.in_process.response import Written
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
@@ -136,7 +134,7 @@ class ChildMember:
             number = message["id"]
             progress = self._progress.get(number)
             if "token_ids" in message and progress is not None:
-                progress.add(*(message[name] for name in ("token_ids", "logprobs", "raw_logprobs", "version")))
+                progress.add(*(message[name] for name in ("token_ids", "logprobs", "version")))
                 if experts := message.get("experts"):
                     values = np.frombuffer(b64decode(experts["int16"]), "<i2").astype(np.int16)
                     progress.experts.add(len(progress.experts), values.reshape(experts["shape"]))
@@ -168,9 +166,6 @@ class ChildProcessEngine(EnginePool):
         )
 
 
-_MAX_LINE_BYTES = 1 << 28
-
-
 class Child:
     """Carries out the parent's messages in the child process. Each message has a task, so requests run concurrently."""
 
@@ -188,11 +183,10 @@ class Child:
         }
 
     async def run(self) -> None:
-        lines = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
-        loop = asyncio.get_running_loop()
-        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin.buffer)
-        while line := await lines.readline():
-            self.take(json.loads(line))
+        messages = self._parent.messages()
+        while arrived := await in_thread(lambda: next(messages, None)):
+            for message in arrived:
+                self.take(message)
         if self.engine is not None:
             await self.engine.close()
 
@@ -228,15 +222,9 @@ class Child:
             torch.set_num_threads(config.num_threads)
         loaded = load_config(run, recorded=True)
         here = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = InProcessEngineConfig(
-            deterministic=config.deterministic,
-            max_batch=config.max_batch,
-            max_cache_tokens=config.max_cache_tokens,
-            timeout_s=config.generate_timeout_s,
-            device=here if config.device == "auto" else config.device,
-            precision=config.precision,
-            kv_cache=config.kv_cache,
-        )
+        given = config.model_dump(include={*DecodingConfig.model_fields} - {"name"})
+        device = here if config.device == "auto" else config.device
+        engine = InProcessEngineConfig(**{**given, "device": device, "timeout_s": config.generate_timeout_s})
         made = loaded.host.registry.create(
             "rollout_engine", engine, run=loaded.config, tokenizer=load_tokenizer(loaded.config.model)
         )
@@ -258,12 +246,7 @@ class Child:
 
     def _tell(self, number: int, news: Written) -> None:
         (version,) = set(news.versions)
-        tokens: dict[str, Any] = {
-            "token_ids": news.token_ids,
-            "logprobs": news.logprobs,
-            "raw_logprobs": news.raw_logprobs,
-            "version": version,
-        }
+        tokens: dict[str, Any] = {"token_ids": news.token_ids, "logprobs": news.logprobs, "version": version}
         if (experts := news.routed_experts) is not None:
             values = b64encode(np.ascontiguousarray(experts, "<i2").tobytes()).decode("ascii")
             tokens["experts"] = {"shape": list(experts.shape), "int16": values}

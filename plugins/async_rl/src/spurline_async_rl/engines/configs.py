@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,9 +11,10 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
-from spurline.protocols.ranks import ClusterNeed
 from spurline_models.machine import num_gpus
 from spurline_ranks.cluster import names_cluster
+from spurline_ranks.group import ClusterNeed
+from spurline_rl.engines.configs import DecodingConfig
 from spurline_rl.protocols.rollout_engine import EngineMemory, RolloutEngineConfig
 
 if TYPE_CHECKING:
@@ -142,28 +142,14 @@ def _on_a_device(run: RunConfig, workers: int) -> int:
     return -(-workers // (1 if ranks is None else ranks.count))
 
 
-class ChildProcessEngineConfig(PoolConfig):
+class ChildProcessEngineConfig(DecodingConfig, PoolConfig):
     """Generate with the Hugging Face model in child processes, for CPUs, small models and tests."""
 
     takes_less: ClassVar[str] = "Lower source.engine.max_cache_tokens, or set source.engine.offload_trainer: true."
 
     name: str = "child_process"
-    deterministic: bool = False
-    """Works as in engine `in_process`."""
-    max_batch: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
-    """Works as in engine `in_process`."""
-    max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
-    """Works as in engine `in_process`."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engines' copies of the model."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Works as in engine `in_process`."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """CPU threads of each engine; null means torch's default."""
-
-    @property
-    def notes_experts(self) -> bool:
-        return True
 
     def _takes_gpus(self) -> bool:
         return self.device == "cuda" or (self.device == "auto" and num_gpus() > 0)
@@ -213,7 +199,7 @@ class ChildProcessEngineConfig(PoolConfig):
         return 4 * _estimate("count_parameters")(run.model), cache
 
 
-_OF_SERVERS = ("name", "mode", "urls", "api_key_env", "engines", "kv_cache", "max_restarts")
+_OF_SERVERS = ("name", "mode", "urls", "engines", "kv_cache", "max_restarts")
 """Settings that apply to servers, besides the time limits."""
 CPU_KV_CACHE_GB = 4.0
 """The number that `kv_cache_gb: null` means on a CPU."""
@@ -228,6 +214,7 @@ class VllmEngineConfig(PoolConfig):
         "source.engine.tensor_parallel_size, or set source.engine.offload_trainer: true."
     )
 
+    retired: ClassVar[tuple[str, ...]] = ("api_key_env", "enable_prefix_caching", "enforce_eager")
     name: str = "vllm"
     mode: Literal["engine", "server"] = "engine"
     """`engine` starts engines. `server` uses OpenAI-compatible vLLM servers that run already; the run waits up to
@@ -241,8 +228,6 @@ class VllmEngineConfig(PoolConfig):
     """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of GPUs of one engine."""
-    enforce_eager: Annotated[bool | None, OnResume.TO_ROUNDING] = None
-    """Do not compile the model or capture CUDA graphs. null means false on GPUs and true on CPUs."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
     """Responses that one engine decodes together; more requests wait."""
     chunk_tokens: Annotated[int, OnResume.FREE] = Field(default=16, gt=0)
@@ -251,8 +236,6 @@ class VllmEngineConfig(PoolConfig):
     kv_cache_gb: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
     """GiB of keys and values in an engine. null means 4 on CPUs, and on GPUs all that `gpu_memory_utilization` leaves
     after the weights."""
-    enable_prefix_caching: Annotated[bool, OnResume.TO_ROUNDING] = True
-    """Compute a prompt only once for all its requests with the same weights."""
     cpu_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Threads of an engine without a GPU. null divides all cores except one among the engines."""
     engine_args: Annotated[dict[str, Any], OnResume.BY_NAME] = {}
@@ -261,9 +244,8 @@ class VllmEngineConfig(PoolConfig):
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
     """Base URL of each server for `mode: server`, such as `http://node1:8000`. Start each server with
     VLLM_SERVER_DEV_MODE=1, `--logprobs-mode processed_logprobs` and
-    `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`."""
-    api_key_env: Annotated[str, OnResume.FREE] = "VLLM_API_KEY"
-    """Name of the environment variable with the API key of the servers (`mode: server`), if they need a key."""
+    `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`. If they need a key, it is
+    read from the environment variable VLLM_API_KEY."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -355,12 +337,6 @@ class VllmEngineConfig(PoolConfig):
                 AnyHttpUrl(url)
             except ValidationError:
                 yield Problem("urls", f"has {url!r}, which is not a base URL. Write http://HOST:PORT.")
-        if self.api_key_env != type(self).model_fields["api_key_env"].default and self.api_key_env not in os.environ:
-            yield Problem(
-                "api_key_env",
-                f"names the environment variable {self.api_key_env}, which is not set. Set it to the servers' API key, "
-                "or remove api_key_env if they need no key.",
-            )
         if "engines" in self.model_fields_set and self.engines != len(self.urls):
             yield Problem("engines", f"is {self.engines}, but there are {len(self.urls)} urls. Remove it.")
         given = {name for name in self.model_fields_set if not name.endswith("_timeout_s")}

@@ -138,7 +138,8 @@ class PooledEngine(ControlledEngine):
         self._user_error: UserError | None = None
         self._asked: set[asyncio.Future[None]] = set()
         self._awaited: set[_Awaited] = set()
-        self._holds: set[str] = set()
+        # The holds in which the engine takes part.
+        self.holds: set[str] = set()
         self._moved_at = 0.0
         self._crossing: tuple[Progress, asyncio.Task[FinishReason]] | None = None
 
@@ -155,22 +156,10 @@ class PooledEngine(ControlledEngine):
         return self._member.weights_dtype
 
     @property
-    def is_updating(self) -> bool:
-        return UPDATE in self._holds
-
-    @property
-    def is_asleep(self) -> bool:
-        return SLEEP in self._holds
-
-    @property
-    def is_starting(self) -> bool:
-        return self.has_begun and self.state == "starting"
-
-    @property
     def may_have_memory(self) -> bool:
         if self.has_ended or not self.has_begun:
             return False
-        return self.state == "dead" or not self.is_asleep
+        return self.state == "dead" or SLEEP not in self.holds
 
     @property
     def reason(self) -> str:
@@ -295,14 +284,14 @@ class PooledEngine(ControlledEngine):
             BucketLostError: If a bucket did not reach the engine. The engine does not die of this error.
         """
         if command.begins:
-            self._holds.add(command.hold)
-        if command.hold not in self._holds:
+            self.holds.add(command.hold)
+        if command.hold not in self.holds:
             # The engine was started after the hold began.
             return
         if isinstance(command, LoadBucket):
             command = replace(command, bucket=replace(command.bucket, receiver=self.name))
         if await self._ask(str(command), self._member.control(command), command.limit) and command.ends:
-            self._holds.discard(command.hold)
+            self.holds.discard(command.hold)
             # The time of the hold must not count as waiting for tokens.
             self._moved_at = asyncio.get_running_loop().time()
             for awaited in self._awaited:
@@ -320,7 +309,7 @@ class PooledEngine(ControlledEngine):
         def rejoin(answer: asyncio.Future[None]) -> None:
             _retrieve(answer)
             self.is_late = False
-            self._holds.discard(UPDATE)
+            self.holds.discard(UPDATE)
             self._on_change()
 
         self.is_late = True
@@ -366,7 +355,7 @@ class PooledEngine(ControlledEngine):
         """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:
-            if self._holds or len(awaited.progress) > awaited.seen:
+            if self.holds or len(awaited.progress) > awaited.seen:
                 awaited.seen, awaited.since = len(awaited.progress), now
                 self._moved_at = now if awaited.seen else self._moved_at
         for awaited in self._awaited:

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError, SpurlineError
+from spurline.terminal import tell
 from spurline_async_rl.engines.commands import SLEEP, UPDATE, Command, ControlledEngine, Sleep
 from spurline_async_rl.engines.configs import PoolConfig
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember, PooledEngine
 from spurline_async_rl.engines.response import Progress, Response
-from spurline_async_rl.terminal import tell
 from spurline_rl.engines.in_process.response import check_request
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline_rl.trajectory import FinishReason
@@ -97,8 +97,7 @@ class EnginePool(ControlledEngine):
 
     @property
     def awaiting_weights(self) -> Sequence[TakesWeights]:
-        awaiting = [engine for engine in self._engines if engine.state == "awaiting" and not engine.is_updating]
-        return [engine for engine in awaiting if not engine.is_asleep]
+        return [each for each in self._engines if each.state == "awaiting" and not each.holds & {UPDATE, SLEEP}]
 
     @property
     def receivers(self) -> Mapping[str, int]:
@@ -158,7 +157,7 @@ class EnginePool(ControlledEngine):
                 return response.result(reason)
 
     async def generate_on_each(
-        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+        self, request: GenerationRequest, names: Collection[str] | None = None
     ) -> Mapping[str, GenerationResult]:
         async def answer(engine: PooledEngine) -> GenerationResult:
             progress = Progress()
@@ -171,21 +170,19 @@ class EnginePool(ControlledEngine):
 
         await self._until(request.name, lambda: not self._held)
         # Do not wait for dead engines. Their replacements need the thread that waits for these answers.
-        ready = [engine for engine in self._ready() if members is None or engine in members]
+        ready = [engine for engine in self._ready() if names is None or engine.name in names]
         answers = await asyncio.gather(*map(answer, ready))
         return {engine.name: found for engine, found in zip(ready, answers, strict=True)}
 
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
         crossing = [engine for engine in self._engines if engine.is_crossing]
         parts = await asyncio.gather(*(engine.take_crossed(version, num_tokens) for engine in crossing))
-        request = self.crossing
-        if not crossing:
-            return {}
-        assert request is not None
-        return {
-            engine.name: self._result_of(engine, request, progress, None)
-            for engine, progress in zip(crossing, parts, strict=True)
-        }
+        results: dict[str, GenerationResult] = {}
+        for engine, progress in zip(crossing, parts, strict=True):
+            assert self.crossing is not None
+            progress.cut_beyond(version, num_tokens)
+            results[engine.name] = self._result_of(engine, self.crossing, progress, None)
+        return results
 
     def _result_of(
         self, engine: PooledEngine, request: GenerationRequest, progress: Progress, reason: FinishReason | None
@@ -278,7 +275,9 @@ class EnginePool(ControlledEngine):
             # starts slowly might never finish its start between two sleeps.
             self._held[SLEEP] = []
             self._changed()
-            await self._until("sleep", lambda: not any(engine.is_starting for engine in self._engines))
+            await self._until(
+                "sleep", lambda: not any(each.has_begun and each.state == "starting" for each in self._engines)
+            )
             return self._started()
         if SLEEP in self._held:
             return [engine for engine in self._held[SLEEP] if engine.state != "dead"]

@@ -65,7 +65,6 @@ class Progress:
         self.experts = ExpertRecord()
         self._token_ids = array("i")
         self._logprobs = array("f")
-        self._raw_logprobs: array[float] | None = array("f")
         self._versions = array("i")
 
     def __len__(self) -> int:
@@ -80,11 +79,6 @@ class Progress:
         return np.array(self._logprobs, np.float32)
 
     @property
-    def raw_logprobs(self) -> NDArray[np.float32] | None:
-        """Return logprobs without temperature, top_p and top_k, or None if some of them are unknown."""
-        return None if self._raw_logprobs is None else np.array(self._raw_logprobs, np.float32)
-
-    @property
     def versions(self) -> NDArray[np.int32]:
         return np.array(self._versions, np.int32)
 
@@ -95,22 +89,29 @@ class Progress:
     def tokens_from(self, start: int) -> Sequence[int]:
         return self._token_ids[start:]
 
-    def add(self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, version: int) -> None:
-        """Add the next tokens, all of one version. `raw_logprobs` is None if they are unknown."""
+    def add(self, token_ids: TokenIds, logprobs: Logprobs, version: int) -> None:
+        """Add the next tokens, all of one version."""
         count = len(token_ids)
-        sizes = {count, len(logprobs), count if raw_logprobs is None else len(raw_logprobs)}
-        assert len(sizes) == 1, f"columns of one chunk have {sizes} values"
-        if count:
-            self._add(token_ids, logprobs, raw_logprobs, array("i", (version,)) * count)
+        assert count == len(logprobs), f"{count} tokens with {len(logprobs)} logprobs"
+        _append(self._token_ids, token_ids)
+        _append(self._logprobs, logprobs)
+        self._versions.extend(array("i", (version,)) * count)
 
     def extend(self, other: Progress) -> None:
         """Add all tokens of `other`, which is the next part of the response. Its experts are not added."""
-        if len(other):
-            self._add(other._token_ids, other._logprobs, other._raw_logprobs, other._versions)
+        self._token_ids.extend(other._token_ids)
+        self._logprobs.extend(other._logprobs)
+        self._versions.extend(other._versions)
 
     def count_of(self, version: int) -> int:
         """Return the number of tokens of this version."""
         return self._versions.count(version)
+
+    def cut_beyond(self, version: int, num_tokens: int) -> None:
+        """Drop the tokens after so many tokens of this version, if there are more of it."""
+        own = [index for index, each in enumerate(self._versions) if each == version]
+        if len(own) > num_tokens:
+            self.cut(own[num_tokens])
 
     def cut_after(self, version: int) -> None:
         """Drop the tokens of newer versions."""
@@ -120,20 +121,8 @@ class Progress:
 
     def cut(self, length: int) -> None:
         """Drop the tokens beyond this length."""
-        for column in (self._token_ids, self._logprobs, self._raw_logprobs, self._versions):
-            if column is not None:
-                del column[length:]
-
-    def _add(
-        self, token_ids: TokenIds, logprobs: Logprobs, raw_logprobs: Logprobs | None, versions: array[int]
-    ) -> None:
-        _append(self._token_ids, token_ids)
-        _append(self._logprobs, logprobs)
-        self._versions.extend(versions)
-        if raw_logprobs is None:
-            self._raw_logprobs = None
-        elif self._raw_logprobs is not None:
-            _append(self._raw_logprobs, raw_logprobs)
+        for column in (self._token_ids, self._logprobs, self._versions):
+            del column[length:]
 
 
 class Response:
@@ -211,7 +200,6 @@ class Response:
         return GenerationResult(
             token_ids=so_far.token_ids,
             logprobs=so_far.logprobs,
-            raw_logprobs=so_far.raw_logprobs,
             versions=so_far.versions,
             finish_reason=reason,
             routed_experts=so_far.experts.of_context(num_tokens),
@@ -267,12 +255,11 @@ class VllmResponse(Response):
         )
         known = replace(request, prompt_ids=prompt, sampling=sampling, seed=request.seed & _SEED_BITS)
         super().__init__(known, tokenizer, progress, finds_stop_texts=True)
-        self._is_raw = asked.temperature == 0 or (asked.temperature == 1 and asked.top_p == 1 and asked.top_k == 0)
 
     def add_delta(self, delta: Delta, version: int) -> FinishReason | None:
         """Add the next tokens, and return the finish reason if the response is complete."""
         part = Progress()
-        part.add(delta.token_ids, delta.logprobs, delta.logprobs if self._is_raw else None, version)
+        part.add(delta.token_ids, delta.logprobs, version)
         if delta.experts is not None:
             self._so_far.experts.add(delta.experts_start, delta.experts)
         return self.add(part, delta.finish_reason)

@@ -10,21 +10,24 @@ keys and values that should have been computed again.
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, RunFailedError
+from spurline.terminal import tell
 from spurline_async_rl.proof.judgement import Judge, Verdict
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, Sampling, TakesWeights
 from spurline_rl.trajectory import Turn
+
+if TYPE_CHECKING:
+    from spurline_async_rl.source.producer import Producer
 
 PROMPT_TOKENS = 260
 """Tokens of the prompt. A prefix cache of vLLM shares whole blocks, of up to 128 tokens."""
@@ -47,25 +50,47 @@ _Answers = tuple[Mapping[str, GenerationResult], Mapping[str, GenerationResult]]
 """The answers to the probe and those to the request that crossed the update, by the engine's name."""
 
 
-def make_probes(
-    tokenizer: PreTrainedTokenizerBase, temperature: float, context: int | None, vocabulary: int | None = None
-) -> tuple[GenerationRequest, GenerationRequest]:
-    """Return the request that proves a publish, and the one that crosses it. The prompt has random ordinary tokens.
+@dataclass(frozen=True)
+class ProofSettings:
+    """The settings of the proofs of one run.
 
-    Args:
+    Attributes:
+        config: The settings of the user. Its `every` is not 0.
+        temperature: The temperature of the run's sampling.
         context: Largest number of tokens of prompt and response, if it is known.
         vocabulary: Number of tokens that the model knows, if the tokenizer may have more.
+        in_fp32: Whether the trainer computes in fp32.
+        crosses: Whether engines compute keys and values again after an update.
+        restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
+        timeout_s: Seconds that the engines may take to answer.
+        report_s: Seconds after which a message says that the answers take long.
     """
+
+    config: ProofConfig
+    temperature: float
+    context: int | None
+    vocabulary: int | None
+    in_fp32: bool
+    crosses: bool
+    restarts: bool
+    timeout_s: float
+    report_s: float
+
+
+def make_probes(
+    tokenizer: PreTrainedTokenizerBase, settings: ProofSettings
+) -> tuple[GenerationRequest, GenerationRequest]:
+    """Return the request that proves a publish, and the one that crosses it. The prompt has random ordinary tokens."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    known = min(len(tokenizer), vocabulary or len(tokenizer))
+    known = min(len(tokenizer), settings.vocabulary or len(tokenizer))
     ordinary = np.array([token for token in range(known) if token not in special], np.int64)
-    room = PROMPT_TOKENS + _CROSSING_TOKENS if context is None else context
+    room = PROMPT_TOKENS + _CROSSING_TOKENS if settings.context is None else settings.context
     # In a short context, a third is for the answer, and as much again for the answer that crosses the update.
     answer = max(1, min(ANSWER_TOKENS, room // 3))
     prompt = np.random.default_rng(_SEED).choice(ordinary, max(1, min(PROMPT_TOKENS, room - 2 * answer)))
     asked = GenerationRequest(
         prompt.tolist(),
-        Sampling(temperature=temperature, max_new_tokens=answer),
+        Sampling(temperature=settings.temperature, max_new_tokens=answer),
         _SEED,
         "the proof of a publish sample 0 turn 0",
         is_urgent=True,
@@ -91,62 +116,39 @@ class _Asked(NamedTuple):
 
 
 class PublishProof:
-    """The proofs of one run, whose `every` is not 0. All methods are called on the training thread.
+    """The proofs of one run. All methods are called on the training thread.
 
     Args:
-        context, vocabulary: See `make_probes`.
-        in_fp32: Whether the trainer computes in fp32.
-        crosses: Whether engines compute keys and values again after an update.
-        restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
-        distrust: Called on the event loop with the name of an engine and the newest version that it has proven. What
-            the engine has made with newer weights must not be trained on.
-        trust: Called on the event loop with the name of an engine and a version that it has proven. What it makes with
-            this version or a newer one may be trained on.
-        timeout_s: Seconds that the engines may take to answer.
-        report_s: Seconds after which a message says that the answers take long.
+        producer: It is told on the event loop which tokens of which engines may be trained on.
         notify: Called on the event loop when all engines have answered.
     """
 
     def __init__(
         self,
         engine: TakesWeights,
-        config: ProofConfig,
+        settings: ProofSettings,
         tokenizer: PreTrainedTokenizerBase,
         loop: LoopThread,
-        *,
-        temperature: float,
-        context: int | None,
-        vocabulary: int | None,
-        in_fp32: bool,
-        crosses: bool,
-        restarts: bool,
-        distrust: Callable[[str, int], None],
-        trust: Callable[[str, int], None],
-        timeout_s: float,
-        report_s: float,
+        producer: Producer,
         notify: Callable[[], None],
     ) -> None:
         self._engine = engine
-        self._config = config
+        self._settings = settings
         self._loop = loop
-        self._restarts = restarts
-        self._distrust = distrust
-        self._trust = trust
-        self._timeout_s = timeout_s
-        self._report_s = report_s
+        self._producer = producer
         self._notify = notify
-        self._judge = Judge(in_fp32=in_fp32)
+        self._judge = Judge(in_fp32=settings.in_fp32)
         self._num_publishes = 0
         self._is_due = False
         self._asked: list[_Asked] = []
-        self._failure: RunFailedError | None = None
+        self._failure: Exception | None = None
         # Engines about which `on_undelivered: warn` has told.
         self._told: set[str] = set()
-        engine.needs_proof = config.on_undelivered != "warn"
+        engine.needs_proof = settings.config.on_undelivered != "warn"
         # The newest version that each engine has proven.
         self._proven: dict[str, int] = {}
-        self._probe, crossing = make_probes(tokenizer, temperature, context, vocabulary)
-        self._crossing = crossing if crosses else None
+        self._probe, crossing = make_probes(tokenizer, settings)
+        self._crossing = crossing if settings.crosses else None
         self._second = replace(self._probe, seed=_SEED + 2, name="the second proof of a publish sample 0 turn 0")
 
     @property
@@ -164,8 +166,7 @@ class PublishProof:
 
         A publish to engines that were started again is always proven.
         """
-        every = self._config.every
-        self._is_due = members is not None or self._num_publishes % every == 0
+        self._is_due = members is not None or self._num_publishes % self._settings.config.every == 0
         self._num_publishes += members is None
         if members is None:
             self._engine.crossing = self._crossing if self._is_due else None
@@ -173,14 +174,15 @@ class PublishProof:
     def ask(self, version: int, members: Sequence[TakesWeights] | None) -> None:
         """Send the probes to the engines that got this version."""
         if self._is_due:
-            crosses = members is None and self._engine.crossing is not None
-            answers = self._loop.start(self._answer(version, members, crosses=crosses))
+            names = None if members is None else [name for member in members for name in member.receivers]
+            crosses = names is None and self._engine.crossing is not None
+            answers = self._loop.start(self._answer(version, names, crosses=crosses))
             answers.add_done_callback(lambda _: self._notify())
             self._asked.append(_Asked(version, members is None, answers))
 
-    async def _answer(self, version: int, members: Sequence[TakesWeights] | None, *, crosses: bool) -> _Answers:
+    async def _answer(self, version: int, names: Collection[str] | None, *, crosses: bool) -> _Answers:
         try:
-            answers = await self._engine.generate_on_each(self._probe, members)
+            answers = await self._engine.generate_on_each(self._probe, names)
         except DataError as error:
             raise RunFailedError(
                 f"The engine refuses the probe of source.proof: {error} Set source.proof.every: 0 to go on without it."
@@ -191,28 +193,29 @@ class PublishProof:
         """Return when all engines have answered. Raises RunFailedError at the time limit."""
         for asked in self._asked:
             what = f"The proof that the engines have the weights of version {asked.version}"
-            self._loop.wait(asked.answers, self._timeout_s, what, every_s=self._report_s)
+            self._loop.wait(asked.answers, self._settings.timeout_s, what, every_s=self._settings.report_s)
 
     def settle(self, score: Score) -> Mapping[str, float]:
         """Judge the answers to the last probes, and return metrics.
 
         The trainer must still have the published weights. Before this, no token of these weights may be trained on.
+        After an error, all later calls raise it too, so that no checkpoint holds what is not proven.
 
         Raises:
-            RunFailedError: If an engine does not have the published weights, and is not replaced. All later calls raise
-                this error too, so that no checkpoint holds what this engine has made.
+            RunFailedError: If an engine does not have the published weights, and is not replaced.
         """
         if self._failure is not None:
             raise self._failure
         metrics: dict[str, float] = {}
         try:
             self.await_answers()
-            asked, self._asked = self._asked, []
-            for each in asked:
-                note_worst(metrics, self._judge_all(each, *each.answers.result(), score))
-        except RunFailedError as error:
+            for asked in self._asked:
+                note_worst(metrics, self._judge_all(asked, *asked.answers.result(), score))
+        except Exception as error:
+            # An error of the trainer, such as a lack of memory, leaves the weights unproven too.
             self._failure = error
             raise
+        self._asked = []
         return metrics
 
     def state_dict(self) -> dict[str, float]:
@@ -235,15 +238,19 @@ class PublishProof:
         answers = {name: answer for name, answer in answers.items() if name not in silent}
         if asked.is_all:
             silent |= self._proven.keys() - answers.keys()
-        self._distrust_silent(silent)
-        crossed = {name: _up_to(answer, version, _CROSSED_TOKENS) for name, answer in crossed.items()}
+        for name in silent:
+            # Nobody knows with which weights it generated last.
+            proven = self._proven.pop(name, -1)
+            if self._engine.needs_proof:
+                self._loop.call(self._producer.distrust, name, proven)
         scored = self._score([*answers.values(), *crossed.values()], score)
         verdicts = self._verdicts(version, answers, scored)
-        if self._restarts and any(verdict.fault for verdict in verdicts.values()):
+        doubted = [name for name, verdict in verdicts.items() if verdict.fault]
+        if self._settings.restarts and doubted:
             # No engine is given up for a single answer. Colocated engines cannot answer now, since they sleep.
-            again = self._loop.run(self._engine.generate_on_each(self._second), self._timeout_s, "A second probe")
-            doubted = {name for name, verdict in verdicts.items() if verdict.fault}
-            again = {name: answer for name, answer in again.items() if name in doubted and len(answer.token_ids)}
+            asking = self._engine.generate_on_each(self._second, doubted)
+            again = self._loop.run(asking, self._settings.timeout_s, "A second probe")
+            again = {name: answer for name, answer in again.items() if len(answer.token_ids)}
             verdicts |= self._verdicts(version, again, self._score([*again.values()], score))
         faults = {name: verdict.fault for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
@@ -258,7 +265,7 @@ class PublishProof:
         differences = [verdict.difference for verdict in verdicts.values()]
         for name, answer in crossed.items():
             # Old keys and values show most in the first tokens after the update.
-            trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)[:_CROSSED_TOKENS]
+            trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
             if len(is_new):
                 # Stale keys and values change all tokens. A single one may differ because it went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
@@ -307,28 +314,21 @@ class PublishProof:
         for name in names:
             self._proven[name] = version
             self._engine.accept(name, version)
-            self._trust(name, version)
-
-    def _distrust_silent(self, names: Iterable[str]) -> None:
-        """Distrust engines that died before they answered. Nobody knows with which weights they generated last."""
-        for name in names:
-            proven = self._proven.pop(name, -1)
-            if self._engine.needs_proof:
-                self._loop.call(self._distrust, name, proven)
+            self._producer.trust(name, version)
 
     def _reject(self, name: str, version: int, fault: str) -> None:
         what = f"{name} does not generate with the weights of version {version}, which it has confirmed: {fault}."
-        if self._config.on_undelivered == "warn":
+        if self._settings.config.on_undelivered == "warn":
             if name not in self._told:
                 self._told.add(name)
                 tell(f"{what} Its tokens are trained on nevertheless (source.proof.on_undelivered: warn).")
             return
-        if self._config.on_undelivered == "stop" or not self._restarts:
+        if self._settings.config.on_undelivered == "stop" or not self._settings.restarts:
             raise RunFailedError(f"{what} {_ADVICE}")
         proven = self._proven.pop(name, -1)
 
         def replace_engine() -> None:
-            self._distrust(name, proven)
+            self._producer.distrust(name, proven)
             self._engine.reject(name, fault)
 
         try:
@@ -336,16 +336,3 @@ class PublishProof:
         except RunFailedError as error:
             raise RunFailedError(f"{what} {error} {_ADVICE}") from error
         tell(f"{what} It is started again. What it has made since its last proof is generated again.")
-
-
-def _up_to(answer: GenerationResult, version: int, num_tokens: int) -> GenerationResult:
-    """Return the answer up to so many tokens of this version."""
-    end = int(np.flatnonzero(answer.versions == version)[:num_tokens].max(initial=-1)) + 1
-    experts = answer.routed_experts
-    return replace(
-        answer,
-        token_ids=answer.token_ids[:end],
-        logprobs=answer.logprobs[:end],
-        versions=answer.versions[:end],
-        routed_experts=None if experts is None else experts[: len(experts) - len(answer.token_ids) + end],
-    )

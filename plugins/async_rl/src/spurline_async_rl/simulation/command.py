@@ -45,9 +45,6 @@ def simulate(
         float | None, typer.Option(min=1e-6, help="Time of one step without waiting and publishing.")
     ] = None,
     publish_seconds: Annotated[float | None, typer.Option(min=0, help="Time to publish the weights.")] = None,
-    pause_seconds: Annotated[
-        float | None, typer.Option(min=0, help="Seconds of a publish in which engines are idle. Default: all.")
-    ] = None,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Steps to simulate for each choice; by default about 1,500 groups.")
     ] = None,
@@ -69,7 +66,6 @@ def simulate(
         saturation=saturation,
         step_s=step_seconds,
         publish_s=publish_seconds,
-        pause_s=pause_seconds,
     )
     if as_json:
         typer.echo(json.dumps(asdict(comparison), indent=2))

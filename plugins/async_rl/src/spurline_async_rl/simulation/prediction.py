@@ -6,7 +6,6 @@ Each prediction is one simulated run. The first steps of a run do not count, bec
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -129,10 +128,7 @@ def figures_of(run: Model, first: int = 0) -> Figures:
     amounts: dict[int, float] = {}
     for _, age, work in trained_work(run, first):
         amounts[age] = amounts.get(age, 0.0) + work
-    if not any(amounts.values()):
-        # If the groups took no time, count the entries of `work` instead of the amounts.
-        amounts = dict[int, float](Counter(age for _, age, _ in trained_work(run, first)))
-    total = sum(amounts.values())
+    total = sum(amounts.values()) or 1.0
     shares = {age: amounts[age] / total for age in sorted(amounts)}
     waits = sum(span.seconds for record in records for span in record.spans if span.kind == "wait")
     return Figures(

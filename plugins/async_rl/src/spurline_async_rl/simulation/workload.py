@@ -176,7 +176,6 @@ def workload_of(
     saturation: int | None = None,
     step_s: float | None = None,
     publish_s: float | None = None,
-    pause_s: float | None = None,
 ) -> Workload:
     """Return the measured workload of an earlier run, changed to the times that the command's options give.
 
@@ -187,7 +186,7 @@ def workload_of(
         group_s: The option `--group-seconds`. The arguments after it are the command's other options about times.
 
     Raises:
-        UserError: If a time is missing or contradicts another one.
+        UserError: If a time is missing.
     """
     workload = measured or Workload(Times([1.0]), Times([1.0]), knobs.batch_size)
     options = {"--group-seconds": group_s, "--step-seconds": step_s}
@@ -211,17 +210,10 @@ def workload_of(
     if step_s is not None:
         told = f"{step_s:g} s for a step of {knobs.batch_size} groups, as given"
         workload = workload.but(told, train_s=Times([step_s]), batch_size=knobs.batch_size)
-    if publish_s is None and pause_s is None:
+    if publish_s is None:
         return workload if measured else workload.but("publishing weights takes no time")
-    whole = workload.transfer_s + workload.pause_s if publish_s is None else publish_s
-    still = whole if pause_s is None else pause_s
-    if still > whole:
-        raise UserError(
-            f"--pause-seconds {still:g}: engines cannot pause for longer than a publish, which takes {whole:g} s. "
-            "Raise --publish-seconds."
-        )
-    told = f"{whole:g} s for a publish, in which engines pause for {still:g} s, as given"
-    return workload.but(told, transfer_s=whole - still, pause_s=still)
+    told = f"{publish_s:g} s for a publish, in which engines pause, as given"
+    return workload.but(told, transfer_s=0.0, pause_s=publish_s)
 
 
 def measured_workload(run_dir: Path) -> Workload:

@@ -20,10 +20,11 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 from spurline.errors import RunFailedError
-from spurline.protocols.backend import Backend, YieldsDevice
+from spurline.protocols.backend import Backend
 from spurline_async_rl.engines.commands import ControlledEngine
 from spurline_async_rl.source.loop_thread import GRACE_S, LoopThread, ends_the_run
 from spurline_async_rl.source.publishing import Publisher
+from spurline_models.abilities import YieldsDevice
 from spurline_rl.protocols.rollout_engine import TakesWeights
 from spurline_rl.protocols.weight_sync import SyncReport
 

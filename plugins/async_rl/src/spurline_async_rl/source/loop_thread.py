@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from spurline.errors import RunFailedError, SpurlineError
-from spurline_async_rl.terminal import tell
+from spurline.terminal import tell
 
 T = TypeVar("T")
 

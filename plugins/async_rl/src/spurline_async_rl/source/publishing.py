@@ -46,10 +46,6 @@ class Publisher:
         self._sync: WeightSync = registry.create("weight_sync", chosen, run=run)
         self._engine.on_awaiting_weights = notify
 
-    @property
-    def awaiting_weights(self) -> Sequence[TakesWeights]:
-        return self._engine.awaiting_weights
-
     def start_engines(self) -> None:
         """Start the engines. This has a time limit of its own, which differs from the limit of a publish."""
         limit = self._engine.longest_start_s + GRACE_S

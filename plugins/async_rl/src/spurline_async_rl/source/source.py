@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from spurline.data.batch import TrainingBatch
 from spurline.progress import waiting
-from spurline.protocols.backend import Backend, YieldsDevice
+from spurline.protocols.backend import Backend
 from spurline.protocols.source import SourceContext
 from spurline_async_rl.engines.commands import ControlledEngine
-from spurline_async_rl.proof.proof import PublishProof, note_worst
+from spurline_async_rl.proof.proof import ProofSettings, PublishProof, note_worst
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
@@ -36,6 +36,7 @@ from spurline_async_rl.source.staleness import fresh_mismatch, mask_over_age, st
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
+from spurline_models.abilities import YieldsDevice
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_rl.configs import HeldOutConfig
@@ -304,7 +305,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """Return the groups of this step, and the number of their retries."""
-        watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, step))
+        watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, self._proof, step))
         missing_since: float | None = None
         while True:
             self._changed.clear()
@@ -334,7 +335,7 @@ class AsyncRolloutSource(PromptSource):
 
     def _serve_restarted_engines(self) -> None:
         assert self._publisher is not None, "not started"
-        awaiting = self._publisher.awaiting_weights
+        awaiting = cast("TakesWeights", self._engine).awaiting_weights
         if awaiting and self._colocation is not None:
             self._colocation.serve(self._updates, awaiting)
         elif awaiting:
@@ -401,20 +402,16 @@ class AsyncRolloutSource(PromptSource):
         # The trainer needs the probe in one row.
         rows = self._context.config.collator.row_capacity
         limits = (config.engine.context_tokens, rows, None if limit is None else limit.tokens)
-        return PublishProof(
-            cast("TakesWeights", self._engine),
+        settings = ProofSettings(
             config.proof,
-            self._context.tokenizer,
-            self._loop,
             temperature=config.sampling.temperature,
             context=min((limit for limit in limits if limit is not None), default=None),
             vocabulary=getattr(model.get_text_config(), "vocab_size", None),
             in_fp32=self._context.config.backend.facts.computes_in != "bf16",
             crosses=config.engine.recomputes_cache,
             restarts=not config.engine.is_colocated,
-            distrust=self._producer.distrust,
-            trust=self._producer.trust,
             timeout_s=config.stall_timeout_s,
             report_s=config.watchdog_s,
-            notify=self._changed.set,
         )
+        engine, tokenizer = cast("TakesWeights", self._engine), self._context.tokenizer
+        return PublishProof(engine, settings, tokenizer, self._loop, self._producer, notify=self._changed.set)

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from spurline.errors import RunFailedError
+from spurline.terminal import tell
+from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import (
     GenerationRequest,
     GenerationResult,
@@ -61,7 +62,9 @@ class ObservedEngine:
         return f"with {holder}" if holder else "waiting for an engine"
 
 
-def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s: float) -> str:
+def stall_report(
+    producer: Producer, engine: ObservedEngine, proof: PublishProof | None, step: int, waited_s: float
+) -> str:
     """Return a report about the groups and requests for which the training thread waits."""
     now, scheduler = time.monotonic(), producer.scheduler
     limits = scheduler.limits
@@ -75,6 +78,8 @@ def stall_report(producer: Producer, engine: ObservedEngine, step: int, waited_s
         *([f"and {len(groups) - _SHOWN} more groups"] if len(groups) > _SHOWN else []),
         *requests,
     ]
+    if proof is not None and proof.unproven is not None:
+        lines.append(f"groups with weights of version {proof.unproven} wait until engines have answered its proof")
     if groups and not requests:
         lines.append("no engine has a request: the environments or rewards of these groups have not returned")
     return "\n  ".join(lines)

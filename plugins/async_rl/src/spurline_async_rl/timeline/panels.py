@@ -1,8 +1,7 @@
 """Show the timeline and the staleness of a run of source `async_rollouts` in its report.
 
-Panel `rollout_timeline` reads RUN_DIR/timeline.jsonl, and panel `staleness` reads the metrics. The timeline has two
-plots over the same seconds. One shows groups in lanes, coloured by the age of their oldest token when they were
-trained. The other plot shows what the training loop did. This module imports no torch, because it contains configs.
+The timeline has two plots over the same seconds. One shows groups in lanes, coloured by the age of their oldest token
+when they were trained. The other plot shows what the training loop did.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
-
-from pydantic import Field
 
 from spurline.trackers.readout import clock
 from spurline_async_rl.timeline.records import (
@@ -27,20 +24,16 @@ from spurline_async_rl.timeline.records import (
 )
 from spurline_insight.report.figure import Trace, figure, one_of_several, step_figure
 from spurline_insight.report.markup import Panel, block, caption, columns
-from spurline_insight.report_panel import ReportPanelConfig, RunRecord
+from spurline_insight.report_panel import RunRecord
 
 _TOKENS = "staleness/tokens_"
 _AGES = (("staleness/mean", "mean", "--series-1"), ("staleness/max", "oldest token", "--series-6"))
-_WAITS = (
-    ("time/wait_rollouts", "waiting for a batch", "--series-6"),
-    ("time/sync", "publishing weights", "--series-1"),
-    ("time/sync_pause", "engines paused", "--series-2"),
-)
 _LEVELS = (
     ("async/running", "under way", "--series-2"),
     ("async/buffered", "finished, untrained", "--series-1"),
     ("async/depth", "depth of admission", "--series-6"),
 )
+_MAX_STEPS = 8
 _MAX_GROUPS = 1500
 """Most groups to draw. More bars would be slow to draw and impossible to read."""
 _MAX_LANES = 128
@@ -51,6 +44,7 @@ _UNTRAINED = {
     "filtered": ("filtered", "--series-8"),
     "quarantined": ("given up", "--series-6"),
     "skipped": ("skipped", "--series-7"),
+    "given back": ("generated again", "--series-5"),
 }
 _SPANS: Mapping[SpanKind, tuple[str, int, str]] = {
     "train": ("training", 0, "--series-3"),
@@ -65,56 +59,27 @@ _STYLE = "<style>.rollout-timeline > .plot { height: 520px; }</style>"
 _Timed = TypeVar("_Timed", GroupSpan, Span)
 
 
-class TimelinePanelConfig(ReportPanelConfig):
-    """Draw generation, training and publishing over time."""
+class TimelinePanel(Panel):
+    """A plot of the last steps over time, and plots of the ages of tokens and the numbers of groups in all steps."""
 
-    name: str = "rollout_timeline"
-    steps: int = Field(default=8, gt=0)
-    """Largest number of steps to draw. Fewer steps are drawn if they have too many groups."""
-
-
-class StalenessPanelConfig(ReportPanelConfig):
-    """Show the age of the trained tokens, and the time spent waiting."""
-
-    name: str = "staleness"
-
-
-class TimelinePanel:
-    """A plot of the last steps of the run over time."""
-
-    title = "Timeline"
-
-    def __init__(self, config: TimelinePanelConfig) -> None:
-        self._config = config
+    title = "Timeline and staleness"
 
     def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if the run has no timeline."""
-        records = read_timeline(record.run_dir / TIMELINE_FILE)
-        if not records:
-            return None
-        window = last_window(records, self._config.steps)
-        return block(caption(_caption(records, window)), timeline_figure(records, window), wide=True)
-
-
-class StalenessPanel(Panel):
-    """Plots of the trained tokens by age, and of ages, waiting times and numbers of groups over the steps."""
-
-    title = "Staleness"
-
-    def render(self, record: RunRecord) -> str | None:
-        """Return the panel, or None if the run has no metrics of staleness."""
-        tokens = _tokens_by_staleness(record)
-        if not tokens:
-            return None
-        plots = [_histogram(tokens)]
-        for y_title, label, traces, tickformat in (
-            ("Updates", "Staleness of trained tokens over steps", _traces(record, _AGES), None),
-            ("Share of the step", "Waiting over steps", _traces(record, _WAITS, is_share=True), ".0%"),
-            ("Groups after a batch", "Groups running and buffered over steps", _traces(record, _LEVELS), None),
-        ):
-            if traces:
-                plots.append(step_figure(traces, y_title, label=label, tickformat=tickformat, rangemode="tozero"))
-        return block(caption(_head(record, tokens)), columns(*plots), wide=True)
+        """Return the panel, or None if the run has neither a timeline nor metrics of staleness."""
+        parts: list[str] = []
+        if records := read_timeline(record.run_dir / TIMELINE_FILE):
+            window = last_window(records)
+            parts += [caption(_caption(records, window)), timeline_figure(records, window)]
+        if tokens := _tokens_by_staleness(record):
+            plots = [_histogram(tokens)]
+            for y_title, label, metrics in (
+                ("Updates", "Staleness of trained tokens over steps", _AGES),
+                ("Groups after a batch", "Groups running and buffered over steps", _LEVELS),
+            ):
+                if traces := _traces(record, metrics):
+                    plots.append(step_figure(traces, y_title, label=label, rangemode="tozero"))
+            parts += [caption(_head(record, tokens)), columns(*plots)]
+        return block(*parts, wide=True) if parts else None
 
 
 def _caption(records: Sequence[StepRecord], window: Window) -> str:
@@ -171,17 +136,13 @@ def _histogram(tokens: dict[int, float]) -> str:
     return figure([bars], layout, label="Trained tokens by staleness")
 
 
-def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]], *, is_share: bool = False) -> list[Trace]:
-    """Return a line for each (metric, name, color) that the run has. `is_share` divides values by the step's time."""
-    seconds = dict(zip(*record.series("time/step"), strict=True)) if is_share else {}
-    style: Trace = {"hovertemplate": "%{y:.1%}"} if is_share else {}
+def _traces(record: RunRecord, metrics: Sequence[tuple[str, str, str]]) -> list[Trace]:
+    """Return the lines of each (metric, name, color) that the run has."""
     traces: list[Trace] = []
     for metric, name, color in metrics:
-        values = dict(zip(*record.series(metric), strict=True))
-        if is_share:
-            values = {step: spent / seconds[step] for step, spent in values.items() if seconds.get(step, 0) > 0}
-        if values:
-            traces += one_of_several(name, [*values], [*values.values()], color, **style)
+        steps, values = record.series(metric)
+        if steps:
+            traces += one_of_several(name, steps, values, color)
     return traces
 
 
@@ -195,10 +156,10 @@ class Window:
     ended: float
 
 
-def last_window(records: Sequence[StepRecord], num_steps: int) -> Window:
-    """Return the window of the last steps: at most `num_steps`, and fewer if they have too many groups."""
+def last_window(records: Sequence[StepRecord]) -> Window:
+    """Return the window of the last steps: at most `_MAX_STEPS`, and fewer if they have too many groups."""
     first, groups = len(records) - 1, len(records[-1].groups)
-    while first > 0 and len(records) - first < num_steps:
+    while first > 0 and len(records) - first < _MAX_STEPS:
         groups += len(records[first - 1].groups)
         if groups > _MAX_GROUPS:
             break

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter, ValidationError
 
 from spurline.errors import RunDirectoryError
-from spurline.files import own_file, write_failure, write_text
-from spurline.trackers.jsonl import read_json_lines
+from spurline.files import own_file, write_errors
+from spurline.trackers.jsonl import cut_back, read_json_lines
 from spurline_async_rl.scheduling.scheduler import State
 
 TIMELINE_FILE = "timeline.jsonl"
@@ -102,17 +102,18 @@ def read_timeline(path: Path) -> list[StepRecord]:
     Raises:
         RunDirectoryError: If a complete line is unreadable.
     """
-    records: list[StepRecord] = []
-    for number, line in enumerate(read_json_lines(path), start=1):
-        try:
-            records.append(_LINE.validate_python(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise RunDirectoryError(
-                f"{path}:{number}: not a line of a timeline ({first['loc']}: {first['msg']}). Another version or "
-                "program wrote it. Remove the file if you do not need it."
-            ) from error
-    return records
+    return [_record(path, number, line) for number, line in enumerate(read_json_lines(path), start=1)]
+
+
+def _record(path: Path, number: int, line: Mapping[str, Any]) -> StepRecord:
+    try:
+        return _LINE.validate_python(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RunDirectoryError(
+            f"{path}:{number}: not a line of a timeline ({first['loc']}: {first['msg']}). Another version or program "
+            "wrote it. Remove the file if you do not need it."
+        ) from error
 
 
 def staleness_of(step: int, version: int) -> int:
@@ -143,16 +144,13 @@ class Timeline:
         """Continue after this step; step 0 begins a run. Lines of later steps are removed from the file.
 
         Raises:
+            RunDirectoryError: If the line of an earlier step is unreadable.
             RunFailedError: If the file cannot be written.
         """
-        try:
-            kept, until = _kept_lines(self._path, step)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(self._path, kept.decode())
-        except OSError as error:
-            raise write_failure(self._path, error) from error
+        cut_back(self._path, step)
+        lines = read_json_lines(self._path)
         with self._lock:
-            self._zero = self._clock() - until
+            self._zero = self._clock() - (_record(self._path, len(lines), lines[-1]).until if lines else 0.0)
 
     def group_began(self, draw: int, version: int) -> None:
         """Note the admission of a group with weights of this version."""
@@ -182,7 +180,7 @@ class Timeline:
             self._taken.append(Taken(step, self._now(), tuple(draws)))
 
     def write(self, step: int) -> None:
-        """Append everything that ended since the last call as the line of this step.
+        """Append everything that ended since the last call as the line of this step, which survives a power cut.
 
         Raises:
             RunFailedError: If the file cannot be written.
@@ -191,31 +189,11 @@ class Timeline:
             record = StepRecord(step, self._now(), tuple(self._groups), tuple(self._spans), tuple(self._taken))
             self._groups, self._spans, self._taken = [], [], []
         line = encode_record(record)
-        try:
-            with open(self._path, "ab", buffering=0, opener=own_file) as file:
-                # The line is written by a single call, so a kill can damage only this line.
-                if file.write(line) != len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise write_failure(self._path, error) from error
+        # The line is written by a single call, so a kill can damage only this line.
+        with write_errors(self._path), open(self._path, "ab", buffering=0, opener=own_file) as file:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file)
 
     def _now(self) -> float:
         return round(self._clock() - self._zero, 3)
-
-
-def _kept_lines(path: Path, last_step: int) -> tuple[bytes, float]:
-    """Return the lines up to `last_step`, and the time of the last one.
-
-    The first unreadable line and all lines after it are dropped. A power cut may leave such a line, and a resume must
-    still work.
-    """
-    kept, until = b"", 0.0
-    for raw in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            record = _LINE.validate_json(raw)
-        except ValidationError:
-            break
-        if record.step > last_step or not raw.endswith(b"\n"):
-            break
-        kept, until = kept + raw, record.until
-    return kept, until

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from spurline.errors import BucketLostError, ConfigError, RunFailedError, listing
 from spurline.plugins.registry import resolve
-from spurline.protocols.backend import TrainsAdapters
 from spurline_async_rl.engines.commands import BeginAdapterUpdate, BeginUpdate, Command, FinishUpdate, LoadBucket
 from spurline_async_rl.weights.configs import BucketSyncConfig
+from spurline_models.abilities import TrainsAdapters
 from spurline_models.backend_config import adapters_of
 from spurline_models.weight_buckets import (
     BucketMaker,
@@ -216,11 +216,11 @@ class BucketSync:
         self, buckets: Iterator[WeightBucket], engines: Sequence[TakesWeights], progress: _Progress
     ) -> None:
         self.waits_for = "the backend's first weights"
-        bucket = await in_thread(_next, buckets)
+        bucket = await in_thread(next, buckets, None)
         while bucket is not None:
             self.check(bucket)
             size = bucket_bytes(bucket.places)
-            following = asyncio.ensure_future(in_thread(_next, buckets)) if self.makes_ahead else None
+            following = asyncio.ensure_future(in_thread(next, buckets, None)) if self.makes_ahead else None
             try:
                 await self._tell(engines, f"to load bucket {progress.taken + 1}", LoadBucket(bucket))
             except BucketLostError:
@@ -237,7 +237,7 @@ class BucketSync:
             # Free this bucket before the next one is made.
             del bucket
             self.waits_for = f"the backend's weights after bucket {progress.taken}"
-            bucket = await (in_thread(_next, buckets) if following is None else following)
+            bucket = await (in_thread(next, buckets, None) if following is None else following)
 
     async def _tell(self, engines: Sequence[TakesWeights], what: str, command: Command) -> None:
         """Send a command to all engines, wait for all answers, and raise the first error."""
@@ -288,10 +288,6 @@ def in_dtype(weights: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterat
 
 def _receivers(engines: Sequence[TakesWeights]) -> dict[str, int]:
     return {name: count for engine in engines for name, count in engine.receivers.items()}
-
-
-def _next(buckets: Iterator[WeightBucket]) -> WeightBucket | None:
-    return next(buckets, None)
 
 
 def cut(weights: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
 """Keys of a bucket's `where`. It has the `Meeting` and [version, number], or only why the previous bucket was lost."""
-_DEFAULT_LIMIT_S = 60.0
 _JOIN_AND_SEND = 2.5
 """Joining and sending end within this multiple of the time limit, unless a call hangs. NCCL hangs if a process dies."""
 _FAR_AWAY = "192.0.2.1"
@@ -43,7 +42,11 @@ _FAR_AWAY = "192.0.2.1"
 
 
 class CollectiveSync(BucketSync):
-    """A `WeightSync` that broadcasts buckets."""
+    """A `WeightSync` that broadcasts buckets.
+
+    After `limit_s` seconds in which not all engines joined the group, or received a bucket, the bucket is sent again to
+    the engines that still run.
+    """
 
     transport = "collective"
     maker = f"{__name__}:BroadcastMaker"
@@ -52,7 +55,9 @@ class CollectiveSync(BucketSync):
 
     def __init__(self, config: CollectiveSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
-        self._limit_s = config.exchange_limit_s(run) or _DEFAULT_LIMIT_S
+        engine_limit_s = None if run is None else run.source.facts.update_limit_s
+        # A bucket must be given up before the engines that wait for it would be killed.
+        self.limit_s = config.timeout_s / 10 if engine_limit_s is None else engine_limit_s / 2
         self._device: Literal["cpu", "cuda"] = "cuda" if weights_on_gpu(run) else "cpu"
         self._host = config.address or ("127.0.0.1" if _all_here(run) else _own_address())
         self._store: Any = None
@@ -69,7 +74,7 @@ class CollectiveSync(BucketSync):
         self._receivers = dict(receivers)
         # Several runs may share a server, so the name must be unique among runs.
         name = f"{os.getpid()}-{self._store.port}-{next(self._numbers)}"
-        self._meeting = Meeting(self._host, self._store.port, name, self._receivers, self._device, self._limit_s)
+        self._meeting = Meeting(self._host, self._store.port, name, self._receivers, self._device, self.limit_s)
 
     def note_receivers(self, receivers: Mapping[str, int]) -> None:
         if gone := [name for name in self._receivers if name not in receivers]:
@@ -99,12 +104,11 @@ class CollectiveSync(BucketSync):
 
     def _open_store(self) -> Any:
         try:
-            limit = timedelta(seconds=self._limit_s)
-            return open_store(self._host, limit)
+            return open_store(self._host, timedelta(seconds=self.limit_s))
         except Exception as error:
             raise RunFailedError(
                 f"Weights could not be sent, because this machine did not reach itself as {self._host} within "
-                f"{self._limit_s:g} s: {str(error).partition(chr(10))[0]}. Set source.weight_sync.address to its name "
+                f"{self.limit_s:g} s: {str(error).partition(chr(10))[0]}. Set source.weight_sync.address to its name "
                 "or address in the network of ranks and engines."
             ) from error
 

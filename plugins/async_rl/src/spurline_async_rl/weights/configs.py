@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from spurline.config.paths import PathSetting
-from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
-from spurline.errors import Problem
 from spurline_rl.protocols.weight_sync import WeightSyncConfig
 
 
 class BucketSyncConfig(WeightSyncConfig):
     """Base of all transports."""
 
-    retired: ClassVar[tuple[str, ...]] = ("checksum",)
+    retired: ClassVar[tuple[str, ...]] = ("checksum", "exchange_timeout_s")
     bucket_mb: Annotated[int, OnResume.FREE] = Field(default=512, gt=0)
     """Largest size of a bucket of weights, in MiB. A larger tensor has its own bucket."""
     timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
@@ -67,29 +64,8 @@ class CollectiveSyncConfig(BucketSyncConfig):
     """Broadcast the weights to all engines at once, on any machine, with NCCL from GPUs and with gloo from CPUs."""
 
     name: str = "collective"
-    exchange_timeout_s: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0)
-    """Time limit in seconds for all engines to join the group, and also for all engines to receive one bucket. After
-    this time, the bucket is sent again to the engines that still run. The limit must be less than
-    `engine.update_timeout_s`; null means half of `engine.update_timeout_s`."""
     address: Annotated[str | None, OnResume.FREE] = None
     """Host name or IP address of this machine in the network of ranks and engines; null finds it automatically."""
-
-    def exchange_limit_s(self, run: RunConfig | None) -> float | None:
-        """Return the time limit of an exchange, or None if neither this config nor the engine's config has one."""
-        if self.exchange_timeout_s is not None:
-            return self.exchange_timeout_s
-        limit_s = None if run is None else run.source.facts.update_limit_s
-        return None if limit_s is None else limit_s / 2
-
-    def problems(self, run: RunConfig) -> Iterable[Problem]:
-        limit_s = run.source.facts.update_limit_s
-        if self.exchange_timeout_s is not None and limit_s is not None and self.exchange_timeout_s >= limit_s:
-            yield Problem(
-                "exchange_timeout_s",
-                f"is {self.exchange_timeout_s:g}, but must be less than source.engine.update_timeout_s ({limit_s:g}). "
-                "Otherwise one engine that hangs would end all engines. Remove exchange_timeout_s, or raise "
-                "update_timeout_s.",
-            )
 
 
 class CudaIpcSyncConfig(BucketSyncConfig):

@@ -135,7 +135,7 @@ class ExchangeGroup:
                 looked = now
                 self._check()
             if now - began >= self._meeting.limit_s:
-                raise _LateError(f"the broadcast did not end within {self._meeting.limit_s:g} s (exchange_timeout_s)")
+                raise _LateError(f"the broadcast did not end within {self._meeting.limit_s:g} s")
         # This raises the error of the broadcast, if any.
         work.wait()
         self._work = None
@@ -149,7 +149,7 @@ class ExchangeGroup:
         while missing := [name for rank, name in enumerate(members) if not self._keys.check([f"{_HERE}/{rank}"])]:
             self._check()
             if time.monotonic() - began >= limit_s:
-                raise _LateError(f"{listing(missing)} did not join within {limit_s:g} s (exchange_timeout_s)")
+                raise _LateError(f"{listing(missing)} did not join within {limit_s:g} s")
             time.sleep(10 * _POLL_S)
         self._check()
 

@@ -156,38 +156,6 @@ def first_fit(lengths, order, row_of, room):
     return num_rows
 
 
-def best_fit(lengths, order, capacity, row_of, keys):
-    """Put each sample into the row where it leaves the least room, and return the number of rows.
-
-    Among rows with equal room, the first row is taken. `keys` has one entry for each sample. The loop keeps rows there,
-    sorted by (room, number of the row). Each entry is one integer that contains both values.
-    """
-    scale = order.shape[0]
-    num_rows = 0
-    for sample in order:
-        length = lengths[sample]
-        place = num_rows
-        low = 0
-        while low < place:
-            middle = (low + place) // 2
-            if keys[middle] < length * scale:
-                low = middle + 1
-            else:
-                place = middle
-        if place == num_rows:
-            row, room = num_rows, capacity
-            num_rows += 1
-        else:
-            row, room = keys[place] % scale, keys[place] // scale
-        key = (room - length) * scale + row
-        while place > 0 and keys[place - 1] > key:
-            keys[place] = keys[place - 1]
-            place -= 1
-        keys[place] = key
-        row_of[sample] = row
-    return num_rows
-
-
 def fill_missing_rows(order, row_of, num_rows, counts, donors, last, before):
     """Fill each row beyond `num_rows` with the last sample of a row with the most samples.
 

@@ -13,11 +13,11 @@ from datetime import date
 from typing import Literal
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import DataConfig
-from spurline.data.token_store import SampleBlock, SampleSink, Tokenized
+from spurline.data.token_store import SampleBlock, Tokenized
 from spurline.errors import DataError
 from spurline.protocols.tokenization import DatasetToTokenize
 from spurline_collation_fast.cache.folder import TokenCache, default_cache_folder
@@ -30,7 +30,7 @@ from spurline_collation_fast.tokenization.blocks import (
     available_cores,
     chunks_of,
 )
-from spurline_text.tokenization import SampleCollector, check_rows
+from spurline_text.tokenization import SampleCollector, SampleSink, check_rows
 
 ROWS_PER_CHUNK = 256
 """Rows of a chunk, enough to keep the threads of the tokenizer busy unless the rows are short."""
@@ -52,14 +52,8 @@ Advance = Callable[[int], None]
 def show_progress(num_rows: int) -> Iterator[Advance]:
     """Show a progress bar, and yield a function that adds a number of finished rows. The bar disappears at the end."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} of {task.total:,.0f} rows"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("tokenizing", total=num_rows)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(f"tokenizing {num_rows:,} rows", total=num_rows)
         yield lambda rows: bar.advance(task, rows)
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from spurline.errors import UserError, listing
-from spurline.trackers.readout import score
 from spurline_insight.report.document import write_page
 from spurline_insight.report.figure import Trace, line, one_of_several, series_color, step_figure
-from spurline_insight.report.markup import block, caption, scalar, status_mark, table, text
+from spurline_insight.report.markup import block, caption, scalar, score, status_mark, table, text
 from spurline_insight.report.page import facts_of, steps_of
 from spurline_insight.report.record import distinct_names, read_record
 from spurline_insight.report_panel import RunRecord

@@ -1,14 +1,13 @@
 """Write one HTML file that needs no network, since it contains style, scripts, plotly.js and figures.
 
-plotly.js and the figures are compressed with gzip and written in base 85, so that most pages have less than 2 MB. A
-script on the page unpacks them. A content security policy prevents the page from loading anything.
+plotly.js is compressed with gzip and written in base 64. A script on the page unpacks it. A content security policy
+prevents the page from loading anything.
 """
 
 from __future__ import annotations
 
 import base64
 import gzip
-import re
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
@@ -22,11 +21,6 @@ _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval' blob:; style-src 'unsafe-inline'; "
     "img-src data: blob:; font-src data:; worker-src blob:; form-action 'none'; base-uri 'none'"
 )
-_FIGURE = re.compile(r'(<script type="application/json" class="figure">)(.*?)(</script>)', re.DOTALL)
-_SAFE = bytes.maketrans(b"<>&", b",.:")
-"""Replaces the characters of Python's base 85 that could begin markup inside a script element."""
-DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%:()*+-;,=.?@^_`{|}~"
-"""The 85 digits of packed text."""
 
 
 def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str, str]], subject: str) -> None:
@@ -40,27 +34,7 @@ def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str,
         subject: HTML for the last line, such as `Spurline report of ...`.
     """
     panels = "".join(f'<section class="panel"><h2>{text(head)}</h2>{content}</section>' for head, content in sections)
-    page = _document(
-        title,
-        f"""{header}
-<div class="grid">
-{panels}
-</div>
-<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>""",
-    )
-    # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
-    replace_file(out, page.encode(errors="replace").decode())
-
-
-def _document(title: str, body: str) -> str:
-    figures: list[str] = []
-
-    def take(found: re.Match[str]) -> str:
-        figures.append(found[2])
-        return found[1] + found[3]
-
-    body = _FIGURE.sub(take, body)
-    return f"""<!DOCTYPE html>
+    page = f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -68,27 +42,23 @@ def _document(title: str, body: str) -> str:
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{text(title)}</title>
-<style>{_asset("report.css")}</style>
-<script type="text/plain" id="plotly">{_plotly()}</script>
-<script>const ALPHABET = "{DIGITS}";
-{_asset("unpack.js")}</script>
+<style>{_asset("view/static/theme.css")}{_asset("report/assets/report.css")}</style>
 </head>
 <body>
 <main>
-{body}
+{header}
+<div class="grid">
+{panels}
+</div>
+<footer>{subject}, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</footer>
 </main>
-<script type="text/plain" id="figures">{packed(f"[{','.join(figures)}]")}</script>
-<script>{_asset("report.js")}</script>
+<script type="text/plain" id="plotly">{_plotly()}</script>
+<script>{_asset("report/assets/report.js")}</script>
 </body>
 </html>
 """
-
-
-def packed(content: str) -> str:
-    """Return the text as gzip in base 85, safe inside a script element. Equal texts give equal results."""
     # A sample may hold half of a surrogate pair, which UTF-8 cannot encode.
-    compressed = gzip.compress(content.encode(errors="replace"), 9, mtime=0)
-    return base64.b85encode(compressed).translate(_SAFE).decode()
+    replace_file(out, page.encode(errors="replace").decode())
 
 
 @cache
@@ -96,8 +66,8 @@ def _plotly() -> str:
     # Code that only reads a run directory does not need plotly.
     from plotly.offline import get_plotlyjs
 
-    return packed(get_plotlyjs())
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
-def _asset(name: str) -> str:
-    return files("spurline_insight.report").joinpath("assets", name).read_text(encoding="utf-8")
+def _asset(path: str) -> str:
+    return files("spurline_insight").joinpath(path).read_text(encoding="utf-8")

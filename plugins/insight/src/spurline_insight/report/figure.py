@@ -140,15 +140,12 @@ def level(name: str, steps: Sequence[int], value: float, color: str) -> Trace:
     return line(name, ends, [value, value], color, mode="lines", line=dashes, hoverinfo="skip", hovertemplate=None)
 
 
-def step_figure(
-    traces: Sequence[Trace], y_title: str, layout: Mapping[str, Any] | None = None, *, label: str, **y_axis: Any
-) -> str:
+def step_figure(traces: Sequence[Trace], y_title: str, *, label: str, **y_axis: Any) -> str:
     """Return a plot over training steps as HTML.
 
     Args:
         traces: Lines of the plot.
         y_title: Title of the y axis.
-        layout: Further plotly attributes of the layout.
         label: A description of the plot for screen readers.
         y_axis: Further plotly attributes of the y axis.
     """
@@ -157,8 +154,8 @@ def step_figure(
     if steps and steps[-1] - steps[0] <= 10:
         # Otherwise plotly would put ticks between whole steps, and label them with rounded numbers.
         x_axis |= {"dtick": 1, "range": [steps[0] - 0.5, steps[-1] + 0.5]}
-    base = {"xaxis": x_axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}
-    return figure(traces, base | dict(layout or {}), label=label)
+    layout = {"xaxis": x_axis, "yaxis": {"title": {"text": y_title}} | y_axis, "hovermode": "x unified"}
+    return figure(traces, layout, label=label)
 
 
 def figure(traces: Sequence[Trace], layout: Mapping[str, Any], *, label: str) -> str:

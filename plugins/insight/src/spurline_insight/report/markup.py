@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from spurline_insight.report_panel import ReportPanelConfig
@@ -61,9 +62,10 @@ def shares(parts: Sequence[tuple[str, float, str]]) -> str:
     """Return horizontal bars. Each part is a label, a share from 0 to 1, and a text at the right."""
     rows = "".join(
         f'<li><span class="label">{text(label)}</span>'
-        f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%"></span></span>'
+        f'<span class="track"><span class="bar" style="width:{100 * min(1.0, max(0.0, share)):.2f}%;'
+        f'background:var(--series-{min(number, 8)})"></span></span>'
         f'<span class="amount">{text(amount)}</span></li>'
-        for label, share, amount in parts
+        for number, (label, share, amount) in enumerate(parts, start=1)
     )
     return f'<ul class="shares">{rows}</ul>'
 
@@ -74,14 +76,13 @@ def status_mark(status: str) -> str:
     return f'<span class="status {known}">{text(shown)}</span>'
 
 
+def score(value: float) -> str:
+    """Format a loss, norm or score with four significant digits, including trailing zeros."""
+    if value == 0:
+        return "0"
+    return f"{value:.3e}" if not 1e-3 <= abs(value) < 1e6 else f"{value:#.4g}".removesuffix(".")
+
+
 def scalar(value: Any) -> str:
-    """Return the value as YAML writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, Mapping):
-        return "{}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return f"[{', '.join(scalar(item) for item in value)}]"
-    return str(value) if value != "" else '""'
+    """Return a text as it is, and any other value as JSON, which is YAML too."""
+    return value if value and isinstance(value, str) else json.dumps(value)

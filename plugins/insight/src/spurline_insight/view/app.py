@@ -110,7 +110,9 @@ def _unless_unreadable(answer: Callable[[], Mapping[str, Any]], **otherwise: Any
 
 
 def _series(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:
-    return [_unless_unreadable(partial(run.series, query.get("metric", "")), steps=[], values=[]) for run in runs]
+    return [
+        _unless_unreadable(partial(run.series, query.get("metric", "")), steps=[], values=[], means=[]) for run in runs
+    ]
 
 
 def _evaluations(runs: Sequence[ViewedRun], query: Mapping[str, str]) -> Any:

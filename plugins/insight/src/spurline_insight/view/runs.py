@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 from spurline.trackers.jsonl import METRICS_FILE, read_metrics
-from spurline_insight.report.figure import thinned
+from spurline_insight.report.figure import moving_means, thinned
 from spurline_insight.report.record import distinct_names, evaluation_metrics, read_summary, setting
 from spurline_insight.report_panel import RunRecord
 
@@ -28,7 +27,6 @@ class ViewedRun:
         check_run_directory(run_dir)
         self.run_dir = run_dir
         self.name = name
-        self._lock = Lock()
         self._read: tuple[Any, Sequence[Mapping[str, float]]] = (None, [])
 
     def state(self) -> dict[str, Any]:
@@ -44,9 +42,9 @@ class ViewedRun:
         }
 
     def series(self, metric: str) -> dict[str, Any]:
-        """Return steps and values of a metric, with at most `MAX_POINTS` points."""
+        """Return steps, values and moving means of a metric, with at most `MAX_POINTS` points."""
         steps, values = thinned(*self._record().series(metric), MAX_POINTS)
-        return {"steps": steps, "values": values}
+        return {"steps": steps, "values": values, "means": moving_means(values)}
 
     def evaluations(self) -> dict[str, Any]:
         """Return `tables`, one for each evaluation: its metrics, and a row of values for each evaluated step."""
@@ -71,15 +69,14 @@ class ViewedRun:
     def _metrics(self) -> Sequence[Mapping[str, float]]:
         """Return the complete lines of metrics.jsonl. Read the file only if it has changed."""
         path = self.run_dir / METRICS_FILE
-        with self._lock:
-            try:
-                stat = path.stat()
-            except FileNotFoundError:
-                return []
-            version = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-            if self._read[0] != version:
-                self._read = (version, read_metrics(path))
-            return self._read[1]
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            return []
+        version, read = (stat.st_ino, stat.st_size, stat.st_mtime_ns), self._read
+        if read[0] != version:
+            self._read = read = (version, read_metrics(path))
+        return read[1]
 
     def _record(self) -> RunRecord:
         return RunRecord(self.run_dir, self._metrics(), read_mapping(self.run_dir / CONFIG_FILE))

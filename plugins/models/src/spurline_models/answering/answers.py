@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import typer
-from tokenizers import Encoding
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -35,8 +34,8 @@ from spurline_models.generation import stop_tokens
 from spurline_models.lengths import position_limit
 from spurline_models.loading import load_model
 from spurline_text.chats.chat import ChatRenderer
-from spurline_text.encoding import encode_batch, require_chat_template
-from spurline_text.prompts import TextQuestion, read_question
+from spurline_text.encoding import require_chat_template
+from spurline_text.prompts import TextQuestion, encode_prompt, read_question
 from spurline_text.rows.messages import Message
 from spurline_text.rows.rows import BadRowError
 from spurline_text.tokenization import open_datasets
@@ -153,13 +152,6 @@ def prompt_rows(path: str, columns: Mapping[str, str]) -> DatasetToTokenize:
     return rows
 
 
-def text_of_input() -> str:
-    """Read a prompt from standard input, up to its end. Raises UserError if there is no standard input."""
-    if sys.stdin is None:
-        raise UserError("there is no standard input to read a prompt from. Give a prompt, or --file.")
-    return sys.stdin.read().rstrip("\n")
-
-
 class Prompts:
     """An encoder that turns prompts into tokens for one model.
 
@@ -175,17 +167,8 @@ class Prompts:
     def of_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt. Raises UserError if it cannot be answered."""
         if self._raw:
-            return self.of_plain_text(text)
+            return self._encoded(text, is_chat=False)
         return self.of_messages([*self.begin, {"role": "user", "content": text}])
-
-    def of_plain_text(self, text: str) -> list[int]:
-        """Return the tokens of a plain text to continue. Raises UserError if the model cannot continue it."""
-        encoding = self._encoded(text, is_chat=False)
-        ids = list(encoding.ids)
-        # Some tokenizers append an end token to every text. The model could not continue after it.
-        if ids and ids[-1] == self._target.tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
-            ids.pop()
-        return ids
 
     def of_messages(self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Return the tokens of a conversation up to the answer. Raises UserError if it cannot be answered."""
@@ -196,7 +179,7 @@ class Prompts:
             text = ChatRenderer(self._target.tokenizer).render(messages, tools, add_generation_prompt=True)
         except BadRowError as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from error
-        return list(self._encoded(text, is_chat=True).ids)
+        return self._encoded(text, is_chat=True)
 
     def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
         """Yield (question, prompt tokens) of each row. If a row has no prompt, raises UserError, which names it."""
@@ -210,26 +193,25 @@ class Prompts:
     def _of_row(self, row: Mapping[str, Any], config: DatasetConfig) -> tuple[str, list[int]]:
         question = read_question(row, config)
         if isinstance(question, TextQuestion):
-            return question.text, self.of_plain_text(question.text)
+            return question.text, self._encoded(question.text, is_chat=False)
         asked = question.messages[: question.answer_at]
         if not asked:
             raise UserError("begins with an assistant's turn. Add a user's turn before it.")
         begin = [] if asked[0]["role"] == "system" else self.begin
         return str(asked[-1].get("content", "")), self.of_messages([*begin, *asked], question.tools)
 
-    def _encoded(self, text: str, *, is_chat: bool) -> Encoding:
+    def _encoded(self, text: str, *, is_chat: bool) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"the prompt is not Unicode text: {error}. Write it in UTF-8.") from error
-        [encoding] = encode_batch(self._target.tokenizer, [text], is_chat=is_chat)
-        length, context = len(encoding.ids), self._target.context
-        if context is not None and length >= context:
+        ids, context = encode_prompt(self._target.tokenizer, text, is_chat=is_chat), self._target.context
+        if context is not None and len(ids) >= context:
             raise UserError(
-                f"the prompt has {length:,} tokens, and prompt and answer together may have at most {context:,}. "
+                f"the prompt has {len(ids):,} tokens, and prompt and answer together may have at most {context:,}. "
                 "Shorten the prompt."
             )
-        return encoding
+        return ids
 
 
 def answer(

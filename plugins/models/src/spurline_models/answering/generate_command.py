@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -55,8 +56,8 @@ def generate(
     """Answer prompts with a run's checkpoint or a model. Sampling defaults come from the run or the model."""
     from spurline.trackers.start_lines import StartLines
 
-    given = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
-    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k}
+    chosen: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if stop:
         chosen["stop"] = tuple(filter(None, stop))
     if column and file is None:
@@ -78,9 +79,8 @@ def generate(
             raise UserError("a conversation in the terminal has no --json, --raw or -n. Give a prompt, or --file.")
         answers.talk(found, asked, sampling, seed)
         return
-    texts = [answers.text_of_input() if text == "-" else text for text in prompts or ()]
-    if not texts and rows is None:
-        texts = [answers.text_of_input()]
+    given = prompts or (["-"] if rows is None else [])
+    texts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in given]
     every = [(text, asked.of_text(text)) for text in texts]
     if rows is not None:
         every += asked.of_rows(rows)

@@ -6,8 +6,6 @@ all tokens of a batch would depend on them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -16,17 +14,6 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline_models.experts.routers import Choice, find_routers
 from spurline_models.streams.token_stream import TokenStream
-
-
-@dataclass(frozen=True)
-class BalanceLoss:
-    """A term of an objective: coefficient * (sum of the sequences' balances, see `StreamBalance`) / num_sequences.
-
-    `num_sequences` counts the sequences with loss in the whole mini-batch, over all micro-batches and ranks.
-    """
-
-    coefficient: float
-    num_sequences: int
 
 
 def balance_coefficient(model: ModelConfig, causal: PreTrainedModel) -> float:

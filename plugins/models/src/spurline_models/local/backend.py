@@ -22,15 +22,16 @@ from spurline.data.batch import TrainingBatch
 from spurline.digests import FileDigest
 from spurline.errors import NonFiniteLossError, RunFailedError
 from spurline.plugins.registry import Registry
-from spurline.protocols.backend import GenerationModel, LossSums, Role, check_trained
+from spurline.protocols.backend import LossSums, Role
 from spurline.protocols.loss import ENTROPY, Objective
+from spurline_models.abilities import GenerationModel, check_trained
 from spurline_models.accumulate import StepSums, accumulate_gradients, describe_failure, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
 from spurline_models.configs import check_libraries
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import device_profile, seed_generators
-from spurline_models.experts.router_balance import BalanceLoss, balance_coefficient
+from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.experts.router_replay import check_replayed, load_metrics
 from spurline_models.generation import generate_greedily, generation_model, stop_tokens
 from spurline_models.loading import check_config
@@ -232,7 +233,7 @@ class LocalBackend:
         streams = self._streams(batch, objective.loss.needs)
         balance = None
         if self._balance is not None and role == "policy":
-            balance = BalanceLoss(self._balance, batch.num_trained_segments)
+            balance = self._balance / batch.num_trained_segments
         return accumulate_gradients(trained.model, streams, objective, self._profile, balance)
 
     def _streams(self, batch: TrainingBatch, needs: Collection[str]) -> Iterator[tuple[Rows, TokenStream]]:

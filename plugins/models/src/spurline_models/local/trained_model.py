@@ -217,7 +217,7 @@ class WeightPlacement:
         if config.activation_checkpointing:
             model.checkpoint_activations(self._profile.checkpoint_options())
         if config.offload_activations:
-            model.offload_activations(self._profile)
+            model.offload_activations()
         if config.compile:
             model.compile()
         parameters = {name: value for name, value in model.causal.named_parameters() if value.requires_grad}

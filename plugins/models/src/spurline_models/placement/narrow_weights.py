@@ -20,7 +20,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError
 from spurline_models.architecture import load_model_config
 from spurline_models.configs import LoraConfig
-from spurline_models.placement.quantized_weights import QuantizedLinear
+from spurline_models.placement.quantized_weights import QuantizedLinear, WidenedLinear
 from spurline_models.weight_files import stored_dtype
 
 
@@ -124,7 +124,8 @@ class _NarrowLinear(nn.Linear):
             )
         if self.weight.requires_grad and torch.is_grad_enabled():
             return F.linear(input, self.weight.to(input.dtype), self.bias)
-        return _WidenedLinear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return]
+        widened: Any = WidenedLinear.apply(input, self.bias, lambda dtype, weight: weight.to(dtype), self.weight)
+        return widened
 
 
 class _NarrowEmbedding(nn.Embedding):
@@ -136,18 +137,3 @@ class _NarrowEmbedding(nn.Embedding):
         # Look each token up once, so that the gradients of all its positions are summed in the wide dtype.
         tokens, places = input.unique(return_inverse=True)
         return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
-
-
-class _WidenedLinear(torch.autograd.Function):
-    """A linear layer that widens its matrix in both passes, so that the wide matrix is not kept in between."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        return F.linear(input, weight.to(input.dtype), None if bias is None else bias.to(input.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        (gradient,) = gradients
-        return gradient @ weight.to(gradient.dtype), None, None

@@ -99,7 +99,7 @@ class DeviceMemory:
             local = _local(tensor)
             found = self.read(local)
             return tensor if found is local else cast(Any, DTensor)(found, cast(Any, tensor)._spec, requires_grad=False)
-        absent = self._absent.get(storage_key(tensor.untyped_storage()))
+        absent = self._absent.get(_storage_key(tensor.untyped_storage()))
         if absent is None:
             return tensor
         if absent.host is None:
@@ -133,7 +133,7 @@ class DeviceMemory:
             is_here = storage.device.type == self._profile.device.type and storage.nbytes() > 0
             # Memory that another process or numpy shares cannot be freed here.
             if is_here and storage.resizable():
-                yield storage_key(storage), storage
+                yield _storage_key(storage), storage
 
 
 def refuse(what: str) -> NoReturn:
@@ -161,7 +161,7 @@ def _local(tensor: Tensor) -> Tensor:
     return cast(Any, tensor)._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def storage_key(storage: UntypedStorage) -> int:
+def _storage_key(storage: UntypedStorage) -> int:
     """Return a key that is the same for all Python objects of one storage."""
     return cast(Any, storage)._cdata
 

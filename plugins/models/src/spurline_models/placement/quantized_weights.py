@@ -141,23 +141,30 @@ class QuantizedLinear(nn.Linear):
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         held = self.held()
-        result: Any = _DequantizedLinear.apply(input.to(dtype), self.bias, held.shape, *held.parts)
+        result: Any = WidenedLinear.apply(
+            input.to(dtype),
+            self.bias,
+            lambda dtype, *parts: QuantizedWeight(held.shape, *parts).values(dtype),
+            *held.parts,
+        )
         return result
 
 
-class _DequantizedLinear(torch.autograd.Function):
-    """A linear layer that dequantizes its matrix in both passes, so that the matrix is not kept in between."""
+class WidenedLinear(torch.autograd.Function):
+    """A linear layer that computes its frozen matrix in both passes, so that the matrix is not kept in between.
+
+    `values` returns the matrix in a dtype, made of `parts`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, bias: Tensor | None, shape: torch.Size, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, input: Tensor, bias: Tensor | None, values: Callable[..., Tensor], *parts: Tensor) -> Tensor:
         ctx.save_for_backward(*parts)
-        ctx.shape = shape
-        weight = QuantizedWeight(shape, *parts).values(input.dtype)
-        return F.linear(input, weight, None if bias is None else bias.to(input.dtype))
+        ctx.values = values
+        return F.linear(input, values(input.dtype, *parts), None if bias is None else bias.to(input.dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         # With activation checkpointing, saved tensors can be read only once.
         parts = ctx.saved_tensors
-        return gradient @ QuantizedWeight(ctx.shape, *parts).values(gradient.dtype), *(None,) * (2 + len(parts))
+        return gradient @ ctx.values(gradient.dtype, *parts), *(None,) * (2 + len(parts))

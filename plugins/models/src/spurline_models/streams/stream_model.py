@@ -17,18 +17,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
 from transformers import PreTrainedModel
 
 from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
-from spurline_models.device_profile import DeviceProfile
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
 from spurline_models.kernels import kernels_of
-from spurline_models.placement.activation_offloading import ActivationOffloading
 from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
 from spurline_models.streams.token_stream import Bucket, SegmentPlan, Send, TokenStream, cut_buckets
@@ -59,7 +58,7 @@ class StreamModel:
         self.decoder = find_decoder(causal)
         self.head: nn.Module = head
         self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
-        self._offloading: ActivationOffloading | None = None
+        self._offloads = False
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
@@ -69,9 +68,9 @@ class StreamModel:
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
 
-    def offload_activations(self, profile: DeviceProfile) -> None:
-        """Keep the activations of layers on the host until the backward pass."""
-        self._offloading = ActivationOffloading(self.causal, profile)
+    def offload_activations(self) -> None:
+        """Keep the inputs of layers on the host until the backward pass. Layers must be checkpointed."""
+        self._offloads = True
 
     def compile(self) -> None:
         """Run each layer of the decoder through torch.compile. Attention stays outside of the compiled graphs."""
@@ -160,11 +159,6 @@ class StreamModel:
     def _hidden_of_rows(
         self, input_ids: Tensor, position_ids: Tensor, plan: SegmentPlan, routed_experts: Tensor | None, num_fill: int
     ) -> Tensor:
-        if plan.exchange is not None:
-            raise ModelError(
-                f"{type(self.causal).__name__} reads a row for each sequence, so ranks cannot share a sequence. Set "
-                "backend.context: 1."
-            )
         device = input_ids.device
         parts: list[Tensor] = []
         for row_pass in self._row_passes(plan, device):
@@ -201,7 +195,7 @@ class StreamModel:
             options[ROUTED_EXPERTS] = routed_experts
         if self._takes_positions:
             options["position_ids"] = position_ids
-        with nullcontext() if self._offloading is None else self._offloading.of_pass():
+        with save_on_cpu(pin_memory=True) if self._offloads else nullcontext():
             return self.decoder(input_ids=input_ids, use_cache=False, **options).last_hidden_state
 
     def loss_inputs(self, stream: TokenStream, needs: Collection[str], temperature: float = 1.0) -> TokenLossInputs:

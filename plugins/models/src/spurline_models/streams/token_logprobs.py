@@ -81,11 +81,12 @@ class TokenLogprobs:
     If there are several chunks, their logits are recomputed in the backward pass.
     """
 
-    def __init__(self, head: nn.Module, chunk_tokens: int):
+    def __init__(self, head: Callable[[Tensor], Tensor], chunk_tokens: int) -> None:
         self._head = head
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         # If the head has dropout, the recomputation must restore the random generator. This waits for the device.
-        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in head.modules())
+        modules = head.modules() if isinstance(head, nn.Module) else ()
+        self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
 
     def __call__(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool = False, temperature: float = 1.0
@@ -95,7 +96,18 @@ class TokenLogprobs:
         The distribution is softmax(logits / temperature).
         """
         score = partial(self._score, want_entropy=want_entropy, temperature=temperature)
-        return scored_in_chunks(score, hidden, targets, self._chunk_tokens, draws=self._draws)
+        num_chunks = math.ceil(len(targets) / self.chunk_tokens)
+        if num_chunks <= 1:
+            return score(hidden, targets)
+        size = math.ceil(len(targets) / num_chunks)
+        parts: list[Any] = []
+        for chunk in zip(hidden.split(size), targets.split(size), strict=True):
+            if torch.is_grad_enabled():
+                parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=self._draws))
+            else:
+                parts.append(score(*chunk))
+        entropies = [entropy for _, entropy in parts if entropy is not None]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None
 
     def _score(
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
@@ -106,35 +118,11 @@ class TokenLogprobs:
             logits = logits.float()
         if temperature != 1.0:
             logits = logits / temperature
+        return self._logprobs(logits, targets, want_entropy)
+
+    def _logprobs(self, logits: Tensor, targets: Tensor, want_entropy: bool) -> tuple[Tensor, Tensor | None]:
         if not want_entropy:
             return -F.cross_entropy(logits, targets, reduction="none"), None
         all_logprobs = F.log_softmax(logits, dim=-1)
         entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
         return all_logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
-
-
-def scored_in_chunks(
-    score: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]],
-    hidden: Tensor,
-    targets: Tensor,
-    chunk_tokens: int,
-    *,
-    draws: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Apply `score` to hidden states [N, H] and targets [N], at most `chunk_tokens` of them at a time.
-
-    If there are several chunks, they are scored again in the backward pass. `draws` says whether `score` draws random
-    numbers, which must be the same both times.
-    """
-    num_chunks = math.ceil(len(targets) / chunk_tokens)
-    if num_chunks <= 1:
-        return score(hidden, targets)
-    size = math.ceil(len(targets) / num_chunks)
-    parts: list[Any] = []
-    for chunk in zip(hidden.split(size), targets.split(size), strict=True):
-        if torch.is_grad_enabled():
-            parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=draws))
-        else:
-            parts.append(score(*chunk))
-    entropies = [entropy for _, entropy in parts if entropy is not None]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(entropies) if entropies else None

@@ -33,7 +33,6 @@ class ShownSequence:
         uid: Id of the sample or prompt.
         kind: `sample` or `prompt`, or `chosen` or `rejected` for an answer of a preference pair.
         pieces: Text of each token, with symbols or escapes for invisible characters.
-        ids: Id of each token.
         weights: Loss weight of each token. A token is trained if its weight is not 0.
         special: Whether each token is a special token.
         notes: Remarks on the dataset row, one per line.
@@ -42,7 +41,6 @@ class ShownSequence:
     uid: str
     kind: str
     pieces: tuple[str, ...]
-    ids: tuple[int, ...]
     weights: tuple[float, ...]
     special: tuple[bool, ...]
     notes: tuple[str, ...] = ()
@@ -51,7 +49,7 @@ class ShownSequence:
     def heading(self) -> str:
         """Return a line with the kind, id, number of tokens, and number of trained tokens."""
         trained = f", {np.count_nonzero(self.weights):,} trained" if self.kind != "prompt" else ""
-        return f"{self.kind} {self.uid}: {len(self.ids):,} tokens{trained}"
+        return f"{self.kind} {self.uid}: {len(self.pieces):,} tokens{trained}"
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ def _sequence(
 ) -> ShownSequence:
     texts = tuple(map(_visible, shown(map(pieces.of, ids))))
     special = tuple(map(pieces.is_special, ids))
-    return ShownSequence(uid, kind, texts, tuple(ids), tuple(weights), special, tuple(notes))
+    return ShownSequence(uid, kind, texts, tuple(weights), special, tuple(notes))
 
 
 def _visible(text: str) -> str:

@@ -6,7 +6,6 @@ data are printed as escapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import IO
 
 from rich.console import Console
@@ -24,25 +23,19 @@ _STYLES = {(True, 0): "bold green", (True, 1): "bold cyan", (False, 0): "default
 def print_data(data: ShownData, file: IO[str]) -> None:
     """Print the rows. Colours are left out in a file, or if `NO_COLOR` is set."""
     console = Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)
-    for line in lines_of(data):
-        console.print(line)
-
-
-def lines_of(data: ShownData) -> Iterator[Text]:
-    """Yield the lines of `print_data`."""
     for fact in data.facts:
-        yield Text(printable(fact))
+        console.print(printable(fact))
     if any(sequence.kind != "prompt" for row in data.rows for sequence in row.sequences):
-        yield Text("trained tokens are in ⟦ ⟧")
+        console.print("trained tokens are in ⟦ ⟧")
     for row in data.rows:
-        yield Text()
-        yield Text(printable(row.title), "bold")
+        console.print()
+        console.print(printable(row.title), style="bold")
         for sequence in row.sequences:
-            yield Text(f"  -- {printable(sequence.heading)}", "yellow")
+            console.print(f"  -- {printable(sequence.heading)}", style="yellow")
             for note in sequence.notes:
-                yield Text(f"     {printable(note)}", "yellow")
+                console.print(f"     {printable(note)}", style="yellow")
             for line in marked(sequence).split():
-                yield Text.assemble("  | ", line)
+                console.print(Text.assemble("  | ", line))
 
 
 def marked(sequence: ShownSequence, most: int = _MOST_TOKENS) -> Text:

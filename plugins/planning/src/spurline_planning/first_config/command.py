@@ -1,14 +1,15 @@
-"""Write a config for `spurline init`, from facts about data and model, from options, and from the user's answers.
+"""Write a config for `spurline init`, from options and from facts about data and model.
 
 The values in `run.yaml.jinja` are usual starting points. Comments explain the settings.
 """
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,6 @@ from typing import Literal
 
 from jinja2 import Environment, StrictUndefined
 from ruamel.yaml import YAML
-from ruamel.yaml.compat import StringIO
 
 from spurline.config.loading import load_config
 from spurline.errors import UserError
@@ -25,11 +25,10 @@ from spurline.plugins.official import install_command
 from spurline.progress import Progress
 from spurline.terminal import printable
 from spurline_models.machine import num_gpus
-from spurline_planning.first_config.init_command import Asker
 from spurline_planning.first_config.survey import DataFacts, ModelFacts, Task, data_facts, model_facts
 
 _LARGE = 3_000_000_000
-"""Adapters are proposed for models with at least this many parameters."""
+"""By default, models with at least this many parameters are trained by adapters."""
 _ASYNC_PLUGIN = "async_rl"
 _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("sft", False): "1.0e-5",
@@ -40,13 +39,8 @@ _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("rl", True): "2.0e-5",
 }
 """Learning rates by task, for all weights (False) and for adapters (True)."""
-_ROUNDED_TO = 64
-"""`data.max_length` is rounded up to a multiple of this."""
+_MAX_LENGTH = 4_096
 _MAX_NEW_TOKENS = 1_024
-_COMMENTS_AT = 33
-"""The column of comments."""
-_COMMENT = "\x1f"
-"""The mark of a comment before it is moved to its column."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,7 @@ class Options:
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-def write_first_config(path: Path, options: Options, ask: Asker, progress: Progress) -> list[str]:
+def write_first_config(path: Path, options: Options, progress: Progress) -> list[str]:
     """Write the file, and return lines about the facts that were found. Raises UserError, ModelError or DataError."""
     plugins = ["collation_fast"] if "collation_fast" in installed_plugins() else []
     if options.task == "async":
@@ -80,21 +74,13 @@ def write_first_config(path: Path, options: Options, ask: Asker, progress: Progr
         f"model: {facts.parameters:,} parameters"
         + ("" if facts.context is None else f", {facts.context:,} positions")
         + ("" if facts.has_chat_template else ", no chat template"),
-        f"data: {rows.words}; the longest {'prompt' if rows.task == 'rl' else 'sample'} of the first rows has "
-        f"{rows.longest:,} tokens",
+        f"data: {rows.words}",
     ]
     if rows.has_guessed:
         names = ", ".join(f"{column} is read as {name}" for name, column in rows.columns.items())
         found.append(f"columns: {names}. This is a guess from the columns' names. Change it with --column NAME=COLUMN")
-    lora = options.lora
-    if lora is None:
-        lora = ask.yes("Train adapters (LoRA) instead of all weights?", default=facts.parameters >= _LARGE)
-    options = replace(options, lora=lora, reward=_reward(options, rows, ask))
-    if rows.task == "rl" and facts.context is not None and rows.longest >= facts.context:
-        raise UserError(
-            f"a prompt of {options.data} has {rows.longest:,} tokens, but prompt and answer together may have at most "
-            f"{facts.context:,} tokens with this model. Leave long prompts out, or choose another model."
-        )
+    lora = facts.parameters >= _LARGE if options.lora is None else options.lora
+    options = replace(options, lora=lora, reward=_reward(options, rows))
     text = config_text(options, facts, rows, f"runs/{path.stem}", plugins)
     # This finds mistakes in the options, such as an unknown reward or a negative number of epochs.
     load_config(YAML(typ="safe", pure=True).load(text))
@@ -105,24 +91,27 @@ def write_first_config(path: Path, options: Options, ask: Asker, progress: Progr
     return [printable(line) for line in found]
 
 
-def _reward(options: Options, rows: DataFacts, ask: Asker) -> str | None:
-    if rows.task == "rl":
-        default = "exact_match" if rows.has_reference else None
-        question = "Which reward (a name that `spurline plugins` lists, or file.py:function)"
-        return options.reward or ask.text(question, "--reward", default)
-    if options.reward is not None:
-        raise UserError(f"--reward is for reinforcement learning, and this is --task {rows.task}. Give --task rl.")
-    return None
+def _reward(options: Options, rows: DataFacts) -> str | None:
+    if rows.task != "rl":
+        if options.reward is not None:
+            raise UserError(f"--reward is for reinforcement learning, and this is --task {rows.task}. Give --task rl.")
+        return None
+    reward = options.reward or ("exact_match" if rows.has_reference else None)
+    if reward is None:
+        raise UserError("--reward is missing: give a name that `spurline plugins` lists, or file.py:function.")
+    return reward
 
 
 def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: str, plugins: Sequence[str] = ()) -> str:
-    """Return the config as YAML, with comments. `options` must also have the user's answers."""
+    """Return the config as YAML, with comments."""
     gpus, context = num_gpus(), sys.maxsize if model.context is None else model.context
     template = files("spurline_planning.first_config").joinpath("run.yaml.jinja").read_text(encoding="utf-8")
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, autoescape=False)
-    environment.filters["scalar"] = _scalar
-    # A path may contain `  # `, but no value contains this control character, because YAML escapes it.
-    text = environment.from_string(template.replace("  # ", _COMMENT)).render(
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
+    )
+    # A string of JSON is one of YAML too.
+    environment.filters["scalar"] = partial(json.dumps, ensure_ascii=False)
+    return environment.from_string(template).render(
         options=options,
         model=model,
         data=data,
@@ -131,16 +120,7 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
         gpus=gpus,
         # On a CPU, vLLM would take most of the memory and cores.
         engine="vllm" if gpus and find_spec("vllm") else "child_process",
-        max_length=min(max(2, -(-data.longest // _ROUNDED_TO) * _ROUNDED_TO), context),
-        max_new_tokens=min(_MAX_NEW_TOKENS, context - data.longest),
+        max_length=min(_MAX_LENGTH, context),
+        max_new_tokens=min(_MAX_NEW_TOKENS, context // 2),
         learning_rate=_LEARNING_RATES[data.task, bool(options.lora)],
     )
-    return re.sub(f"(.*){_COMMENT}", lambda found: f"{found[1]:{_COMMENTS_AT}} # ", text) + "\n"
-
-
-def _scalar(value: str) -> str:
-    """Return the value as YAML, on one line."""
-    out, yaml = StringIO(), YAML(typ="safe", pure=True)
-    yaml.width, yaml.default_flow_style = sys.maxsize, True
-    yaml.dump([value], out)
-    return out.getvalue().strip().removeprefix("[").removesuffix("]")

@@ -1,4 +1,4 @@
-"""The command `spurline init`: its options and its questions."""
+"""The command `spurline init` and its options."""
 
 from __future__ import annotations
 
@@ -9,43 +9,16 @@ import typer
 
 from spurline.errors import UserError
 from spurline.importing import importing
-from spurline.terminal import is_person_asking
 from spurline_models.answering.generate_command import ColumnOption, columns_of
 from spurline_planning.commands import plan, start_lines
 
 _TASKS = ("sft", "dpo", "rl", "async")
 
 
-class Asker:
-    """Asks questions on a terminal. If `may_ask` is false, it returns the default answer.
-
-    Raises UserError if it may not ask and there is no default.
-    """
-
-    def __init__(self, *, may_ask: bool) -> None:
-        self._may_ask = may_ask
-
-    def text(self, question: str, option: str, default: str | None = None) -> str:
-        if self._may_ask:
-            return str(typer.prompt(question, default=default, err=True))
-        if default is None:
-            raise UserError(
-                f"{option} is missing: {question[0].lower()}{question[1:]}. Give {option}, or run this in a terminal."
-            )
-        return default
-
-    def yes(self, question: str, *, default: bool) -> bool:
-        return typer.confirm(question, default=default, err=True) if self._may_ask else default
-
-
 def init(
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")],
+    data: Annotated[str, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")],
     file: Annotated[Path, typer.Argument(help="Where to write the config.")] = Path("run.yaml"),
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Folder of a model, or its name on the hub.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Training rows: a file, a folder, a hub name.")
-    ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="|".join(_TASKS), help="The kind of training. By default, it fits the rows.")
     ] = None,
@@ -55,11 +28,10 @@ def init(
     lora: Annotated[bool | None, typer.Option("--lora/--no-lora", help="Train adapters, or all weights.")] = None,
     epochs: Annotated[float | None, typer.Option(metavar="N", help="Passes over the data.")] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", help="Training steps.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Ask nothing, and use defaults.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     no_plan: Annotated[bool, typer.Option("--no-plan", help="Do not plan the run.")] = False,
 ) -> None:
-    """Write a config with comments for a model and data, and plan the run. Asks for missing options."""
+    """Write a config with comments for a model and data, and plan the run."""
     if task not in (None, *_TASKS):
         raise UserError(f"--task {task} is not one of {', '.join(_TASKS)}.")
     if epochs is not None and steps is not None:
@@ -69,16 +41,12 @@ def init(
         raise UserError(f"{file}: the config is YAML. Give a name that ends in .yaml.")
     if file.exists() and not force:
         raise UserError(f"{file} exists. Give --force to replace it, or another name.")
-    # Ask before the imports, which take seconds.
-    ask = Asker(may_ask=not yes and is_person_asking())
-    model = model or ask.text("Which model (a folder, or a name on the hub)", "--model")
-    data = data or ask.text("Which training data (a file, a folder, or a name on the hub)", "--data")
     start = start_lines()
     with importing():
         from spurline_planning.first_config.command import Options, write_first_config
 
     options = Options(model, data, cast(Any, task), held_out, reward, lora, epochs, steps, columns)
-    for line in write_first_config(file, options, ask, start):
+    for line in write_first_config(file, options, start):
         typer.echo(line)
     typer.echo(f"Wrote {file}.")
     if not no_plan:

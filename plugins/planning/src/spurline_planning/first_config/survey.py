@@ -1,23 +1,18 @@
-"""Find facts for a config: the task of the rows, their lengths, and the size and context of the model.
-
-The run's own components open and tokenize the data, so the facts also apply to the run.
-"""
+"""Find facts for a config: the task and the columns of the first row, and the size and context of the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.errors import DataError, UserError, listing
 from spurline.protocols.dataset import DatasetConfig
-from spurline.run.build import build_data
 from spurline_models.architecture import load_model_config
 from spurline_models.lengths import position_limit
 from spurline_models.memory import count_parameters
-from spurline_text.prompts import read_examples
+from spurline_text.prompts import read_question
 from spurline_text.rows.formats import FormatName, detect_format
 from spurline_text.rows.rows import RowView
 from spurline_text.rows.usual_columns import guessed_columns, guessed_reference
@@ -25,10 +20,6 @@ from spurline_text.tokenization import open_datasets
 from spurline_text.tokenizer import load_tokenizer
 
 Task = Literal["sft", "dpo", "rl"]
-_ROWS = 1_000
-"""Number of rows that are read."""
-_LONGEST = 8_192
-"""The largest `data.max_length` that is proposed. Longer rows need much memory."""
 _WORDS: Mapping[FormatName, str] = {
     "chat": "conversations",
     "alpaca": "instructions",
@@ -50,21 +41,19 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts about the first rows of a dataset.
+    """Facts about the first row of a dataset.
 
     Attributes:
-        task: The kind of training that the rows fit.
-        words: The kind of rows in words, such as `conversations`.
-        longest: Tokens of the longest row, or of the longest prompt for `rl`.
-        has_reference: Whether each prompt for `rl` has a reference answer.
-        is_chat: Whether a chat template renders the rows.
+        task: The kind of training that the row fits.
+        words: The kind of row in words, such as `conversations`.
+        has_reference: Whether the prompt for `rl` has a reference answer.
+        is_chat: Whether a chat template renders the row.
         columns: The setting `data.train.columns`.
         has_guessed: Whether `columns` is guessed from the names of the columns.
     """
 
     task: Task
     words: str
-    longest: int
     has_reference: bool = False
     is_chat: bool = False
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -73,58 +62,55 @@ class DataFacts:
 
 def model_facts(path: str) -> ModelFacts:
     """Read the facts from the model's config and tokenizer, without its weights. Raises ModelError."""
-    model = _provisional(path, "x.jsonl", {}, {}).config.model
+    model = _provisional(path, "x.jsonl", {}).config.model
     limit = position_limit(load_model_config(model))
     template = load_tokenizer(model).chat_template
     return ModelFacts(path, count_parameters(model), None if limit is None else limit.tokens, template is not None)
 
 
 def data_facts(model: ModelFacts, data: str, task: Task | None, columns: Mapping[str, str]) -> DataFacts:
-    """Read the facts from the first rows.
+    """Read the facts from the first row.
 
     Args:
         model: Facts about the model.
         data: The dataset, as in `data.train`.
-        task: The task. If None, it is chosen to fit the rows.
-        columns: The setting `data.train.columns`. If it is empty and the rows fit no format, columns are guessed.
+        task: The task. If None, it is chosen to fit the row.
+        columns: The setting `data.train.columns`. If it is empty and the row fits no format, columns are guessed.
 
     Raises:
-        DataError: If the rows fit no format.
-        UserError: If the rows do not fit the task.
+        DataError: If the row fits no format.
+        UserError: If the row does not fit the task.
     """
-    template = {} if model.has_chat_template else {"model": {"path": model.path, "chat_template": "chatml"}}
-    loaded = _provisional(model.path, data, columns, template)
-    [opened] = open_datasets(loaded.config.data.train, loaded.host.registry, _ROWS)
+    loaded = _provisional(model.path, data, columns)
+    [opened] = open_datasets(loaded.config.data.train, loaded.host.registry)
     if not len(opened.dataset):
         raise DataError(f"{data} has no rows.")
-    row, where = opened.dataset[0], opened.dataset.location(0)
+    row, where, guess = opened.dataset[0], opened.dataset.location(0), dict[str, str]()
     if not columns:
         guess = _guess(row, opened.config, task)
-        if named := _turns(row, guess, model):
-            return replace(data_facts(model, data, task, named), has_guessed=bool(guess))
-    view = RowView(row, columns)
+        columns = _turns(row, guess, model)
+    config, view = opened.config.model_copy(update={"columns": columns}), RowView(row, columns)
     is_pair = "chosen" in view and "rejected" in view
-    chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, opened.config) else "sft")
+    chosen: Task = task or ("dpo" if is_pair else "rl" if _lacks_answer(row, config) else "sft")
     if (chosen == "dpo") != is_pair:
         needs = "chosen and rejected" if chosen == "dpo" else "answers or prompts, not preference pairs"
         raise UserError(f"--task {chosen} needs rows with {needs}. {where} has: {listing(row)}.")
     if chosen == "dpo":
-        longest = _longest_sample(model, data, template | {"source": "preference"}, columns)
-        return DataFacts("dpo", "preference pairs", longest, is_chat=True, columns=columns)
+        return DataFacts("dpo", "preference pairs", is_chat=True, columns=columns, has_guessed=bool(guess))
     try:
-        kind = detect_format(opened.config, row, needs_answer=chosen == "sft")
+        kind = detect_format(config, row, needs_answer=chosen == "sft")
+        reference = None if chosen == "sft" else read_question(row, config).reference
     except DataError as error:
         how = " Name them with --column, such as --column instruction=NAME --column output=NAME."
         raise DataError(f"{where}: {error}{how if 'Rename columns' in str(error) else ''}") from error
-    is_chat = kind == "chat" or isinstance(view.get("prompt"), list)
-    if chosen == "sft":
-        longest = _longest_sample(model, data, template, columns)
-        return DataFacts("sft", _WORDS[kind], longest, is_chat=is_chat, columns=columns)
-    rows = read_examples(opened, load_tokenizer(loaded.config.model), loaded.config.data)
-    examples = [example for _, example in rows]
-    longest = max(len(example.prompt_ids) for example in examples)
-    references = all(example.reference_text is not None for example in examples)
-    return DataFacts("rl", f"prompts of {_WORDS[kind]}", longest, references, is_chat=is_chat, columns=columns)
+    return DataFacts(
+        chosen,
+        _WORDS[kind] if chosen == "sft" else f"prompts of {_WORDS[kind]}",
+        has_reference=reference is not None,
+        is_chat=kind == "chat" or isinstance(view.get("prompt"), list),
+        columns=columns,
+        has_guessed=bool(guess),
+    )
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
@@ -151,11 +137,9 @@ def _guess(row: Mapping[str, Any], config: DatasetConfig, task: Task | None) -> 
     return guessed_reference(row) if is_prompt else {}
 
 
-def _provisional(
-    model: str, data: str, columns: Mapping[str, str], more: Mapping[str, Any], **limits: int
-) -> LoadedConfig:
+def _provisional(model: str, data: str, columns: Mapping[str, str]) -> LoadedConfig:
     train = {"path": data, "columns": dict(columns)}
-    return load_config({"model": {"path": model}, "data": {"train": train, **limits}, "steps": 1, **more})
+    return load_config({"model": {"path": model}, "data": {"train": train}, "steps": 1})
 
 
 def _lacks_answer(row: Mapping[str, Any], config: DatasetConfig) -> bool:
@@ -173,11 +157,3 @@ def _fits(row: Mapping[str, Any], config: DatasetConfig, *, needs_answer: bool =
     except DataError:
         return False
     return True
-
-
-def _longest_sample(model: ModelFacts, data: str, more: Mapping[str, Any], columns: Mapping[str, str]) -> int:
-    limit = min(_LONGEST, model.context or _LONGEST)
-    config = _provisional(model.path, data, columns, more, max_length=limit)
-    with ExitStack() as stack:
-        longest = build_data(config, stack, _ROWS).source.longest()
-    return limit if longest is None else longest.tokens

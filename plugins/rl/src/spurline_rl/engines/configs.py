@@ -10,20 +10,16 @@ from pydantic import Field
 from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
-from spurline.protocols.ranks import first_gpu_is_free
+from spurline.protocols.ranks import RankRequest
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 
 if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 
-class InProcessEngineConfig(RolloutEngineConfig):
-    """Generate in this process with the Hugging Face model."""
+class DecodingConfig(RolloutEngineConfig):
+    """Base of the settings of engines that generate with the Hugging Face model."""
 
-    borrows_model: ClassVar[bool] = True
-    holds_copy: ClassVar[bool] = True
-
-    name: str = "in_process"
     deterministic: bool = False
     """Generate each response alone, so that other responses never change any bit of it. This is many times slower. If
     false, responses that are generated together change each other's logprobs by about 1e-6."""
@@ -32,11 +28,8 @@ class InProcessEngineConfig(RolloutEngineConfig):
     max_cache_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=262_144, gt=0)
     """Largest size of the KV cache in tokens: the number of responses decoded together, times the length of the longest
     prompt with its response. A request that needs more is decoded alone."""
-    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
-    """Time limit in seconds for one decode step, and for loading the model."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engine's own model copy. `auto` is the first GPU, or the CPU if a rank uses this GPU or the machine
-    has none."""
+    """Device of the engine's own model copy. `auto` is a GPU, or the CPU if ranks use the GPUs or there is none."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
@@ -47,15 +40,26 @@ class InProcessEngineConfig(RolloutEngineConfig):
     def notes_experts(self) -> bool:
         return True
 
+
+class InProcessEngineConfig(DecodingConfig):
+    """Generate in this process with the Hugging Face model."""
+
+    borrows_model: ClassVar[bool] = True
+    holds_copy: ClassVar[bool] = True
+
+    name: str = "in_process"
+    timeout_s: Annotated[float, OnResume.FREE] = Field(default=600.0, gt=0)
+    """Time limit in seconds for one decode step, and for loading the model."""
+
     def copy_device(self, run: RunConfig) -> Literal["auto", "cpu", "cuda"]:
         """Return the device of the engine's own copy."""
-        if self.device == "auto" and not first_gpu_is_free(run.backend.rank_request()):
+        if self.device == "auto" and not _first_gpu_is_free(run.backend.rank_request()):
             return "cpu"
         return self.device
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         ranks = run.backend.rank_request()
-        if self.device == "cuda" and ranks is not None and not first_gpu_is_free(ranks):
+        if self.device == "cuda" and ranks is not None and not _first_gpu_is_free(ranks):
             if ranks.launch == "ray":
                 text = "a GPU that Ray may give to the backend. Set device"
             else:
@@ -83,3 +87,11 @@ class InProcessEngineConfig(RolloutEngineConfig):
                 f"on {where}; it takes {4 * count(run.model) / 2**20:,.0f} MiB and gets the new weights every step"
             )
         return lines
+
+
+def _first_gpu_is_free(request: RankRequest | None) -> bool:
+    """Return whether this process may use the first GPU that it sees, because no rank uses it."""
+    if request is None or request.device != "cuda":
+        return True
+    # Ray may assign any GPU of this machine to a rank.
+    return request.launch == "local" and 0 not in (request.gpus or range(request.count))[: request.count]

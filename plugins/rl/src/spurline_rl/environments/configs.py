@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from spurline.config.functions import name_of
-from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem, listing, suggestion
+from spurline_rl.function_settings import FunctionSetting, name_of
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.reward import RewardTable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -22,11 +23,10 @@ def make_custom(
 ) -> Environment:
     """Return the environment that `config.path` names. Raises PluginError if it cannot be found, built or run."""
     given: Any = load_function(config.path, "environment")
-    if not inspect.isclass(given) and is_async(given):
-        _check_call(config.path, given, ("task", "policy"))
-        return _Function(given)
     made: Any = given
-    if inspect.isclass(given) or not hasattr(given, "run"):
+    if not inspect.isclass(given) and is_async(given):
+        made = SimpleNamespace(run=given)
+    elif inspect.isclass(given) or not hasattr(given, "run"):
         build = cast("Callable[..., Any]", given)
         _check_call(config.path, build, (config,), registry=registry, tokenizer=tokenizer, data=data)
         made = build(config, registry=registry, tokenizer=tokenizer, data=data)
@@ -51,10 +51,3 @@ def _check_call(path: str, function: Callable[..., Any], arguments: tuple[Any, .
             f"The environment {path} is defined as {shown} ({error}), but is called with {wanted}. Write an async "
             "function with a task and a policy, or a class that has `run`."
         ) from error
-
-
-class _Function:
-    """An environment that consists of one async function."""
-
-    def __init__(self, run: Any) -> None:
-        self.run = run

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import DataConfig
 from spurline.errors import DataError, PluginError, SpurlineError, listing
 from spurline.plugins.registry import Registry
-from spurline_rl.chat_front import ChatFront, PrefixError, opening_ids
+from spurline_rl.chat_front import ChatFront, PrefixError
 from spurline_rl.concurrency import within
 from spurline_rl.environments.configs import BUILT_IN_TOOLS, ToolsConfig
 from spurline_rl.functions import load_function
@@ -235,7 +235,7 @@ class Tools:
         question = self._read(task)
         check_reference(self._config.rewards, question.reference, task.row)
         messages, tools = self._opening(question, task.location)
-        return opening_ids(self._tokenizer, messages, tools, where=task.location)
+        return ChatFront(None, self._tokenizer, messages, tools=tools, where=task.location).open_turn()
 
     def close(self) -> None:
         close_all(self._rewards)

@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import sys
 from concurrent.futures import Future
-from dataclasses import replace
-from itertools import compress
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,10 +22,6 @@ from spurline_rl.kept_rollouts.reader import ROLLOUTS_FOLDER, step_files
 from spurline_rl.kept_rollouts.table import KeptStep, step_table
 from spurline_text.token_pieces import TokenPieces
 
-_BYTES_PER_TOKEN = 10
-"""Upper estimate of a file's bytes for each token, including texts."""
-_LARGEST_SHARE = 4
-"""One step may take about a quarter of `most_bytes`. For a larger step, only every n-th prompt is written."""
 _LIMIT_S = 600.0
 """Time limit in seconds for writing one step. A working disk is much faster."""
 
@@ -35,8 +29,8 @@ _LIMIT_S = 600.0
 class RolloutKeeper:
     """Writes the files of `RUN_DIR/rollouts`.
 
-    If the files take more than `most_bytes`, the oldest files are removed. The newest file always stays. If a step
-    would take more than a quarter of `most_bytes`, only every n-th prompt is written. Nothing is written if it is 0.
+    If the files take more than `most_bytes`, the oldest files are removed. The newest file always stays. Nothing is
+    written if `most_bytes` is 0.
     """
 
     def __init__(self, run_dir: Path, tokenizer: PreTrainedTokenizerBase, most_bytes: int) -> None:
@@ -102,8 +96,7 @@ class RolloutKeeper:
             ended_by.add_note(f"Writing the rollouts failed too: {failure}")
 
     def _write(self, taken: KeptStep) -> None:
-        table = step_table(_thinned(taken, self._most_bytes), self._pieces)
-        self._sizes[taken.step] = write_step(self._folder, taken.step, table)
+        self._sizes[taken.step] = write_step(self._folder, taken.step, step_table(taken, self._pieces))
         while sum(self._sizes.values()) > self._most_bytes and (oldest := min(self._sizes)) < taken.step:
             path = step_file(self._folder, oldest)
             try:
@@ -113,24 +106,12 @@ class RolloutKeeper:
             del self._sizes[oldest]
 
 
-def _thinned(taken: KeptStep, most_bytes: int) -> KeptStep:
-    """Return the step with every n-th prompt, or with all prompts if they take at most a quarter of `most_bytes`."""
-    tokens = sum(len(group.flat.tokens) for group in (*taken.groups, *taken.filtered))
-    one_in = max(1, -(-tokens * _BYTES_PER_TOKEN * _LARGEST_SHARE // most_bytes))
-    is_kept = [place % one_in == 0 for place, group in enumerate(taken.groups) for _ in range(len(group.flat))]
-    return replace(
-        taken,
-        groups=taken.groups[::one_in],
-        filtered=taken.filtered[::one_in],
-        column=lambda name: [*compress(taken.column(name), is_kept)],
-    )
-
-
 def write_step(folder: Path, step: int, table: pa.Table) -> int:
     """Write the file of a step, and return its size in bytes. Raises RunFailedError if it cannot be written."""
     sink = pa.BufferOutputStream()
-    # A low compression level is enough, since most of a file is numbers that hardly compress.
-    pq.write_table(table, sink, compression="zstd", compression_level=1)
+    # A low compression level is enough, since most of a file is numbers that hardly compress. Without a dictionary,
+    # tokens that a turn repeats from the turns before compress to almost nothing.
+    pq.write_table(table, sink, compression="zstd", compression_level=1, use_dictionary=False)
     path, content = step_file(folder, step), sink.getvalue()
     try:
         write_bytes(path, content)

@@ -177,22 +177,16 @@ class KeptAttempt:
     def turns(self) -> tuple[KeptTurn, ...]:
         """Return the calls of the model, in order."""
         stored = {name: self._values(name) for name in DETAILS if pa.types.is_list(DETAILS[name])}
-        finish, *sizes = (stored.pop(f"turn_{name}") for name in ("finish", "shared", "prompt", "response"))
+        finish, *sizes = (stored.pop(f"turn_{name}") for name in ("finish", "prompt", "response"))
         rewards, ids = stored.pop("turn_reward"), stored.pop("ids")
         stored["ages"] = None if stored["versions"] is None else self.step - 1 - stored["versions"]
         if stored["advantages"] is not None:
             stored["advantages"] = stored["advantages"].astype(np.float32)
-        if stored["loss_mask"] is None:
-            stored["loss_mask"] = np.ones(sizes[-1].sum(), np.uint8)
         made: list[KeptTurn] = []
-        context, used, start = ids[:0], 0, 0
-        for number, (shared, prompt, response) in enumerate(zip(*sizes, strict=True)):
-            own = ids[used : used + prompt - shared + response]
-            context = np.concatenate([context[:shared], own])
-            context.flags.writeable = False
-            fields: dict[str, Any] = {
-                name: None if of is None else of[start : start + response] for name, of in stored.items()
-            }
+        for number, (prompt, response) in enumerate(zip(*sizes, strict=True)):
+            fields: dict[str, Any] = {name: None if of is None else of[:response] for name, of in stored.items()}
+            stored = {name: None if of is None else of[response:] for name, of in stored.items()}
+            context, ids = ids[: prompt + response], ids[prompt + response :]
             made.append(
                 KeptTurn(
                     prompt_ids=context[:prompt],
@@ -203,7 +197,6 @@ class KeptAttempt:
                     **fields,
                 )
             )
-            used, start = used + len(own), start + response
         return tuple(made)
 
     def _values(self, name: str) -> Any:
@@ -254,9 +247,7 @@ class KeptRollouts:
 def _attempts(table: pa.Table) -> Iterator[KeptAttempt]:
     facts = [*(name for name in SCHEMA.names if name in KeptAttempt.__annotations__), "tokens", "finish"]
     table, pieces = table.combine_chunks(), _StoredPieces(table.schema.metadata)
-    for number, row in enumerate(table.select([name for name in facts if name in table.schema.names]).to_pylist()):
-        # Files of earlier versions have no column `engines`.
-        row.setdefault("engines", "[]")
+    for number, row in enumerate(table.select(facts).to_pylist()):
         if row["status"] == "given_up":
             continue
         row |= {name: json.loads(row[name]) for name in ("columns", "tags", "rewards", "info", "engines")}
@@ -275,11 +266,8 @@ class _StoredPieces:
 
     @cached_property
     def _pieces(self) -> Mapping[int, bytes]:
-        stored: dict[str, Any] = json.loads(self._texts[b"pieces"])
-        return {
-            int(token_id): piece.encode() if isinstance(piece, str) else bytes(piece)
-            for token_id, piece in stored.items()
-        }
+        stored: dict[str, str] = json.loads(self._texts[b"pieces"])
+        return {int(token_id): piece.encode(errors="surrogateescape") for token_id, piece in stored.items()}
 
     @cached_property
     def special(self) -> frozenset[int]:

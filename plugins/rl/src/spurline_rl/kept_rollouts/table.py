@@ -47,7 +47,6 @@ DETAILS: Mapping[str, pa.DataType] = {
     "retries": pa.int32(),
     "info": pa.string(),
     "engines": pa.string(),
-    "turn_shared": _INT,
     "turn_prompt": _INT,
     "turn_response": _INT,
     "turn_finish": pa.list_(pa.string()),
@@ -111,16 +110,12 @@ class TokenTexts:
         return [str(text[start:end], "utf-8", "backslashreplace") for start, end in pairwise(places)]
 
     def as_metadata(self) -> dict[str, str]:
-        """Return two JSON texts: `pieces` has the text or bytes of each token, `special` the ids of special tokens."""
-        pieces = {token_id: _text_or_bytes(piece) for token_id, piece in zip(self._ids, self._bytes, strict=True)}
-        return {"pieces": json.dumps(pieces), "special": json.dumps(self._special)}
+        """Return two JSON texts: `pieces` has the text of each token, and `special` the ids of special tokens.
 
-
-def _text_or_bytes(piece: bytes) -> str | list[int]:
-    try:
-        return piece.decode()
-    except UnicodeDecodeError:
-        return list(piece)
+        A byte that is not UTF-8 becomes half of a surrogate pair, as with Python's `surrogateescape`.
+        """
+        pieces = [piece.decode(errors="surrogateescape") for piece in self._bytes]
+        return {"pieces": json.dumps(dict(zip(self._ids, pieces, strict=True))), "special": json.dumps(self._special)}
 
 
 def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
@@ -153,7 +148,6 @@ def _attempts_table(
     stored = ("logprobs", "versions", "loss_mask", "rewards")
     token_columns = {name: flat.columns[name] for name in stored if name in flat.columns}
     responses = texts.of([turn.response_ids for attempt in attempts for turn in attempt.turns])
-    shared, own = _unshared(attempts)
     columns: dict[str, Any] = {
         "step": [step] * len(attempts),
         "status": [status] * len(attempts),
@@ -172,16 +166,14 @@ def _attempts_table(
         "rewards": [_json({name: float(value) for name, value in attempt.rewards.items()}) for attempt in attempts],
         "retries": [attempt.retries for attempt in attempts],
         "info": [_json(attempt.info) for attempt in attempts],
-        "engines": [json.dumps(_engines_of(attempt)) for attempt in attempts],
-        "turn_shared": _lists(np.array(shared), turn_ends, _INT),
+        "engines": [
+            json.dumps([*dict.fromkeys(name for turn in attempt.turns for name in turn.engines)])
+            for attempt in attempts
+        ],
         "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
         "turn_response": _lists(flat.num_response, turn_ends, _INT),
         "turn_finish": _lists(flat.finish_reasons, turn_ends, DETAILS["turn_finish"]),
-        "ids": _lists(
-            np.concatenate([ids for parts in own for ids in parts]),
-            _ends([sum(map(len, parts)) for parts in own]),
-            _INT,
-        ),
+        "ids": _lists(flat.tokens, _ends(flat.lengths)[turn_ends], _INT),
     }
     starts = token_ends[:-1]
     if "versions" in token_columns:
@@ -200,30 +192,6 @@ def _attempts_table(
     columns |= {name: _lists(values, token_ends, DETAILS[name]) for name, values in token_columns.items()}
     arrays = [pa.array(columns.get(field.name, [None] * len(attempts)), field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def _engines_of(attempt: Trajectory) -> list[str]:
-    """Return the names of all engines that generated tokens of the attempt, each once."""
-    return list(dict.fromkeys(name for turn in attempt.turns for name in turn.engines))
-
-
-def _unshared(attempts: Sequence[Trajectory]) -> tuple[list[int], list[list[NDArray[np.int32]]]]:
-    """Find the tokens that a turn's prompt repeats from the previous turn, so that they are stored only once.
-
-    Returns a list with the number of repeated tokens of each turn, and a list with all other tokens of each attempt.
-    """
-    shared: list[int] = []
-    own: list[list[NDArray[np.int32]]] = []
-    for attempt in attempts:
-        before = b""
-        own.append([])
-        for turn in attempt.turns:
-            prompt = turn.prompt_ids.tobytes()
-            size = len(before) // turn.prompt_ids.itemsize if prompt.startswith(before) else 0
-            shared.append(size)
-            own[-1] += [turn.prompt_ids[size:], turn.response_ids]
-            before = prompt + turn.response_ids.tobytes() if len(attempt.turns) > 1 else b""
-    return shared, own
 
 
 def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str]:

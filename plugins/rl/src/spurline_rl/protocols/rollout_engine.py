@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, cast, runtime_checkable
 
@@ -147,7 +147,6 @@ class GenerationResult:
     Attributes:
         token_ids: int32 [A], including the end token.
         logprobs: float32 [A], logprobs after temperature, top-p and top-k.
-        raw_logprobs: float32 [A], logprobs of the model's own distribution (temperature 1, all tokens), or None.
         versions: int32 [A], the version of the weights that generated each token.
         finish_reason: `stop` for an end token or stop text, `length` if the response or the context is full.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token when it was first computed; -1 for a
@@ -157,7 +156,6 @@ class GenerationResult:
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
-    raw_logprobs: NDArray[np.float32] | None
     versions: NDArray[np.int32]
     finish_reason: FinishReason
     routed_experts: NDArray[np.int16] | None = None
@@ -293,9 +291,9 @@ class TakesWeights(ABC):
         return
 
     async def generate_on_each(
-        self, request: GenerationRequest, members: Sequence[TakesWeights] | None = None
+        self, request: GenerationRequest, names: Collection[str] | None = None
     ) -> Mapping[str, GenerationResult]:
-        """Generate the same continuation on each of these members, or on all that have weights.
+        """Generate the same continuation on each of the members with these names, or on all that have weights.
 
         Returns:
             The results by the member's name. A member that died has a result without tokens.
@@ -306,7 +304,7 @@ class TakesWeights(ABC):
         """End the requests `crossing` of the last update, and return their results by the member's name.
 
         Args:
-            num_tokens: A request may end when it has this many tokens of this version.
+            num_tokens: A request ends when it has this many tokens of this version, and its result has no more.
         """
         return {}
 

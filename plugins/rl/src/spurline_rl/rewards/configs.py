@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from spurline.config.functions import is_reference
-from spurline.config.paths import FunctionSetting
 from spurline.config.section import OnResume
 from spurline.errors import Problem
+from spurline_rl.function_settings import FunctionSetting, is_reference
 from spurline_rl.functions import FUNCTION_PATH
 from spurline_rl.protocols.reward import RewardConfig
 

@@ -21,10 +21,10 @@ from itertools import count
 from typing import Any
 
 from spurline.child import ChildProcess
-from spurline.errors import ConfigError, PluginError, Problem, RunFailedError
+from spurline.errors import ConfigError, Problem, RunFailedError
 from spurline_models.machine import num_cores
 from spurline_rl.protocols.environment import AttemptFailedError
-from spurline_rl.rewards.worker_processes import OUR_ERRORS, Outcome, WorkerSettings
+from spurline_rl.rewards.worker_processes import SPURLINE_ERRORS, Outcome, WorkerSettings
 
 START_TIMEOUT_S = 120.0
 """Seconds that importing the function may take."""
@@ -50,14 +50,10 @@ class OutOfMemory(TookTooLong):
     """The call exceeded its limit of memory."""
 
 
-_PROBLEMS: dict[str, tuple[type[Exception], str]] = {
-    "late": (TookTooLong, "{function} took too long"),
-    "killed": (TookTooLong, "{function} took too long"),
-    "memory": (OutOfMemory, "{function} ran out of memory"),
-    "failed": (AttemptFailedError, "{function} failed: {detail}"),
-    "died": (AttemptFailedError, "The worker process of {function} died: {detail}"),
-    "import": (PluginError, "Importing {function} {detail}"),
-    "unknown": (PluginError, "A worker process cannot import {function}: {detail}."),
+_ERRORS: dict[str, type[Exception]] = {
+    **{kind.__name__: kind for kind in (*SPURLINE_ERRORS, TookTooLong, OutOfMemory)},
+    "killed": TookTooLong,
+    "died": AttemptFailedError,
 }
 """Outcomes other than `value`, as errors."""
 
@@ -107,7 +103,8 @@ class KillablePool:
             memory_bytes=memory_bytes,
             python_path=os.environ.get("PYTHONPATH"),
         )
-        self._name = argument or function
+        self._killed: Outcome = ("killed", f"{self._settings.name} took too long")
+        self._grace_s = min(_GRACE_S, self._settings.timeout_s)
         self._is_closed = False
         self._loop = asyncio.new_event_loop()
         """Only this loop uses the attributes below."""
@@ -145,7 +142,7 @@ class KillablePool:
         """
         packed = base64.b64encode(pickle.dumps(arguments))
         if self._is_closed:
-            raise self._error("closed", None)
+            raise self._error()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(packed), self._loop))
 
     def close(self) -> None:
@@ -169,14 +166,11 @@ class KillablePool:
     async def _started(self) -> bool:
         """Return whether the function is async, once the child has imported it."""
         if self._is_closed:
-            raise self._error("closed", None)
+            raise self._error()
         if self._ready is None:
             # `_ready` stays None if this fails, so the next call tries again.
             self._ready = self._start_child()
-        kind, value = await asyncio.shield(self._ready)
-        if kind != "value":
-            raise self._error("closed" if self._is_closed else kind, value)
-        return value
+        return self._value_of(await asyncio.shield(self._ready))
 
     def _start_child(self) -> asyncio.Future[Outcome]:
         ready: asyncio.Future[Outcome] = self._loop.create_future()
@@ -196,7 +190,7 @@ class KillablePool:
                 if time.monotonic() - began >= settings.import_timeout_s:
                     how = f"takes longer than {settings.import_timeout_s:g} s. Move slow work into the first call. The "
                     how += f"import was here:\n{child.last_words()}"
-                ready.set_result(("import", how))
+                ready.set_result(("PluginError", f"Importing {settings.name} {how}"))
 
         try:
             self._child = ChildProcess(
@@ -219,7 +213,7 @@ class KillablePool:
             async with self._sharing:
                 worker = self._shared = self._shared or await self._fork()
             began = time.monotonic()
-            outcome = await self._make(worker, packed, min(_GRACE_S, self._settings.timeout_s))
+            outcome = await self._make(worker, packed, self._grace_s)
             if outcome[0] == "killed" and time.monotonic() - began < self._settings.timeout_s:
                 # The worker was killed because another call took too long. Make this call again.
                 outcome = None
@@ -227,15 +221,12 @@ class KillablePool:
             await self._places.acquire()
             # If the caller is cancelled, the call continues, so that the worker can be used again.
             outcome = await asyncio.shield(self._make_alone(packed))
-        kind, value = outcome
-        if kind == "value":
-            return value
-        raise self._error("closed" if self._is_closed else kind, value)
+        return self._value_of(outcome)
 
     async def _make_alone(self, packed: bytes) -> Outcome:
         """Make a call in a worker that makes no other call at the same time."""
         try:
-            grace_s = min(_GRACE_S, self._settings.timeout_s) if await self._started() else 0.0
+            grace_s = self._grace_s if await self._started() else 0.0
             worker = self._idle.pop() if self._idle else await self._fork()
             outcome = await self._make(worker, packed, grace_s)
             # A worker may die after its answer.
@@ -255,7 +246,7 @@ class KillablePool:
                 return await answer
         except TimeoutError:
             self._kill(worker)
-            return "killed", None
+            return self._killed
         finally:
             worker.calls.pop(number, None)
 
@@ -282,7 +273,8 @@ class KillablePool:
                     how = message["ended"]
                 else:
                     _settle(worker.calls.get(message["id"]), message["outcome"])
-        outcome = ("killed", None) if worker.is_killed else ("died", how)
+        died = ("died", f"The worker process of {self._settings.name} died: {how}")
+        outcome = self._killed if worker.is_killed else died
         self._kill(worker)
         for answer in worker.calls.values():
             _settle(answer, outcome)
@@ -297,14 +289,17 @@ class KillablePool:
         if worker is self._shared:
             self._shared = None
 
-    def _error(self, kind: str, detail: Any) -> Exception:
-        if kind == "closed":
-            return RunFailedError(f"The pool of worker processes of {self._name} is closed.")
-        if kind != "raised":
-            error, text = _PROBLEMS[kind]
-            return error(text.format(function=self._name, detail=detail))
-        name, message, problems = detail
-        return ConfigError([Problem(*each) for each in problems]) if problems else OUR_ERRORS[name](message)
+    def _value_of(self, outcome: Outcome) -> Any:
+        """Return the value of an outcome, or raise its error."""
+        kind, value = outcome
+        if kind == "value":
+            return value
+        if self._is_closed:
+            raise self._error()
+        raise ConfigError([Problem(*each) for each in value]) if kind == "ConfigError" else _ERRORS[kind](value)
+
+    def _error(self) -> RunFailedError:
+        return RunFailedError(f"The pool of worker processes of {self._settings.name} is closed.")
 
 
 def _settle(answer: asyncio.Future[Outcome] | None, outcome: Outcome) -> None:

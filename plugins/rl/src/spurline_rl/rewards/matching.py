@@ -18,7 +18,8 @@ class ExactMatch:
         self._ignore_case = config.ignore_case
 
     async def score(self, answer: Answer) -> float:
-        response, reference = answer.response.strip(), required_reference(answer, "exact_match").strip()
+        reference = required_reference("exact_match", answer.reference, answer.row).strip()
+        response = answer.response.strip()
         if self._ignore_case:
             response, reference = response.casefold(), reference.casefold()
         return float(response == reference)
@@ -26,23 +27,17 @@ class ExactMatch:
 
 def check_reference(rewards: Mapping[str, RewardConfig], reference: str | None, row: Mapping[str, Any]) -> None:
     """Raise DataError if the row has no reference and one of the rewards needs it."""
-    if reference is not None:
-        return
     for config in rewards.values():
         if config.needs_reference:
-            raise _without_reference(config.name, row)
+            required_reference(config.name, reference, row)
 
 
-def required_reference(answer: Answer, name: str) -> str:
+def required_reference(name: str, reference: str | None, row: Mapping[str, Any]) -> str:
     """Return the reference. If the row has none, raise DataError with the name of the reward."""
-    if answer.reference is not None:
-        return answer.reference
-    raise _without_reference(name, answer.row)
-
-
-def _without_reference(name: str, row: Mapping[str, Any]) -> DataError:
+    if reference is not None:
+        return reference
     column = guessed_reference(row).get("reference", "NAME")
-    return DataError(
+    raise DataError(
         f"{name} needs a reference answer, but this row has none. Give it one, or name the column that holds it with "
         f"`columns: {{reference: {column}}}`."
     )

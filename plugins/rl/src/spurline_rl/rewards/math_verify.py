@@ -27,7 +27,7 @@ class MathVerify:
         self._pool = KillablePool(f"{__name__}:comparer", config.timeout_s, config.workers, argument="math_verify")
 
     async def score(self, answer: Answer) -> float:
-        reference = required_reference(answer, "math_verify")
+        reference = required_reference("math_verify", answer.reference, answer.row)
         try:
             verdict = await self._pool.call_async(reference, answer.response)
         except TookTooLong:

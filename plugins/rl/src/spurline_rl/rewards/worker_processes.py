@@ -35,14 +35,13 @@ from spurline_rl.concurrency import is_async, located
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Outcome = tuple[str, Any]
-"""Either `value` and the function's result, or the kind of a failure and its details."""
+"""Either `value` and the function's result, or the name of an error and its message (of a ConfigError the problems)."""
 Function = Callable[..., Any]
 
-OUR_ERRORS: dict[str, type[SpurlineError]] = {
-    kind.__name__: kind
-    for kind in (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
-}
-"""Errors that the pool raises again if a worker raises them, by name. A subclass is raised as its base class."""
+SPURLINE_ERRORS = (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
+"""Errors that the pool raises again if a worker raises them. A subclass is raised as its base class."""
+_POLL_MS = 20
+"""Milliseconds between two looks for channels that the pool has closed, and for processes that have ended."""
 _END_S = 5.0
 """Seconds that `end` waits for all processes to end."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -66,6 +65,11 @@ class WorkerSettings:
     python_path: str | None
     files: tuple[int, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """Return the name of the function in messages."""
+        return self.argument or self.function
+
 
 def main(parent: Parent) -> None:
     """Fork workers until the pool closes the socket of its requests or dies."""
@@ -84,10 +88,11 @@ def main(parent: Parent) -> None:
         found: Function = resolve_name(settings.function)
         function = found if settings.argument is None else found(settings.argument)
     except SpurlineError as error:
-        parent.send({"ready": _told(error)})
+        parent.send({"ready": _failure(error, settings.name)})
         return
     except (Exception, SystemExit) as error:  # noqa: BLE001 - told to every caller
-        parent.send({"ready": ("unknown", f"{type(error).__name__}: {error}")})
+        why = f"A worker process cannot import {settings.name}: {type(error).__name__}: {error}."
+        parent.send({"ready": ("PluginError", why)})
         return
     faulthandler.cancel_dump_traceback_later()
     if sys.platform == "linux":
@@ -114,49 +119,34 @@ class _Supervisor:
         self._parent, self._settings, self._function = parent, settings, function
         self._workers: dict[int, socket.socket] = {}
         """The channel of each worker, by process id."""
-        self._killed: set[int] = set()
-        """Processes that were killed, but have not ended yet."""
         # Processes that the import has started are not killed before the end, because calls may need them.
         self._kept = _children()
+        self._kills_orphans = False
         requests, *self._output = settings.files
         self._requests = socket.socket(fileno=requests)
-        # A byte arrives here when a child ends.
-        self._wake, waker = socket.socketpair()
-        self._wake.setblocking(False)
-        waker.setblocking(False)
-        signal.set_wakeup_fd(waker.detach(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._poll = select.poll()
-        self._poll.register(self._requests, select.POLLIN)
-        self._poll.register(self._wake, select.POLLIN)
 
     def run(self) -> None:
         """Fork and kill workers until the pool closes the socket. A worker serves here, and then raises SystemExit."""
         while True:
-            ready = {file for file, _ in self._poll.poll()}
-            for pid, channel in self._workers.items():
-                # An event means that the pool has closed the other end.
-                if channel.fileno() in ready:
-                    self._poll.unregister(channel)
-                    kill_group(pid)
-            if self._wake.fileno() in ready:
-                self._wake.recv(4096)
-                self._reap()
-            if self._requests.fileno() in ready:
+            if _has_event(self._requests, select.POLLIN, _POLL_MS):
                 _, files, *_ = socket.recv_fds(self._requests, 1, 1)
                 if not files:
                     return
                 self._fork(socket.socket(fileno=files[0]))
+            for pid, channel in self._workers.items():
+                # With event mask 0, poll reports only that the pool has closed the other end.
+                if _has_event(channel, 0):
+                    kill_group(pid)
+            self._reap()
+            if self._kills_orphans:
+                # A killed process may leave further processes, which become children of this process when it ends.
+                self._kills_orphans = _kill_all(_children() - self._workers.keys() - self._kept)
 
     def end(self) -> None:
         """Kill every worker, and all processes that workers and the import have started."""
         deadline = time.monotonic() + _END_S
-        while (left := _children() | self._workers.keys()) and time.monotonic() < deadline:
-            for pid in left:
-                kill_group(pid)
-            with suppress(ChildProcessError):
-                while ended := os.waitpid(-1, os.WNOHANG)[0]:
-                    self._workers.pop(ended, None)
+        while _kill_all(_children() | self._workers.keys()) and time.monotonic() < deadline:
+            self._reap()
             time.sleep(0.001)
 
     def _fork(self, channel: socket.socket) -> None:
@@ -169,20 +159,16 @@ class _Supervisor:
         if pid == 0:
             self._leave(supervisor)
             with suppress(BrokenPipeError):
-                _serve(channel, self._function, self._settings.timeout_s)
+                _serve(channel, self._function, self._settings)
             sys.exit()
         self._workers[pid] = channel
-        # With event mask 0, poll reports only the end of the connection.
-        self._poll.register(channel, 0)
 
     def _leave(self, supervisor: int) -> None:
         """Close the supervisor's files in a fork, and make the fork end with the supervisor."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(signal.set_wakeup_fd(-1))
         # The processes that the fork starts belong to its group, and are killed with the group.
         os.setpgid(0, 0)
         end_with(supervisor)
-        for each in (self._requests, self._wake, *self._workers.values()):
+        for each in (self._requests, *self._workers.values()):
             each.close()
         self._parent.close()
         # The standard input is the channel of the parent's messages, which a call must not read.
@@ -200,25 +186,30 @@ class _Supervisor:
             Path("/proc/self/oom_score_adj").write_text("1000")
 
     def _reap(self) -> None:
-        """Wait for all processes that have ended, and kill the processes that they have left behind."""
-        leaves_orphans = False
+        """Wait for all processes that have ended, and kill the groups of workers among them."""
         with suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended
                 channel = self._workers.pop(pid, None)
-                leaves_orphans |= channel is not None or pid in self._killed
-                self._killed.discard(pid)
                 if channel is not None:
+                    self._kills_orphans = True
                     with suppress(ProcessLookupError, PermissionError):
                         os.killpg(pid, signal.SIGKILL)
-                    # If the pool has closed its end, the channel is not registered any more.
-                    with suppress(KeyError):
-                        self._poll.unregister(channel)
                     _send_end(channel, f"exit code {os.waitstatus_to_exitcode(status)}")
-        if leaves_orphans:
-            for pid in _children() - self._workers.keys() - self._killed - self._kept:
-                kill_group(pid)
-                self._killed.add(pid)
+
+
+def _has_event(channel: socket.socket, events: int, wait_ms: int = 0) -> bool:
+    # Unlike `select.select`, this takes file descriptors above 1023.
+    poll = select.poll()
+    poll.register(channel, events)
+    return bool(poll.poll(wait_ms))
+
+
+def _kill_all(pids: set[int]) -> bool:
+    """Kill these processes with their groups. Returns whether there are any."""
+    for pid in pids:
+        kill_group(pid)
+    return bool(pids)
 
 
 def _send_end(channel: socket.socket, how: str) -> None:
@@ -237,10 +228,10 @@ def _children() -> set[int]:
 # The functions below run in a worker.
 
 
-def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None:
+def _serve(channel: socket.socket, function: Function, settings: WorkerSettings) -> None:
     """Make calls until the pool closes its end. Async calls run at the same time, plain calls one after another."""
     if is_async(function):
-        asyncio.run(_serve_side_by_side(channel, function, timeout_s))
+        asyncio.run(_serve_side_by_side(channel, function, settings))
         return
     with channel.makefile("rb") as calls:
         for line in calls:
@@ -248,25 +239,25 @@ def _serve(channel: socket.socket, function: Function, timeout_s: float) -> None
             try:
                 answer = _line(number, ("value", function(*_arguments(packed))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - told to the caller
-                answer = _line(number, _failure(error))
+                answer = _line(number, _failure(error, settings.name))
             channel.sendall(answer)
 
 
-async def _serve_side_by_side(channel: socket.socket, function: Function, timeout_s: float) -> None:
+async def _serve_side_by_side(channel: socket.socket, function: Function, settings: WorkerSettings) -> None:
     channel.setblocking(False)
     # The pool is trusted, so its lines may have any length.
     calls, answers = await asyncio.open_connection(sock=channel, limit=1 << 40)
     tasks: set[asyncio.Task[None]] = set()
 
     async def make(number: bytes, packed: bytes) -> None:
-        limit = asyncio.timeout(timeout_s)
+        limit = asyncio.timeout(settings.timeout_s)
         try:
             async with limit:
                 # If the call ignores that it is cancelled, it gets no answer, and the pool kills this process.
                 answer = _line(number, ("value", await function(*_arguments(packed))))
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 - told to the caller
-            answer = _line(number, _failure(error))
-        answers.write(_line(number, ("late", None)) if limit.expired() else answer)
+            answer = _line(number, _failure(error, settings.name))
+        answers.write(_line(number, ("TookTooLong", f"{settings.name} took too long")) if limit.expired() else answer)
 
     while line := await calls.readline():
         number, _, packed = line.partition(b" ")
@@ -280,17 +271,14 @@ def _arguments(packed: bytes) -> Any:
     return pickle.loads(base64.b64decode(packed))  # noqa: S301
 
 
-def _failure(error: BaseException) -> Outcome:
+def _failure(error: BaseException, name: str) -> Outcome:
     if isinstance(error, MemoryError):
-        return "memory", None
-    return _told(error) if isinstance(error, SpurlineError) else ("failed", located(error))
-
-
-def _told(error: SpurlineError) -> Outcome:
-    """Describe a SpurlineError, so that the pool can raise it again."""
-    known = next((name for name, kind in OUR_ERRORS.items() if isinstance(error, kind)), RunFailedError.__name__)
+        return "OutOfMemory", f"{name} ran out of memory"
+    if not isinstance(error, SpurlineError):
+        return "AttemptFailedError", f"{name} failed: {located(error)}"
+    kind = next((kind for kind in SPURLINE_ERRORS if isinstance(error, kind)), RunFailedError)
     problems = [(problem.key, problem.message) for problem in error.problems] if isinstance(error, ConfigError) else []
-    return "raised", [known, str(error), problems]
+    return kind.__name__, problems or str(error)
 
 
 def _line(number: bytes, outcome: Outcome) -> bytes:

@@ -1,4 +1,4 @@
-"""The contract kit of RL: test suites for rewards, environments, advantages, corrections, engines and collators.
+"""The contract kit of RL: suites for rewards, environments, advantages, corrections, engines, collators and orders.
 
 The suites for backends and their adapters are here too, because they test the training of policies and critics.
 """
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from spurline_rl.testing.engine_update_contract import EngineUpdateContract as EngineUpdateContract
     from spurline_rl.testing.environment_contract import EnvironmentContract as EnvironmentContract
     from spurline_rl.testing.inputs import make_trajectories as make_trajectories
+    from spurline_rl.testing.order_contract import AdaptiveOrderContract as AdaptiveOrderContract
     from spurline_rl.testing.reward_contract import RewardContract as RewardContract
     from spurline_rl.testing.rollout_engine_contract import RolloutEngineContract as RolloutEngineContract
 
@@ -30,6 +31,7 @@ _NAMES = {
     "engine_update_contract": ("EngineUpdateContract",),
     "environment_contract": ("EnvironmentContract",),
     "inputs": ("make_trajectories",),
+    "order_contract": ("AdaptiveOrderContract",),
     "reward_contract": ("RewardContract",),
     "rollout_engine_contract": ("RolloutEngineContract",),
 }

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from spurline.protocols.backend import Backend, TrainsAdapters
+from spurline.protocols.backend import Backend
 from spurline.protocols.collator import ParallelLayout
+from spurline_models.abilities import TrainsAdapters
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
 from spurline_rl.testing.backend_cases import assert_weights_equal, copied, minibatch, own_logprobs, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened

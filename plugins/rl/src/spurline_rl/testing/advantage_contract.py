@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spurline_rl.protocols.advantage import Advantage, ComparesSamples
+from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
 
 _WRITTEN = ("advantages", "returns")
@@ -33,15 +34,18 @@ class AdvantageContract:
     def groups(self, seed: int = 0, num_groups: int = 4) -> list[Group]:
         """Return groups of 2 to 4 samples. Each sample has 1 to 3 turns, and each turn 0 to 5 tokens."""
         random = np.random.default_rng(seed)
-        return [
-            Group(
-                f"prompt-{draw}",
-                draw,
-                tuple(_trajectory(random, f"prompt-{draw}", sample) for sample in range(int(random.integers(2, 5)))),
-                {name: float(random.uniform(0.5, 1.5)) for name in self.carry},
-            )
-            for draw in range(num_groups)
-        ]
+        groups: list[Group] = []
+        for draw in range(num_groups):
+            # The last turn is never empty, because its last token gets the reward of the whole trajectory.
+            lengths = [
+                [*random.integers(0, 6, random.integers(0, 3)), random.integers(1, 6)]
+                for _ in range(random.integers(2, 5))
+            ]
+            made = make_trajectories([[(3, length) for length in turns] for turns in lengths], seed + draw)
+            attempts = tuple(replace(each, uid=f"prompt-{draw}", sample=sample) for sample, each in enumerate(made))
+            columns = {name: float(random.uniform(0.5, 1.5)) for name in self.carry}
+            groups.append(Group(f"prompt-{draw}", draw, attempts, columns))
+        return groups
 
     def test_it_describes_itself_and_the_fields_of_a_turn_that_it_needs(self) -> None:
         text = self.make_advantage().describe()
@@ -103,22 +107,6 @@ class AdvantageContract:
         result = self.make_advantage().advantages([replace(first, trajectories=copies), *others])
         assert all(not _advantages(turn).any() for turn in turns_of(result[:1]))
         assert any(_advantages(turn).any() for turn in turns_of(result[1:]))
-
-
-def _trajectory(random: np.random.Generator, uid: str, sample: int) -> Trajectory:
-    # The last turn is never empty, because its last token gets the reward of the whole trajectory.
-    lengths = [*random.integers(0, 6, int(random.integers(0, 3))).tolist(), int(random.integers(1, 6))]
-    return Trajectory(uid, sample, tuple(_turn(random, length) for length in lengths))
-
-
-def _turn(random: np.random.Generator, length: int) -> Turn:
-    return Turn(
-        prompt_ids=random.integers(1, 100, 3).astype(np.int32),
-        response_ids=random.integers(1, 100, length).astype(np.int32),
-        loss_mask=(random.random(length) < 0.8).astype(np.uint8),
-        rewards=random.random(length).astype(np.float32),
-        values=random.random(length).astype(np.float32),
-    )
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:

@@ -11,11 +11,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spurline.protocols.collator import ParallelLayout, RolloutCollator
+from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import PAD, assert_batches_equal, layout_strategy, turns_in
 from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import check_batch
 from spurline_rl.preparation import CollatesFlat
+from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import FlatTurns, Trajectory
 
@@ -25,11 +26,8 @@ _TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "ret
 class RolloutCollatorContract:
     """A test suite: define `make_collator(pad_token_id, layout)` in a subclass. Turns have up to 40 tokens.
 
-    If `make_reference` returns another collator, the batches of both must be bit-identical. Set `one_turn_per_row` to
-    False if a row can have several turns.
+    If `make_reference` returns another collator, the batches of both must be bit-identical.
     """
-
-    one_turn_per_row = True
 
     def make_collator(self, pad_token_id: int, layout: ParallelLayout) -> RolloutCollator:
         raise NotImplementedError("subclass RolloutCollatorContract with make_collator(self, pad_token_id, layout)")
@@ -55,11 +53,9 @@ class RolloutCollatorContract:
         assert batch.num_rows % ranks == 0
         assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
         assert ("advantages" in batch.tokens) == optional
-        found, expected = turns_in(batch), _turns_of(trajectories)
-        assert sorted(found) == sorted(expected)
-        if self.one_turn_per_row:
-            assert found == expected, "turns are not in order"
-            assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
+        expected = _turns_of(trajectories)
+        assert turns_in(batch) == expected
+        assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
 
     @given(
         turns=_turns_strategy,

@@ -54,7 +54,6 @@ class ScriptedEngine:
         return GenerationResult(
             token_ids=tokens,
             logprobs=logprobs,
-            raw_logprobs=logprobs,
             versions=np.zeros(len(tokens), dtype=np.int32),
             finish_reason="length" if len(answer) > room else "stop",
         )
@@ -125,12 +124,11 @@ class EnvironmentContract:
             assert _content(one) == _content(other)
 
     def test_an_error_of_the_engine_is_not_swallowed(self) -> None:
-        class Dead(ScriptedEngine):
-            async def generate(self, request: GenerationRequest) -> GenerationResult:
-                raise RunFailedError("the engine died")
+        def die(request: GenerationRequest) -> Sequence[int]:
+            raise RunFailedError("the engine died")
 
         with pytest.raises(RunFailedError, match="the engine died"):
-            self._run(Dead(lambda request: [1]), [0])
+            self._run(ScriptedEngine(die), [0])
 
     def test_a_cancelled_attempt_ends(self) -> None:
         class Silent(ScriptedEngine):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -40,16 +41,15 @@ def make_trajectories(
 def _turn(
     random: np.random.Generator, prompt: int, response: int, optional_columns: bool, routed_experts: bool
 ) -> Turn:
-    floats = random.standard_normal((5, response)).astype(np.float32)
+    columns: dict[str, Any] = {}
+    if optional_columns:
+        names = ("logprobs", "rewards", "advantages", "values", "returns")
+        columns = dict(zip(names, random.random((5, response), np.float32), strict=True))
+        columns["versions"] = random.integers(0, 4, response).astype(np.int32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),
         response_ids=random.integers(1, VOCABULARY, response).astype(np.int32),
         loss_mask=(random.random(response) < 0.8).astype(np.uint8),
-        logprobs=floats[0] if optional_columns else None,
-        rewards=floats[1] if optional_columns else None,
-        advantages=floats[2] if optional_columns else None,
-        values=floats[3] if optional_columns else None,
-        returns=floats[4] if optional_columns else None,
-        versions=random.integers(0, 4, response).astype(np.int32) if optional_columns else None,
+        **columns,
         routed_experts=random.integers(0, 64, (prompt + response, 2, 3)).astype(np.int16) if routed_experts else None,
     )

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from difflib import SequenceMatcher
+from dataclasses import fields
 from functools import lru_cache, partial, reduce
-from itertools import takewhile
 from operator import and_
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,16 +32,8 @@ pc: Any = pyarrow.compute
 _PREVIEW = 200
 """Number of characters that a list shows of each prompt and response."""
 _MOST_GIVEN_UP = 200
-MOST_COMPARED = 4_000
-"""If there are more tokens than this between the common start and the common end, they are not compared, but shown
-as different."""
 _TEXTS = ("prompt", "response")
 """Long columns, which are not kept in memory. A filter that searches them reads the files again."""
-_SHOWN = ("step", "place", "status", "uid", "sample", "reward", "advantage", "tokens", "turns", "finish", "max_age")
-_FACTS = (
-    *("step", "status", "uid", "draw", "epoch", "sample"),
-    *("reward", "rewards", "advantage", "retries", "info", "engines"),
-)
 _BOUNDS = {
     "min_reward": ("reward", pc.greater_equal),
     "max_reward": ("reward", pc.less_equal),
@@ -85,18 +76,9 @@ class AttemptQuery(BaseModel):
     place: int
 
 
-class DiffQuery(AttemptQuery):
-    """Two attempts to compare."""
-
-    other_run: int
-    other_step: int
-    other_place: int
-
-
 def answers(run_dirs: Sequence[Path]) -> Mapping[str, Callable[[Mapping[str, str]], Any]]:
     """Return the functions that answer requests about the rollouts of these runs, by the name of the request."""
-    functions = {"rollouts": _rollouts, "attempt": _attempt, "diff": _diff}
-    return {name: partial(function, run_dirs) for name, function in functions.items()}
+    return {"rollouts": partial(_rollouts, run_dirs), "attempt": partial(_attempt, run_dirs)}
 
 
 def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
@@ -130,26 +112,16 @@ def _rollouts(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
 
 def _attempt(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
     asked = AttemptQuery.model_validate(query)
-    return attempt_facts(_attempt_at(run_dirs, asked.run, asked.step, asked.place))
-
-
-def _diff(run_dirs: Sequence[Path], query: Mapping[str, str]) -> Any:
-    asked = DiffQuery.model_validate(query)
-    left = _attempt_at(run_dirs, asked.run, asked.step, asked.place)
-    return difference(left, _attempt_at(run_dirs, asked.other_run, asked.other_step, asked.other_place))
+    attempts = list(KeptRollouts(_run(run_dirs, asked.run)).attempts([asked.step]))
+    if not 0 <= asked.place < len(attempts):
+        raise LookupError(f"Step {asked.step} has no attempt {asked.place}, or it is not kept any more.")
+    return _attempt_facts(attempts[asked.place])
 
 
 def _run(run_dirs: Sequence[Path], number: int) -> Path:
     if not 0 <= number < len(run_dirs):
         raise LookupError(f"There is no run {number}.")
     return run_dirs[number]
-
-
-def _attempt_at(run_dirs: Sequence[Path], run: int, step: int, place: int) -> KeptAttempt:
-    attempts = list(KeptRollouts(_run(run_dirs, run)).attempts([step]))
-    if not 0 <= place < len(attempts):
-        raise LookupError(f"Step {step} has no attempt {place}, or it is not kept any more.")
-    return attempts[place]
 
 
 @lru_cache(maxsize=100_000)
@@ -175,12 +147,7 @@ def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
     keys = [(wanted.sort, "ascending" if wanted.ascending else "descending")]
     keys += [key for key in (("step", "descending"), ("place", "ascending")) if key[0] != wanted.sort]
     order = pc.sort_indices(found, sort_keys=keys)[wanted.offset : wanted.offset + wanted.limit]
-    rows = [
-        {**{name: row[name] for name in _SHOWN}, "max_gap": row["max_gap"] or 0.0}
-        | {"prompt": row["begins"], "preview": row["preview"]}
-        for row in found.take(order).to_pylist()
-    ]
-    return {"matching": len(found), "rows": rows}
+    return {"matching": len(found), "rows": found.take(order).to_pylist()}
 
 
 def _is_lost(wanted: ListQuery) -> Any:
@@ -221,11 +188,10 @@ def _has_tag(table: pa.Table, column: str, wanted: str) -> Any:
     return pc.is_in(pc.field(column), pa.array(texts, pa.string()))
 
 
-def attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
+def _attempt_facts(attempt: KeptAttempt) -> dict[str, Any]:
     """Return the attempt and its turns. Lists in a turn have one entry per token, or are None if not recorded."""
-    facts: dict[str, Any] = {name: getattr(attempt, name) for name in _FACTS}
-    tags, turns = {**attempt.columns, **attempt.tags}, [_turn_facts(turn) for turn in attempt.turns]
-    return facts | {"finish": attempt.finish_reason, "tags": tags, "turns": turns}
+    facts = {field.name: getattr(attempt, field.name) for field in fields(attempt) if not field.name.startswith("_")}
+    return facts | {"turns": [_turn_facts(turn) for turn in attempt.turns]}
 
 
 def _turn_facts(turn: KeptTurn) -> dict[str, Any]:
@@ -245,39 +211,6 @@ def _turn_facts(turn: KeptTurn) -> dict[str, Any]:
             "trained": turn.loss_mask.tolist(),
         },
     }
-
-
-def difference(left: KeptAttempt, right: KeptAttempt) -> list[dict[str, Any]]:
-    """Return spans of tokens that the responses of two attempts share, and spans that only one response has.
-
-    `kind` is `same`, `left` or `right`; `pieces` are the texts of the tokens.
-    """
-    (left_ids, left_pieces), (right_ids, right_pieces) = _responses(left), _responses(right)
-    ids, pieces = (left_ids, right_ids), (left_pieces, right_pieces)
-    start = _num_shared(left_ids, right_ids)
-    end = _num_shared(left_ids[start:][::-1], right_ids[start:][::-1])
-    middle = [each[start : len(each) - end] for each in ids]
-    blocks: list[tuple[str, int, int, int, int]] = [("replace", 0, len(middle[0]), 0, len(middle[1]))]
-    if max(map(len, middle)) <= MOST_COMPARED:
-        blocks = list(SequenceMatcher(None, middle[0], middle[1], autojunk=False).get_opcodes())
-    found = [("same", pieces[0][:start])]
-    for kind, left_from, left_to, right_from, right_to in blocks:
-        of_left = pieces[0][start + left_from : start + left_to]
-        of_right = pieces[1][start + right_from : start + right_to]
-        found += [("same", of_left)] if kind == "equal" else [("left", of_left), ("right", of_right)]
-    found.append(("same", pieces[0][len(ids[0]) - end :]))
-    return [{"kind": kind, "pieces": tokens} for kind, tokens in found if tokens]
-
-
-def _num_shared(left: list[int], right: list[int]) -> int:
-    """Return the length of the common prefix."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
-
-
-def _responses(attempt: KeptAttempt) -> tuple[list[int], list[str]]:
-    """Return the response tokens of all turns, and their texts."""
-    ids = [token for turn in attempt.turns for token in turn.response_ids.tolist()]
-    return ids, [piece for turn in attempt.turns for piece in turn.response_pieces]
 
 
 def _numbers(values: NDArray[Any] | None) -> Sequence[float | None] | None:

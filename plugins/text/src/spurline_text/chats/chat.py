@@ -31,35 +31,12 @@ from spurline_text.tokenizer import template_name
 
 def mask_of_spans(encoding: Encoding, spans: Iterable[Span]) -> NDArray[np.uint8]:
     """Return 1 for every token that covers a character of a span, else 0: uint8 [tokens]."""
+    begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(encoding), dtype=np.uint8)
-    for start, stop in spans:
-        first, last = _token_range(encoding, start, stop)
-        mask[first : last + 1] = 1
+    for start, stop in (span for span in spans if span[0] < span[1]):
+        # If the tokenizer trims offsets, a white-space token has an empty range. It belongs to the span around its end.
+        mask |= (ends > start) & np.where(begins == ends, ends <= stop, begins < stop)
     return mask
-
-
-def _token_range(encoding: Encoding, start: int, stop: int) -> tuple[int, int]:
-    """Return the first and last token that cover a character of the span, or (0, -1) if no token does."""
-    first = next((token for char in range(start, stop) if (token := encoding.char_to_token(char)) is not None), None)
-    if first is None:
-        return 0, -1
-    last = next(token for char in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(char)) is not None)
-    # The lookup finds the first token of a character, but a character of several bytes may have several tokens.
-    while _covers(encoding, last + 1, start, stop):
-        last += 1
-    # If the tokenizer trims offsets, a white-space token has an empty range. It belongs to the span around its end.
-    while _covers(encoding, first - 1, start, stop):
-        first -= 1
-    return first, last
-
-
-def _covers(encoding: Encoding, token: int, start: int, stop: int) -> bool:
-    """Return whether a token next to the found range belongs to the span too."""
-    chars = encoding.token_to_chars(token) if 0 <= token < len(encoding) else None
-    if chars is None:
-        return False
-    begin, end = chars
-    return start < end <= stop if begin == end else begin < stop and end > start
 
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -15,12 +15,12 @@ from typing import Any, cast
 import datasets
 
 from spurline.errors import DataError
-from spurline.protocols.dataset import RowReader, StreamedRow
 from spurline_text.configs import HfStreamConfig
 from spurline_text.datasets.arrow_rows import data_errors, without_padding
 from spurline_text.datasets.hf_dataset import default_label, of_split, refuse_hub_settings
 from spurline_text.datasets.json_rows import read_json_line
 from spurline_text.datasets.local_files import find_files, looks_local
+from spurline_text.datasets.protocols import RowReader, StreamedRow
 from spurline_text.hub import asked_once
 
 _ROWS_AT_ONCE = 128

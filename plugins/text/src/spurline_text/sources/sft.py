@@ -13,11 +13,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from spurline.config.section import ComponentConfig
 from spurline.data.batch import TrainingBatch
-from spurline.data.token_store import keys_of_samples, summarize
+from spurline.data.token_store import TokenStore, summarize
 from spurline.errors import DataError, listing, suggestion
 from spurline.protocols.collator import Collator
 from spurline.protocols.dataset import DatasetConfig, Longest
@@ -130,7 +131,7 @@ class SampleSet:
 
     @cached_property
     def _keys(self) -> NDArray[np.uint64]:
-        return keys_of_samples(self._tokenized.store, self._whole()[:_MOST_KEYS])
+        return _keys_of_samples(self._tokenized.store, self._whole()[:_MOST_KEYS])
 
     def keys(self) -> NDArray[np.uint64]:
         return self._keys
@@ -239,3 +240,11 @@ class SftSource(BatchSource):
             "The training data differs from the data of the checkpoint in tokens or loss masks: a file, the tokenizer "
             "or the chat template has changed. Restore it, or start again with another run_dir.",
         )
+
+
+def _keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a hash of the tokens of each of these samples. It takes about two microseconds per sample."""
+    view = store.view(indices)
+    return np.array(
+        [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
+    )

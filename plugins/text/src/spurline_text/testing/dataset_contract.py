@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from spurline.errors import DataError
-from spurline.protocols.dataset import CheckableDataset, Dataset
+from spurline.protocols.dataset import Dataset
+from spurline_text.datasets.protocols import CheckableDataset
 
 
 class DatasetContract:

@@ -133,8 +133,7 @@ class VllmEngine(EnginePool):
         return f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
 
     def _api_of(self, url: str) -> ServerApi:
-        config = self._vllm_config
-        return ServerApi(url, os.environ.get(config.api_key_env), connect_timeout_s=config.pause_timeout_s)
+        return ServerApi(url, connect_timeout_s=self._vllm_config.pause_timeout_s)
 
     def _make(self, number: int) -> EngineMember:
         config = self._vllm_config

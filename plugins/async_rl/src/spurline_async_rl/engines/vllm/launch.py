@@ -117,11 +117,12 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "max_model_len": config.max_model_len or -1,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
+        "enforce_eager": on_cpu,
         "max_num_seqs": config.max_num_seqs,
         # A probe of the published weights does not wait behind other requests.
         "scheduling_policy": "priority",
-        "enable_prefix_caching": config.enable_prefix_caching,
+        # A prompt is computed only once for all its requests with the same weights.
+        "enable_prefix_caching": True,
         "kv_cache_memory_bytes": None if kv_cache_gb is None else round(kv_cache_gb * 2**30),
         # These are the logprobs of the sampled distribution, after temperature, top-k and top-p.
         "logprobs_mode": "processed_logprobs",

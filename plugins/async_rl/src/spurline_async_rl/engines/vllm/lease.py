@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from spurline.errors import ConfigError, SpurlineError
+from spurline.terminal import tell
 from spurline_async_rl.engines.member import EngineDiedError
-from spurline_async_rl.terminal import tell
 
 LEASE_S = 60.0
 """Seconds that a claim lasts. If a run is killed, only the resumed run can use its servers within this time."""

@@ -19,13 +19,13 @@ import aiohttp
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import ConfigError, DataError, RunFailedError, SpurlineError
+from spurline.terminal import tell
 from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
 from spurline_async_rl.engines.configs import VllmEngineConfig, server_url
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.lease import ServerLease
-from spurline_async_rl.terminal import tell
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -35,14 +35,15 @@ _ASK_AGAIN_S = 2.0
 """Seconds between two checks whether a server answers."""
 _LONGEST_LINE = 1 << 24
 """Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
+API_KEY = "VLLM_API_KEY"
+"""The environment variable with the key of the servers."""
 START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     f"--logprobs-mode processed_logprobs --scheduling-policy priority --worker-extension-cls {WORKER_EXTENSION}."
 )
 _OPEN = (
     "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
-    "machines of this run to reach its port. Or use a proxy that requires the key of source.engine.api_key_env on all "
-    "paths."
+    f"machines of this run to reach its port. Or use a proxy that requires the key of {API_KEY} on all paths."
 )
 
 
@@ -62,8 +63,9 @@ class ServerApi:
     They raise EngineDiedError if the server fails or cannot be reached, and DataError if it refuses a request.
     """
 
-    def __init__(self, url: str, api_key: str | None, connect_timeout_s: float):
+    def __init__(self, url: str, connect_timeout_s: float):
         self.url = server_url(url)
+        api_key = os.environ.get(API_KEY)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         self._has_priorities = False
         # A request has no total time limit here, because the callers have their own limits.
@@ -197,7 +199,7 @@ class ServerApi:
         text = (await answer.text())[:500]
         if answer.status in (401, 403):
             raise self._config_error(
-                f"refuses the API key ({answer.status}). Put the right key into the variable that api_key_env names."
+                f"refuses the API key ({answer.status}). Put the right key into the environment variable {API_KEY}."
             )
         # With 408, 425, 429 and 5xx, the server may accept the request later, or another server may accept it.
         if answer.status < 500 and answer.status not in (408, 425, 429):
@@ -234,7 +236,7 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
     """
 
     async def problem_of(url: str) -> str:
-        api = ServerApi(url, os.environ.get(config.api_key_env), _ASK_TIMEOUT_S)
+        api = ServerApi(url, _ASK_TIMEOUT_S)
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 await api.model()

@@ -51,20 +51,26 @@
     yaxis: axis(),
   });
 
-  // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
-  const drawn = (source) => !source.closest("details:not([open])");
+  const loadPlotly = async () => {
+    const bytes = Uint8Array.from(atob(document.getElementById("plotly").textContent), (sign) => sign.charCodeAt(0));
+    const script = document.createElement("script");
+    script.textContent = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    document.head.append(script);
+    // For figures of plugins too: plotly.js offers by default to upload the data of a chart to a server.
+    Plotly.setPlotConfig({ showSendToCloud: false, plotlyServerURL: "", displaylogo: false });
+  };
 
-  const draw = (figures) => document.querySelectorAll("script.figure").forEach((source, number) => {
-    if (!drawn(source)) return;
-    const { data, layout } = figures[number];
+  const draw = () => document.querySelectorAll("script.figure").forEach((source) => {
+    // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
+    if (source.closest("details:not([open])")) return;
+    const { data, layout } = JSON.parse(source.textContent);
     Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);
   });
 
-  Promise.all([unpacked("figures"), plotlyLoaded]).then(([text]) => {
-    const figures = JSON.parse(text);
-    draw(figures);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(figures));
-    for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", () => part.open && draw(figures));
+  loadPlotly().then(() => {
+    draw();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+    for (const part of document.querySelectorAll("details")) part.addEventListener("toggle", () => part.open && draw());
     document.documentElement.dataset.drawn = "yes";
   }).catch((error) => {
     const problem = document.createElement("p");

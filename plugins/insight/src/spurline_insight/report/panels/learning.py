@@ -5,10 +5,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from spurline.trackers.readout import score
 from spurline_insight.health import clip_threshold
 from spurline_insight.report.figure import level, line, raw_and_smoothed, series_color, step_figure
-from spurline_insight.report.markup import Panel, block, caption, columns
+from spurline_insight.report.markup import Panel, block, caption, columns, score
 from spurline_insight.report.record import (
     GIVEN_UP,
     OF_PAIRS,

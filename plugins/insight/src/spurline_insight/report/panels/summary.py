@@ -8,9 +8,9 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from spurline.trackers.readout import clock, quantity, score
+from spurline.trackers.readout import clock, quantity
 from spurline_insight.health import findings
-from spurline_insight.report.markup import Panel, block, cards, scalar, text
+from spurline_insight.report.markup import Panel, block, cards, scalar, score, text
 from spurline_insight.report.panels.speed import generation_speed, training_speed
 from spurline_insight.report.record import REWARD, evaluation_losses, evaluation_scores, label_of
 from spurline_insight.report_panel import RunRecord

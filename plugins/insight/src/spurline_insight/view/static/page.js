@@ -51,8 +51,13 @@ function short(value) {
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 
-const series = (number) => "s" + ((number % 8) + 1);
-const swatch = (number) => make("span", { class: "swatch " + series(number), "aria-hidden": "true" });
+// Give an element the colour of a run.
+function coloured(element, number) {
+  element.style.color = `var(--series-${(number % 8) + 1})`;
+  return element;
+}
+
+const swatch = (number) => coloured(make("span", { class: "swatch", "aria-hidden": "true" }), number);
 
 // Where the reader is stands in the address after #: a view, and what it shows.
 function place() {
@@ -68,7 +73,7 @@ async function show() {
     else link.removeAttribute("aria-current");
   }
   try {
-    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, samples: showSamples, attempt: showAttempt, diff: showDiff }[view](query);
+    await { curves: showCurves, evaluation: showEvaluation, rollouts: showRollouts, attempt: showAttempt, diff: showDiff }[view](query);
     complain(null);
   } catch (error) {
     complain(error);
@@ -133,19 +138,8 @@ async function showCurves(query) {
     return make("label", { class: "check" }, box, name);
   }));
   const answers = await Promise.all(chosen.map((name) => ask("series", new URLSearchParams({ metric: name }))));
-  drawn = { width: chartWidth(), charts: () => chosen.map((name, number) => chart(name, answers[number])) };
-  byId("charts").replaceChildren(...drawn.charts());
+  byId("charts").replaceChildren(...chosen.map((name, number) => chart(name, answers[number])));
   if (!chosen.length) byId("charts").append(make("p", {}, names.length ? "Choose a metric." : "No step has finished yet."));
-}
-
-function movingMean(values) {
-  const half = Math.max(2, Math.floor(Math.sqrt(values.length) / 2));
-  const sums = [0];
-  for (const value of values) sums.push(sums[sums.length - 1] + value);
-  return values.map((_, index) => {
-    const start = Math.max(0, index - half), end = Math.min(values.length, index + half + 1);
-    return (sums[end] - sums[start]) / (end - start);
-  });
 }
 
 function ticks(low, high, count) {
@@ -156,14 +150,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-let drawn = null;
-addEventListener("resize", () => {
-  // A hidden view has no width.
-  if (!drawn || !byId("charts").clientWidth || drawn.width === chartWidth()) return;
-  drawn.width = chartWidth();
-  const charts = drawn.charts();
-  if (charts.length) byId("charts").replaceChildren(...charts);
-});
+addEventListener("resize", () => place().view === "curves" && showCurves(place().query).catch(complain));
 
 // As the grid of page.css lays figures out, so that text keeps its size.
 function chartWidth() {
@@ -197,16 +184,13 @@ function chart(name, lines) {
     svg.append(draw("text", { class: "tick", x: x(step), y: height - 6, "text-anchor": "middle" }, short(step)));
   }
   const smooth = byId("smooth").checked;
-  const path = (of, faint, number) => draw("path", { class: `line ${series(number)}${faint ? " faint" : ""}`,
-    d: of.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") });
+  const path = (of, faint, number) => coloured(draw("path", { class: faint ? "line faint" : "line",
+    d: of.map(([step, value], index) => `${index ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("") }), number);
   lines.forEach((line, number) => {
     const points = line.steps.map((step, index) => [step, line.values[index]]);
-    if (points.length === 1) svg.append(draw("circle", { class: series(number), cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }));
+    if (points.length === 1) svg.append(coloured(draw("circle", { class: "point", cx: x(points[0][0]), cy: y(points[0][1]), r: 3 }), number));
     svg.append(path(points, smooth && points.length > 9, number));
-    if (smooth && points.length > 9) {
-      const means = movingMean(line.values);
-      svg.append(path(line.steps.map((step, index) => [step, means[index]]), false, number));
-    }
+    if (smooth && points.length > 9) svg.append(path(line.steps.map((step, index) => [step, line.means[index]]), false, number));
   });
   const cursor = draw("line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
   svg.append(cursor);
@@ -306,12 +290,12 @@ function listGivenUp({ matching, prompts }) {
 
 function listRow(run, row, limit) {
   const isOld = limit !== null && limit !== undefined && row.max_age > limit;
-  const cell = (name, value, attributes = {}) => make("td", { "data-name": name, ...attributes }, value);
+  const cell = (value, attributes = {}) => make("td", attributes, value);
   const link = make("a", { href: "#attempt?" + attemptQuery(run, row) }, row.preview.trim() || "(empty)");
-  return make("tr", {}, cell("step", short(row.step)), cell("", row.prompt.trim() || row.uid, { title: row.uid }), cell("sample", short(row.sample)),
-    cell("reward", short(row.reward)), cell("tokens", short(row.tokens)),
-    cell("age", short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
-    cell("gap", short(row.max_gap)), make("td", {}, link));
+  return make("tr", {}, cell(short(row.step)), cell(row.begins.trim() || row.uid, { title: row.uid }), cell(short(row.sample)),
+    cell(short(row.reward)), cell(short(row.tokens)),
+    cell(short(row.max_age), isOld ? { class: "marked", title: `over the limit of ${limit}` } : {}),
+    cell(short(row.max_gap)), cell(link));
 }
 
 let typing = 0;
@@ -331,10 +315,10 @@ function changed() {
 
 function facts(attempt) {
   const rows = [["reward", short(attempt.reward)], ...Object.entries(attempt.rewards).map(([name, value]) => [name, short(value)]),
-    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish], ["step", short(attempt.step)],
+    ["advantage", short(attempt.advantage)], ["status", attempt.status], ["ended by", attempt.finish_reason], ["step", short(attempt.step)],
     ["sample", short(attempt.sample)], ["epoch", short(attempt.epoch)], ["retries", short(attempt.retries)],
     ...(attempt.engines.length ? [["engines", attempt.engines.join(", ")]] : []),
-    ...Object.entries(attempt.tags).map(([name, value]) => [name, String(value)])];
+    ...Object.entries({ ...attempt.columns, ...attempt.tags }).map(([name, value]) => [name, String(value)])];
   return make("dl", {}, ...rows.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
 }
 
@@ -458,64 +442,29 @@ async function showSiblings(self) {
   }
 }
 
-// Samples: read when a reader asks for those of a run, once for each time that the page is loaded.
-
-const samples = new Map();
-
-async function showSamples() {
-  byId("sampled").replaceChildren(...state.runs.map((run, number) => {
-    const button = make("button", { type: "button" }, `Read the samples of ${run.name}`);
-    button.addEventListener("click", () => readSamples(number).then(() => complain(null), complain));
-    return button;
-  }));
-}
-
-async function readSamples(number) {
-  byId("rows").replaceChildren();
-  byId("reading").textContent = "Reading; this takes some seconds.";
-  try {
-    if (!samples.has(number)) samples.set(number, await ask("samples", new URLSearchParams({ run: number })));
-  } finally {
-    byId("reading").textContent = "";
-  }
-  const { facts, rows } = samples.get(number);
-  const legend = make("p", { class: "legend" }, make("span", { class: "trained" }, "trained"), " ", make("span", {}, "context"), " ",
-    make("span", { class: "special" }, "special"));
-  byId("rows").replaceChildren(make("h2", {}, swatch(number), state.runs[number].name), ...facts.map((fact) => make("p", {}, fact)),
-    legend, ...rows.flatMap(sampleRow));
-}
-
-function sampleRow(row) {
-  const isPair = row.sequences.some((sequence) => sequence.kind === "chosen" || sequence.kind === "rejected");
-  return [make("h3", {}, row.title), make("div", isPair ? { class: "sides" } : {}, ...row.sequences.map(sampleSequence))];
-}
-
-function sampleSequence(sequence) {
-  const trained = sequence.weights.filter((weight) => weight !== 0).length;
-  const count = sequence.kind === "prompt" ? "" : `, ${short(trained)} trained`;
-  const spans = sequence.pieces.map((piece, number) => {
-    const weight = sequence.weights[number];
-    const classes = [weight ? "trained" : "", sequence.special[number] ? "special" : ""].filter(Boolean).join(" ");
-    const title = `${number}: id ${sequence.ids[number]}${weight ? `, weight ${short(weight)}` : ""}`;
-    return make("span", classes ? { class: classes, title } : { title }, piece);
-  });
-  const text = make("div", { class: "tokens", tabindex: "0", role: "region", "aria-label": `Tokens of ${sequence.kind} ${visible(sequence.uid)}` }, ...spans);
-  return make("div", {}, make("p", {}, make("strong", {}, `${sequence.kind} ${sequence.uid}`), `: ${short(sequence.ids.length)} tokens${count}.`), ...sequence.notes.map((note) => make("p", { class: "marked" }, note)), text);
-}
-
 // Two attempts
+
+// The tokens with which both responses begin and end, and those between them of each.
+function parts(left, right) {
+  const of = (name) => [left, right].map((attempt) => attempt.turns.flatMap((turn) => turn.response[name]));
+  const [a, b] = of("ids"), [p, q] = of("pieces"), most = Math.min(a.length, b.length);
+  let start = 0, end = 0;
+  while (start < most && a[start] === b[start]) start++;
+  while (end < most - start && a[a.length - 1 - end] === b[b.length - 1 - end]) end++;
+  return [["span", p.slice(0, start)], ["del", p.slice(start, p.length - end)], ["ins", q.slice(start, q.length - end)],
+    ["span", p.slice(p.length - end)]].filter(([, pieces]) => pieces.length);
+}
 
 async function showDiff(query) {
   const other = new URLSearchParams({ run: query.get("other_run"), step: query.get("other_step"), place: query.get("other_place") });
   const own = new URLSearchParams({ run: query.get("run"), step: query.get("step"), place: query.get("place") });
-  const [left, right, parts] = await Promise.all([ask("attempt", own), ask("attempt", other), ask("diff", query)]);
+  const [left, right] = await Promise.all([ask("attempt", own), ask("attempt", other)]);
   const side = (attempt, at, mark) => make("div", {}, make("h2", {}, mark, " ",
     make("a", { href: "#attempt?" + at }, `${attempt.uid}, step ${attempt.step}, sample ${attempt.sample}`)), facts(attempt));
-  const names = { same: "span", left: "del", right: "ins" };
   byId("diff").replaceChildren(
     make("div", { class: "sides" }, side(left, own, make("del", {}, "left only")), side(right, other, make("ins", {}, "right only"))),
     make("h3", {}, "Responses, token by token"),
-    make("div", { class: "tokens" }, ...parts.map((part) => make(names[part.kind], {}, shown(part.pieces.join(""))))));
+    make("div", { class: "tokens" }, ...parts(left, right).map(([name, pieces]) => make(name, {}, shown(pieces.join(""))))));
 }
 
 // What the reader does

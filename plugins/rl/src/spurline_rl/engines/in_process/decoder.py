@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spurline.errors import DataError, ModelError, RunFailedError
-from spurline.protocols.backend import GenerationModel
+from spurline_models.abilities import GenerationModel
 from spurline_models.architecture import find_decoder, vocabulary_size
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.generation import model_stop_tokens
@@ -232,15 +232,14 @@ class Decoder:
                 [response.request.sampling for response in chunk],
                 [uniform(response.request.seed, len(response.tokens)) for response in chunk],
             )
-            drawn = zip(chunk, sampled.tokens, sampled.logprobs, sampled.raw_logprobs, strict=True)
-            for response, token, logprob, raw_logprob in drawn:
+            for response, token, logprob in zip(chunk, sampled.tokens, sampled.logprobs, strict=True):
                 if not math.isfinite(logprob):
                     raise RunFailedError(
                         f"{response.request.name}: the model's logits after {len(response.tokens)} tokens of the "
                         "response are not finite. The weights are broken; look at the loss and gradient norm of "
                         "the last steps."
                     )
-                response.add(token, logprob, raw_logprob, version, self._stop_tokens)
+                response.add(token, logprob, version, self._stop_tokens)
 
     def _send(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
@@ -350,8 +349,8 @@ def _check_cache(decoder: Decoder) -> None:
             for count in range(len(response.tokens))
         ]
         _write(decoder, read)
-    expected = np.array([response.raw_logprobs[0] for response in read])
-    difference = np.abs(np.concatenate([response.raw_logprobs for response in written]) - expected).mean()
+    expected = np.array([response.logprobs[0] for response in read])
+    difference = np.abs(np.concatenate([response.logprobs for response in written]) - expected).mean()
     with decoder.model.computing():
         half_precision = torch.is_autocast_enabled(causal.device.type)
     allowed = (_HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE) * expected.std()

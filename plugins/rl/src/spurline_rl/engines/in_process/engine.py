@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 
 from spurline.config.run_config import RunConfig
 from spurline.errors import DataError, RunFailedError
-from spurline.protocols.backend import Backend, GenerationModel, LendsModel
+from spurline.protocols.backend import Backend
+from spurline_models.abilities import GenerationModel, LendsModel
 from spurline_models.device_profile import DeviceProfile, device_profile
 from spurline_models.experts.router_replay import ExpertRouting
 from spurline_models.generation import generation_model

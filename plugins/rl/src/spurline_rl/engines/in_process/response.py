@@ -30,7 +30,6 @@ class Written(NamedTuple):
 
     token_ids: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float]
     versions: list[int]
     finish_reason: FinishReason | None
     routed_experts: NDArray[np.int16] | None = None
@@ -62,15 +61,8 @@ class ExpertRecord:
         """Return the experts of all tokens from index `start` on; None if no experts are recorded."""
         if not self._parts:
             return None
-        # Search from the end, since callers ask for the last tokens after every step.
-        found: list[NDArray[np.int16]] = [self._parts[0][:0]]
-        begin = self._length
-        for part in reversed(self._parts):
-            if begin <= start:
-                break
-            begin -= len(part)
-            found.insert(1, part[max(0, start - begin) :])
-        return np.concatenate(found)
+        self._parts = [np.concatenate(self._parts)]
+        return self._parts[0][start:]
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
         """Return experts [num_tokens, layers, top_k], -1 for tokens not computed; None if no experts are recorded."""
@@ -99,7 +91,6 @@ class Response:
     max_tokens: int = 0
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
-    raw_logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
     experts: ExpertRecord = field(default_factory=ExpertRecord)
     finish_reason: FinishReason | None = None
@@ -123,11 +114,10 @@ class Response:
         """Return the largest possible `cached_tokens`."""
         return len(self.prompt) + self.max_tokens - 1
 
-    def add(self, token: int, logprob: float, raw_logprob: float, version: int, stop_tokens: Collection[int]) -> None:
+    def add(self, token: int, logprob: float, version: int, stop_tokens: Collection[int]) -> None:
         """Add the next token, which may end the response."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.raw_logprobs.append(raw_logprob)
         self.versions.append(version)
         if (
             token in stop_tokens
@@ -145,14 +135,7 @@ class Response:
             experts = self.experts.since(self._num_experts_handed_on)
             self._num_experts_handed_on = len(self.experts)
             self.on_tokens(
-                Written(
-                    self.tokens[start:],
-                    self.logprobs[start:],
-                    self.raw_logprobs[start:],
-                    self.versions[start:],
-                    self.finish_reason,
-                    experts,
-                )
+                Written(self.tokens[start:], self.logprobs[start:], self.versions[start:], self.finish_reason, experts)
             )
 
     def result(self) -> GenerationResult:
@@ -163,7 +146,6 @@ class Response:
         return GenerationResult(
             token_ids=np.array(self.tokens, np.int32),
             logprobs=np.array(self.logprobs, np.float32),
-            raw_logprobs=np.array(self.raw_logprobs, np.float32),
             versions=np.array(self.versions, np.int32),
             finish_reason=self.finish_reason,
             routed_experts=self.experts.of_context(len(self.prompt) + len(self.tokens)),

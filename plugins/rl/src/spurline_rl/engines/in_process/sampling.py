@@ -18,13 +18,11 @@ class Sampled:
     """The next token of each row.
 
     Attributes:
-        logprobs: Logprobs after temperature, top-k and top-p. Greedy rows have their raw logprobs, as in vLLM.
-        raw_logprobs: Logprobs of the model's own distribution.
+        logprobs: Logprobs after temperature, top-k and top-p. Greedy rows have the model's own, as in vLLM.
     """
 
     tokens: list[int]
     logprobs: list[float]
-    raw_logprobs: list[float]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -39,22 +37,17 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniforms: Sequence[floa
     if logits.dtype != torch.float64:
         # A softmax over 1e5 half-precision logits would not be exact enough.
         logits = logits.float()
-    raw = logits.log_softmax(-1)
-    kept = raw if all(map(_changes_nothing, settings)) else _adjust(logits, settings).log_softmax(-1)
+    is_plain = all(setting.temperature in (0, 1) and not _cuts(setting) for setting in settings)
+    kept = (logits if is_plain else _adjust(logits, settings)).log_softmax(-1)
     tokens = _draw(kept, uniforms)
     greedy = [number for number, setting in enumerate(settings) if setting.temperature == 0]
     if greedy:
         rows = torch.tensor(greedy, device=logits.device)
         tokens[rows] = logits[rows].argmax(-1)
-    columns = tokens.unsqueeze(-1)
     # One transfer from the device; float64 holds token ids exactly.
-    both = torch.stack([tokens.double(), *(part.gather(-1, columns).squeeze(-1).double() for part in (kept, raw))])
-    ids, logprobs, raw_logprobs = both.tolist()
-    return Sampled([int(token) for token in ids], logprobs, raw_logprobs)
-
-
-def _changes_nothing(setting: Sampling) -> bool:
-    return setting.temperature == 0 or (setting.temperature == 1 and not _cuts(setting))
+    both = torch.stack([tokens.double(), kept.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()])
+    ids, logprobs = both.tolist()
+    return Sampled([int(token) for token in ids], logprobs)
 
 
 def _cuts(setting: Sampling) -> bool:
