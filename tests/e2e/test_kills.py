@@ -15,6 +15,7 @@ from typing import Literal
 import psutil
 import pytest
 import torch
+from async_runs import ranks_of
 from every_run import IN_LONG_RUNS, SOAK
 from fake_plugins import install_plugin
 from run_helpers import (
@@ -132,20 +133,19 @@ def test_killed_ranks_go_on_with_the_metrics_of_the_uninterrupted_run(
 def _kill(process: KillableProcess, victim: Victim, instants: random.Random) -> None:
     """Kill some processes of the run, and wait until all have ended and no socket listens."""
     controller = psutil.Process(process.pid)
-    # The process that has imported everything, and the ranks that were forked from it, if they have been by now.
-    server = controller.children()
-    ranks = [rank for each in server for rank in each.children()]
+    # The ranks, if they have been started by now.
+    ranks = ranks_of(process.pid)
     sockets = set[str]().union(*map(_sockets_of, (controller, *ranks)))
     listening = sockets & _listening_sockets()
     if victim == "rank" and ranks:
         instants.choice(ranks).kill()
     else:
-        for each in (controller, *server, *ranks) if victim == "all" else (controller,):
+        for each in (controller, *ranks) if victim == "all" else (controller,):
             each.kill()
     # Taking down an interpreter with torch in it takes two seconds of its own.
     code = process.wait(180)
     assert code == (1 if victim == "rank" and ranks else -signal.SIGKILL)
-    wait_for(lambda: not any(each.is_running() for each in (*server, *ranks)), "the end of all processes", 25)
+    wait_for(lambda: not any(each.is_running() for each in ranks), "the end of all processes", 25)
     # Not the ports: another program of this machine may have been given one of them by now.
     assert not listening & _listening_sockets()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from async_runs import ranks_of
 from fake_plugins import install_plugin
 from run_helpers import Config, KillableProcess, Spurline, on_ranks, read_metrics, train, wait_for
 
@@ -47,7 +48,6 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     spurline: Spurline, failing: Any, how: str, code: int, said: str
 ) -> None:
     config = failing(how)
-    began = psutil.Process().children(recursive=True)
     result, _, err = spurline("train", config)
     assert result == code
     assert said in err
@@ -58,9 +58,7 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     go_on = f"The last checkpoint is {run_dir}/checkpoints/step-00000002. Go on with: spurline train {run_dir.parent}/"
     assert (go_on in err) == (how != "data"), "an error of ours says itself what to do"
     assert len(read_metrics(run_dir)) == 2
-    # The process that they are forked from stays for the next ones, and so does the one that this is a fork of.
-    left = set(psutil.Process().children(recursive=True)) - set(began)
-    assert len(left) <= 2
+    assert ranks_of(os.getpid()) == []
 
 
 def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, failing: Any) -> None:
@@ -77,7 +75,7 @@ def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
 ) -> None:
     run_dir = Path(base_config["run_dir"])
     config = on_ranks(base_config | {"steps": 100_000, "checkpoint": {}})
-    process = killable_process(config)
+    process = killable_process(config, warm_children=True)
     process.wait_for_steps(1)
     family = psutil.Process(process.pid).children(recursive=True)
     # As a terminal sends it: to all processes of the group.
@@ -95,7 +93,7 @@ def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
 ) -> None:
     config, standing = failing("sleep"), tmp_path / "standing"
     monkeypatch.setenv("STANDS_STILL", str(standing))
-    process = killable_process(config)
+    process = killable_process(config, warm_children=True)
     saved = Path(config["run_dir"]) / "checkpoints/step-00000002"
     wait_for(lambda: standing.exists() or process.poll() is not None, "the third step, which never ends")
     family = psutil.Process(process.pid).children(recursive=True)

@@ -6,16 +6,17 @@ What needs one GPU runs on one; the rest wants two, or four.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from fsdp_layouts import LONG
+from living_processes import living_below
 from megatron_layouts import write_qwen3, write_qwen3_moe
 from run_helpers import wait_for
 
@@ -211,11 +212,6 @@ def test_bf16_runs_are_equal_bit_for_bit_and_go_on_so_from_a_checkpoint(
     assert all(torch.equal(results[1][1][name], value) for name, value in results[0][1].items())
 
 
-def _ranks_of_this_process() -> list[psutil.Process]:
-    """Ranks are children of the process that they are forked from."""
-    return [rank for server in psutil.Process().children() for rank in server.children()]
-
-
 @needs(2)
 @pytest.mark.parametrize("how", ["kill", "sleep"])
 @pytest.mark.parametrize("divided", ["tensor", "pipeline"])
@@ -226,7 +222,7 @@ def test_a_rank_that_dies_or_stands_still_in_an_update_ends_those_that_wait_for_
     monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:fails")
     settings = on(2, **{divided: 2}, start_timeout_s=300) | {"call_timeout_s": 20, "collective_timeout_s": 60}
     with opened(backend_run(spurline_tiny_model, settings, PLUGINS)) as (backend, layout):
-        ranks = _ranks_of_this_process()
+        ranks = living_below(os.getpid(), "spurline_ranks.rank_main")
         for step in range(2):
             backend.update(*minibatch("packed", layout, step))
         started = time.monotonic()

@@ -98,7 +98,5 @@ def kept_attempts(run: Trained | str) -> list[Any]:
 
 
 def ranks_of(controller: int) -> list[psutil.Process]:
-    """Return the processes of the ranks, which are forks of a process that the controller has started."""
-    # A fork has the command line of the process that it was forked from.
-    command = "spurline_ranks.rank_server"
-    return [rank for server in living_below(controller, command) for rank in living_below(server.pid, command)]
+    """Return the processes of the ranks."""
+    return living_below(controller, "spurline_ranks.rank_main")

@@ -73,6 +73,7 @@ class Worker:
         if how == "value":
             raise ValueError("broken on purpose")
         if how == "kill":
+            self.place.doing("micro-batch 1 of 8")
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "abort":
             print("these are its last words")
@@ -81,6 +82,13 @@ class Worker:
             self.place.doing("micro-batch 5 of 8, forward")
             _stands_still_here()
         raise AssertionError(how)
+
+    def fails_and_ends(self, rank: int) -> None:
+        """One rank raises and its process ends at once, while the others are in an exchange with it."""
+        if self.place.rank == rank:
+            threading.Timer(0.05, os.abort).start()
+            self._fail("data")
+        dist.all_reduce(torch.ones(1))
 
     def answers_with_a_lock(self) -> Any:
         return threading.Lock()

@@ -28,7 +28,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
-MODULES = ("spurline_async_rl.engines.child_process", "spurline_ranks.rank_server", "sabotaged_child")
+MODULES = ("spurline_async_rl.engines.child_process", "spurline_ranks.rank_main", "sabotaged_child")
 """Modules of `ChildProcess` that are forked. Others start as usual."""
 IMPORTED = (
     "torch",
@@ -157,6 +157,8 @@ class ForkedChildren(WarmChildren):
             theirs.close()
             return
         self._control.close()
+        # Ctrl-C of a test is for the process that was forked.
+        os.setsid()
         if (order := serve(theirs)) is not None:
             become(order)
         os._exit(0)
@@ -209,6 +211,15 @@ def _import_all() -> None:
         importlib.import_module(name)
 
 
+def _import_workers(arguments: Sequence[str]) -> None:
+    """Import the modules of workers, `MODULE:CLASS`, that ranks are about to make. Errors are for the ranks."""
+    for argument in arguments:
+        if ":" in argument and argument.partition(":")[0] not in sys.modules:
+            with suppress(ImportError):
+                importlib.import_module(argument.partition(":")[0])
+            gc.freeze()
+
+
 def _adopt(on: bool) -> None:
     """Choose whether grandchildren whose parent ends become children of this process."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
@@ -230,6 +241,7 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
         message, files, _, _ = socket.recv_fds(control, 1 << 20, _FILES_AT_MOST)
         if not message:
             return None
+        _import_workers(json.loads(message).get("arguments", ()))
         if between := os.fork():
             os.waitpid(between, 0)
             for file in files:

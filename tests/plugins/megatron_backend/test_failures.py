@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from living_processes import living_below
 from megatron_layouts import on
 from run_helpers import wait_for
 
@@ -30,21 +32,15 @@ def after_two_updates(
     """A backend whose next update fails, and its ranks; none of these is left in the end."""
     monkeypatch.setenv("FAILING_RANK", f"{rank}:{how}")
     monkeypatch.setattr(MegatronBackendConfig, "worker", "megatron_ranks:fails")
-    before = set(_grandchildren())
     # The check at start-up runs the model too, and the failing rank counts such runs.
     run = backend_run(model, on(**{"ranks": 2, "probe": False, **settings}), ("megatron_backend",))
     with opened(run) as (backend, layout):
-        ranks = [process for process in _grandchildren() if process not in before]
+        ranks = living_below(os.getpid(), "spurline_ranks.rank_main")
         assert len(ranks) == settings.get("ranks", 2)
         for step in range(2):
             backend.update(*minibatch("packed", layout, step))
         yield backend, layout, ranks
         wait_for(lambda: not any(process.is_running() for process in ranks), "the end of all ranks", 25)
-
-
-def _grandchildren() -> list[psutil.Process]:
-    """Ranks are children of the process that they are forked from."""
-    return [rank for server in psutil.Process().children() for rank in server.children()]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from spurline.protocols.ranks import RankRequest
 from spurline_ranks.group import ClusterNeed, ClusterRequest, RankGroup, TimeLimits, open_ranks
 
 pytest.importorskip("ray")
-from spurline_ranks import ray_actors
 from spurline_ranks.cluster_room import ranks_per_machine, room_for
 from spurline_ranks.ray_cluster import Node, RayCluster
 
@@ -99,7 +98,7 @@ def test_what_ranks_write_is_added_to_their_logs_and_told_when_they_die(start: S
     ranks = start(2, cluster=ClusterRequest(log_dir=str(logs)))
     pids = ranks.call("pid")
     ranks.call("prints")
-    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by a signal.* during `fails`") as raised:
+    with pytest.raises(RankFailedError, match=r"Rank 1 of 2 .* was killed by SIGABRT during `fails`") as raised:
         ranks.call("fails", 1, "abort")
     assert (raised.value.rank, raised.value.pid, raised.value.call) == (1, pids[1], "fails")
     assert "these are its last words" in str(raised.value)
@@ -126,13 +125,9 @@ def test_a_rank_that_stands_still_is_named_with_what_it_does_and_its_stack(start
 
 
 @pytest.mark.processes
-def test_ranks_that_are_never_there_are_named_without_a_stack(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    # However short the limit, a rank may be there: Ray holds idle processes ready.
-    monkeypatch.setattr(ray_actors.RayRanks, "_wait", lambda self, missing, timeout_s: {})
-    with pytest.raises(RankFailedError, match=r"`start` was not done within 0.1 s.*start_timeout_s") as raised:
-        start(2, start_s=0.1)
-    assert "2 of 2 ranks have not answered" in str(raised.value)
-    assert "Stack of" not in str(raised.value)
+def test_machines_that_do_not_start_their_ranks_in_time_are_named(start: Start) -> None:
+    with pytest.raises(RunFailedError, match=r"did not start ranks within 0 s .*start_timeout_s"):
+        start(2, start_s=0.0)
 
 
 @pytest.mark.processes
@@ -164,10 +159,10 @@ def test_ranks_of_a_machine_that_is_lost_are_named_within_a_minute(start: Start)
     lost = add_machine(cluster)
     ranks = start(3)
     pids = ranks.call("pid")
-    victim = next(rank for rank, pid in enumerate(pids) if psutil.Process(pid).ppid() == _raylet(lost))
+    victim = next(rank for rank, pid in enumerate(pids) if psutil.Process(pid).parents()[1].pid == _raylet(lost))
     threading.Timer(0.5, lambda: cluster.remove_node(lost, allow_graceful=False)).start()
     began = time.monotonic()
-    with pytest.raises(RankFailedError, match=rf"Rank {victim} of 3 .* was lost with its machine, .* during `waits`"):
+    with pytest.raises(RankFailedError, match=rf"Rank {victim} of 3 .* was lost with its machine .* during `waits`"):
         ranks.call("waits", "exchange")
     assert time.monotonic() - began < 60
     assert_all_gone(pids)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Launch = Literal["local", "ray"]
-"""`local` starts processes on this machine, and `ray` starts actors of a Ray cluster."""
+"""`local` starts processes on this machine, and `ray` on the machines of a Ray cluster."""
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from spurline.errors import ConfigError, RunFailedError
 from spurline_ranks.group import ClusterNeed, ClusterRequest
+from spurline_ranks.machine_actor import MachineActor
 from spurline_ranks.outcomes import Raised, unpacked
 from spurline_ranks.ray_cluster import Bundle, Node, RayCluster, free_of
-from spurline_ranks.ray_node import NodeActor
 
 _SLICE_S = 2.0
 """Maximum seconds of one blocking wait for Ray, during which Ctrl-C has no effect."""
@@ -78,22 +78,17 @@ def _ask(cluster: RayCluster, places: Sequence[Place], function: str, *arguments
     actors: dict[str, Any] = {}
     try:
         for name, (group, number) in bundles.items():
-            actors[name] = ray.remote(NodeActor).options(**cluster.actor_options(group, number, {})).remote()
-        asked = {name: actor.run.remote(function, arguments) for name, actor in actors.items()}
-        outcomes = {name: unpacked(wire) for name, wire in what_comes(asked, _ANSWER_TIMEOUT_S).items()}
+            actors[name] = ray.remote(MachineActor).options(**cluster.actor_options(group, number, {})).remote()
+        asked = {name: actor.run.remote(function, *arguments) for name, actor in actors.items()}
+        found = answers(asked, _ANSWER_TIMEOUT_S)
     finally:
         for actor in actors.values():
             ray.kill(actor)
-    if silent := [name for name in actors if name not in outcomes]:
+    if silent := [name for name in actors if name not in found]:
         raise RunFailedError(
             f"{', '.join(silent)} did not answer `{function}` within {_ANSWER_TIMEOUT_S:g} s. Look at `ray status`."
         )
-    for name, outcome in outcomes.items():
-        if isinstance(outcome, Raised):
-            error = outcome.error or RunFailedError(f"`{function}` failed: {outcome.traceback}")
-            error.add_note(f"This is from {name}.")
-            raise error
-    return {name: outcome.value for name, outcome in outcomes.items()}
+    return found
 
 
 def room_for(
@@ -214,15 +209,29 @@ def _wish(need: ClusterNeed, bundles: Sequence[Bundle]) -> str:
     return f"{need.count} {need.kind} with {amounts}{where}"
 
 
-def what_comes(asked: Mapping[Any, Any], limit_s: float) -> dict[Any, Any]:
-    """Return the answers that come within the limit, by key. Answers of dead actors are left out."""
+def answers(asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Return the answers of actors that come within the limit, by machine. Answers of dead actors are left out.
+
+    Args:
+        asked: By machine, what Ray returned for a call whose answer is a packed outcome.
+        limit_s: Seconds to wait.
+
+    Raises:
+        SpurlineError: If a machine raises it. Other errors become a RunFailedError.
+    """
     until, ready, waiting = time.monotonic() + limit_s, list[Any](), list(asked.values())
     while waiting and (left := until - time.monotonic()) > 0:
         more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(_SLICE_S, left))
         ready += more
-    answers: dict[Any, Any] = {}
-    for key, answer in asked.items():
-        if answer in ready:
-            with suppress(RayError):
-                answers[key] = ray.get(answer)
-    return answers
+    found: dict[str, Any] = {}
+    for machine, answer in asked.items():
+        if answer not in ready:
+            continue
+        with suppress(RayError):
+            outcome = unpacked(ray.get(answer))
+            if isinstance(outcome, Raised):
+                error = outcome.error or RunFailedError(f"A process of the cluster failed: {outcome.traceback}")
+                error.add_note(f"This is from {machine}.")
+                raise error
+            found[machine] = outcome.value
+    return found

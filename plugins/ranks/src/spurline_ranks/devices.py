@@ -20,8 +20,9 @@ def local_environments(request: RankRequest) -> list[dict[str, str]]:
         ConfigError: If there are too few GPUs.
     """
     gpus = gpus_of_ranks(request) if request.device == "cuda" else [""] * request.count
-    common = {**variables_of_one_machine(peers_elsewhere=request.peers_elsewhere), **request.variables}
-    return [{**common, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
+    # Ranks of a cluster may have peers on other machines.
+    of_machine = {} if request.launch == "ray" else variables_of_one_machine(peers_elsewhere=request.peers_elsewhere)
+    return [{**of_machine, **request.variables, "CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus]
 
 
 def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:

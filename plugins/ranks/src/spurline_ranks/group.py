@@ -1,27 +1,31 @@
 """Start ranks (processes that compute together), call a method on all of them, and end them.
 
-The subclasses of `RankGroup` start the processes on this machine or on a cluster, and exchange messages with them.
+A `RankGroup` talks to its ranks through `RankProcesses`, which runs them on this machine or on a cluster.
 """
 
 from __future__ import annotations
 
+import math
+import platform
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, Protocol
 
 from spurline.errors import RunFailedError
 from spurline.protocols.ranks import RankRequest
 from spurline_models.machine import check_ray
-from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause
+from spurline_ranks.devices import LOOPBACK
+from spurline_ranks.outcomes import Died, Identity, Outcome, Raised, Value, error_of, first_cause, packed, read_outcome
 
 START = "start"
 """Name of the start in messages. During the start, the ranks join each other and make their workers."""
 PATIENCE_S = 60.0
 """Seconds between two lines that are printed during a wait. A line names the ranks that have not answered."""
+_GRACE_S = 0.3
+"""Seconds to wait, after a rank has failed, for another rank to report the cause."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,40 @@ class Place:
     doing: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class MachineOrder:
+    """Everything that a machine needs to start its ranks.
+
+    Attributes:
+        request: The request for all ranks.
+        ranks: The numbers of this machine's ranks.
+        node: The name of this machine in messages.
+        worker: `module:Class` of the worker. The class takes a `Place` and then the `arguments`.
+        store: Host and port of the store that the ranks use to find each other.
+        log_dir: A folder for the logs of the ranks. If None, only errors show their end.
+    """
+
+    request: RankRequest
+    ranks: range
+    node: str
+    worker: str
+    arguments: tuple[Any, ...]
+    limits: TimeLimits
+    store: tuple[str, int]
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The current work of a rank as text, and the seconds since it began."""
+
+    text: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.text}, for {self.seconds:.0f} s"
+
+
 def open_ranks(
     request: RankRequest,
     worker: str,
@@ -127,56 +165,67 @@ def open_ranks(
     """
     if request.launch == "ray":
         check_ray()
-        from spurline_ranks.ray_actors import RayRanks
+        from spurline_ranks.ray_ranks import RayRanks
 
-        return RayRanks(request, worker, arguments, limits, cluster or ClusterRequest())
+        return RankGroup(RayRanks(request, worker, arguments, limits, cluster or ClusterRequest()), limits)
     from spurline_ranks.processes import LocalRanks
+    from spurline_ranks.store import open_store
 
-    return LocalRanks(request, worker, arguments, limits)
+    store = open_store(LOOPBACK)
+    address, ranks = (LOOPBACK, store.port), range(request.count)
+    order = MachineOrder(request, ranks, platform.node(), worker, arguments, limits, address)
+    return RankGroup(LocalRanks(order, store), limits)
 
 
-class RankGroup(ABC):
+class RankProcesses(Protocol):
+    """The processes of ranks."""
+
+    @property
+    def identities(self) -> Mapping[int, Identity]: ...
+
+    def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
+        """Send a call to all ranks without waiting. The arguments are packed tuples, each rank's own and the common."""
+        ...
+
+    def wait(self, timeout_s: float) -> Mapping[int, str | Died]:
+        """Return the next packed outcome or death of a rank, or {} if there is none within `timeout_s`."""
+        ...
+
+    def work(self, ranks: Sequence[int]) -> Mapping[int, Work]:
+        """Return the work of these ranks. Ranks of machines that do not answer soon are left out."""
+        ...
+
+    def stacks(self, ranks: Sequence[int]) -> Mapping[int, str]:
+        """Return the stacks of each rank's threads, or the reason why there are none."""
+        ...
+
+    def gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
+        """Ask the machines which of these ranks have died before they answered."""
+        ...
+
+    def end(self) -> None:
+        """Kill all ranks and wait for their end. It may be called again, and while another thread waits."""
+        ...
+
+    def close(self) -> None:
+        """Release connections after the last call. It may be called again."""
+        ...
+
+
+class RankGroup:
     """Ranks that are called one method at a time. If a call fails or is interrupted, all ranks are ended."""
 
-    _grace_s: ClassVar[float] = 0.3
-    """Seconds to wait, after a rank has failed, for another rank to report the cause."""
-
-    def __init__(self, size: int, limits: TimeLimits) -> None:
-        self.size = size
-        self._limits = limits
+    def __init__(self, processes: RankProcesses, limits: TimeLimits) -> None:
+        self.size = len(processes.identities)
+        self._processes, self._identities, self._limits = processes, processes.identities, limits
         self._lock = threading.Lock()
         self._ended: str | None = None
-
-    @abstractmethod
-    def _send(self, method: str, common: tuple[Any, ...], per_rank: Sequence[Any] | None) -> None:
-        """Send a call to all ranks without waiting for answers."""
-
-    @abstractmethod
-    def _wait(self, missing: Sequence[int], timeout_s: float) -> dict[int, Outcome]:
-        """Return the first outcomes of these ranks that arrive, or {} if none arrives within `timeout_s`."""
-
-    @abstractmethod
-    def _identity(self, rank: int) -> Identity: ...
-
-    @abstractmethod
-    def _doing(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Ask each rank for its current work, and since when it does it. Ranks that do not answer soon are left out."""
-
-    @abstractmethod
-    def _stacks(self, missing: Sequence[int]) -> Mapping[int, str]:
-        """Return the stacks of each rank's threads, or the reason why there are none."""
-
-    def _gone(self, ranks: Sequence[int]) -> Mapping[int, Died]:
-        """Ask the machines which of these ranks have died. The ranks have not sent an outcome yet."""
-        return {}
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Kill all ranks and wait for their end. It may be called again, and while another thread waits in `call`."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Close files and connections after the last call. It may be called again."""
+        try:
+            with self._lock:
+                self._collect(START, limits.start_s, time.monotonic())
+        except BaseException:
+            self.close()
+            raise
 
     def call(self, method: str, *common: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
         """Call a method of the worker on all ranks, and wait for all answers. Any thread may call this.
@@ -199,33 +248,29 @@ class RankGroup(ABC):
                 raise RunFailedError(f"No rank is left to do `{method}`: {self._ended}")
             began = time.monotonic()
             try:
-                self._send(method, common, per_rank)
+                own = [() if per_rank is None else (per_rank[rank],) for rank in range(self.size)]
+                self._processes.send(method, packed(common), dict(enumerate(map(packed, own))))
                 return self._collect(method, self._limits.call_s, began)
             except BaseException as error:
                 # End all ranks, since late answers would be mistaken for answers to the next call.
                 self._ended = self._ended or f"{type(error).__name__}: {error}".partition("\n")[0]
-                self._end()
+                self._processes.end()
                 raise
 
     def close(self) -> None:
         """Kill all ranks, and wait until they have ended. It may be called again."""
         # A thread in `call` holds the lock. It wakes up when the ranks have ended.
         self._ended = self._ended or "the ranks were closed."
-        self._end()
+        self._processes.end()
         with self._lock:
-            self._release()
-
-    def _start(self) -> list[Any]:
-        """Return the answers of all ranks to the start. Constructors of subclasses call this, and close on errors."""
-        with self._lock:
-            return self._collect(START, self._limits.start_s, time.monotonic())
+            self._processes.close()
 
     def _collect(self, call: str, limit_s: float, began: float) -> list[Any]:
         told = began
         values: dict[int, Any] = {}
         while missing := [rank for rank in range(self.size) if rank not in values]:
             until = min(began + limit_s, told + PATIENCE_S)
-            outcomes = self._wait(missing, max(0.0, until - time.monotonic()))
+            outcomes = self._wait(until)
             if failures := _failures(outcomes):
                 self._fail(call, failures, [rank for rank in missing if rank not in outcomes], began)
             values |= {rank: outcome.value for rank, outcome in outcomes.items() if isinstance(outcome, Value)}
@@ -234,43 +279,51 @@ class RankGroup(ABC):
                 if told - began >= limit_s:
                     self._give_up(call, missing, limit_s)
                 limit = f"limit {_setting(call)}: {limit_s:g} s"
-                who = self._who_is_missing(missing, self._doing(missing))
+                who = self._who_is_missing(missing, self._processes.work(missing))
                 print(f"Waiting for `{call}` for {told - began:.0f} s ({limit}). {who}", file=sys.stderr, flush=True)
         return [values[rank] for rank in range(self.size)]
 
-    def _fail(self, call: str, failures: dict[int, Raised | Died], missing: Sequence[int], began: float) -> None:
-        until = time.monotonic() + self._grace_s
-        others = [rank for rank in missing if rank not in failures]
+    def _wait(self, until: float) -> dict[int, Outcome]:
+        """Return the next outcome, or {} if there is none until this monotonic time."""
+        told = self._processes.wait(max(0.0, until - time.monotonic()))
+        return {rank: read_outcome(said) for rank, said in told.items()}
+
+    def _fail(self, call: str, failures: dict[int, Raised | Died], others: list[int], began: float) -> None:
+        until = time.monotonic() + _GRACE_S
         while others and all(map(_may_follow_from_another, failures.values())):
-            more = self._wait(others, max(0.0, until - time.monotonic()))
+            more = self._wait(until)
             # When a rank dies, an exchange with it may fail in other ranks long before the death is noticed.
-            failures |= _failures(more) if more else self._gone(others)
+            found = _failures(more) if more else self._processes.gone(others)
+            # If a rank reports a failure and then dies, the report says more.
+            failures |= {rank: failure for rank, failure in found.items() if rank not in failures}
             others = [rank for rank in others if rank not in failures and rank not in more]
             if not more:
                 break
         if self._ended is not None:
             raise RunFailedError(f"`{call}` has no answer: {self._ended}")
-        who, failure = first_cause([(self._identity(rank), failure) for rank, failure in failures.items()])
+        who, failure = first_cause([(self._identities[rank], failure) for rank, failure in failures.items()])
         error = error_of(who, call, failure)
         # A rank that fails this late has probably waited for another rank until the exchange timed out.
         if others and time.monotonic() - began >= self._limits.collective_s:
-            error.add_note(self._where_they_stand(others)[0])
+            error.add_note(self._where_they_stand(others, self._processes.work(others)))
         raise error
 
     def _give_up(self, call: str, missing: Sequence[int], limit_s: float) -> None:
-        where, silent = self._where_they_stand(missing)
-        who = self._identity(missing[0] if silent is None else silent)
-        raise who.failed(f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}", call)
+        works = self._processes.work(missing)
+        # The other ranks probably wait for the rank that has been at the same work for longest.
+        slowest = max(missing, key=lambda rank: works[rank].seconds if rank in works else math.inf)
+        where = self._where_they_stand(missing, works)
+        text = f"`{call}` was not done within {limit_s:g} s, the limit in {_setting(call)}. {where}"
+        raise self._identities[slowest].failed(text, call)
 
-    def _where_they_stand(self, missing: Sequence[int]) -> tuple[str, int | None]:
-        """Return a text with the work and the stacks of missing ranks, and the first rank that reports no work."""
-        doing = self._doing(missing)
-        stacks = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in self._stacks(missing).items()]
-        silent = next((rank for rank in missing if rank not in doing), None)
-        return "\n".join([self._who_is_missing(missing, doing), *stacks]), silent
+    def _where_they_stand(self, missing: Sequence[int], works: Mapping[int, Work]) -> str:
+        """Return a text with the work and the stacks of missing ranks."""
+        stacks = self._processes.stacks(missing)
+        shown = [f"Stack of rank {rank}:\n{_of_worker(stack)}" for rank, stack in stacks.items()]
+        return "\n".join([self._who_is_missing(missing, works), *shown])
 
-    def _who_is_missing(self, missing: Sequence[int], doing: Mapping[int, str]) -> str:
-        lines = [f"  {self._identity(rank)}: {doing.get(rank, 'does not say what it does')}" for rank in missing]
+    def _who_is_missing(self, missing: Sequence[int], works: Mapping[int, Work]) -> str:
+        lines = [f"  {self._identities[rank]}: {works.get(rank, 'its machine does not answer')}" for rank in missing]
         return "\n".join([f"{len(missing)} of {self.size} ranks have not answered:", *lines])
 
 

@@ -37,34 +37,48 @@ def begin_log(log: str) -> int:
     """
     Path(log).parent.mkdir(parents=True, exist_ok=True)
     file = own_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+    mark_beginning(file)
     return file
 
 
-def last_words(log: str | int, num_bytes: int = _LAST_WORDS_BYTES) -> str:
-    """Return the end of the last process's output in this log. `log` is a path or an open file."""
-    if isinstance(log, str):
-        if not Path(log).is_file():
-            return ""
-        with open(log, "rb") as file:
-            return last_words(file.fileno(), num_bytes)
-    lines = _end_of(log, num_bytes).splitlines()
+def mark_beginning(file: int) -> None:
+    """Write the line that marks the beginning of this process's output."""
+    os.write(file, f"{_BEGIN}{os.getpid()} on {platform.node()} at {datetime.now():%Y-%m-%d %H:%M:%S}\n".encode())
+
+
+def last_words(log: str, num_bytes: int = _LAST_WORDS_BYTES) -> str:
+    """Return the end of the last process's output in this log."""
+    if not Path(log).is_file():
+        return ""
+    with open(log, "rb") as file:
+        return of_last_process(_end_of(file.fileno(), num_bytes))
+
+
+def of_last_process(text: str) -> str:
+    """Return the part of a log's end that the last process has written."""
+    lines = text.splitlines()
     begin = max((number + 1 for number, line in enumerate(lines) if line.startswith(_BEGIN)), default=0)
     return "\n".join(line for line in lines[begin:] if not line.startswith(_RAYS_OWN)).strip()
 
 
-def stacks_of(pid: int, log: int, limit_s: float) -> str:
-    """Make a process write the stacks of its threads into its open log. Return the stacks, or why there are none."""
-    begin = size = os.fstat(log).st_size
-    with suppress(ProcessLookupError):
+def stacks_of(pid: int, limit_s: float) -> str:
+    """Make a process write the stacks of its threads to its log. Return the stacks, or why there are none.
+
+    The standard error of the process must be its log, a file, and SIGUSR1 must be registered with `faulthandler`.
+    """
+    with suppress(OSError), open(f"/proc/{pid}/fd/2", "rb") as file:
+        log = file.fileno()
+        begin = size = os.fstat(log).st_size
         os.kill(pid, signal.SIGUSR1)
-    until = time.monotonic() + limit_s
-    while time.monotonic() < until:
-        time.sleep(_WRITING_S)
-        before, size = size, os.fstat(log).st_size
-        if size == before > begin:
-            break
-    return _end_of(log, min(_STACKS_BYTES, size - begin)) or why_silent(pid)
+        until = time.monotonic() + limit_s
+        while time.monotonic() < until:
+            time.sleep(_WRITING_S)
+            before, size = size, os.fstat(log).st_size
+            if size == before > begin:
+                break
+        if size > begin:
+            return _end_of(log, min(_STACKS_BYTES, size - begin))
+    return why_silent(pid)
 
 
 def _end_of(log: int, num_bytes: int) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from collections.abc import Sequence
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,7 @@ class Raised:
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        # Leave out the first frame, in which this package calls the rank's code.
+        # Leave out the frame of `outcome_of`.
         frames = error.__traceback__.tb_next if error.__traceback__ is not None else None
         shown = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
         return cls(f"{type(error).__name__}: {error}", shown, _ours(error))
@@ -43,6 +44,8 @@ class Died:
     """The rank's process ended. `how` is a predicate, such as `was killed by SIGKILL`."""
 
     how: str
+    work: str = ""
+    """The rank's last work, such as `micro-batch 5 of 8, for 3 s`."""
     last_words: str = ""
     """The end of the process's log."""
 
@@ -50,22 +53,30 @@ class Died:
 Outcome = Value | Raised | Died
 
 
-def pack(outcome: Outcome) -> bytes:
-    """Return the outcome as bytes for the controller. If it cannot be pickled, that error becomes the outcome."""
+def outcome_of(function: Callable[..., Any], *arguments: Any) -> str:
+    """Call a function, and return the packed `Value` or `Raised`."""
     try:
-        return packed(outcome)
-    except Exception as error:  # noqa: BLE001 - raised where the call was made
+        return packed(Value(function(*arguments)))
+    except BaseException as error:  # noqa: BLE001 - raised where the call was made
         return packed(Raised.of(error))
 
 
-def packed(message: object) -> bytes:
-    """Return data as bytes for another process of this run."""
-    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+def packed(message: object) -> str:
+    """Return data as text for another process of this run."""
+    return b64encode(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)).decode()
 
 
-def unpacked(wire: bytes) -> Any:
-    """Read the bytes of another process of this run."""
-    return pickle.loads(wire)  # noqa: S301
+def unpacked(wire: str) -> Any:
+    """Read the text of another process of this run."""
+    return pickle.loads(b64decode(wire))  # noqa: S301
+
+
+def read_outcome(said: str | Died) -> Outcome:
+    """Return the outcome of a rank. If it cannot be read, that error becomes the outcome."""
+    try:
+        return said if isinstance(said, Died) else unpacked(said)
+    except Exception as error:  # noqa: BLE001 - raised where the call was made
+        return Raised.of(error)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,8 @@ def error_of(who: Identity, call: str, failure: Raised | Died) -> SpurlineError:
     name = f"R{str(who)[1:]}"
     if isinstance(failure, Died):
         text = f"{name} {failure.how} during `{call}`."
+        if failure.work:
+            text += f" Its last work: {failure.work}."
         if failure.last_words:
             text += f" The end of what it wrote:\n{failure.last_words}"
         return who.failed(text, call)

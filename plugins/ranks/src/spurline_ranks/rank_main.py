@@ -1,105 +1,104 @@
-"""Run a rank in this process: choose its device, join the other ranks, make the worker, and call its methods."""
+"""Run a rank in this process: join the other ranks, make the worker, and call its methods.
+
+This is the child of `LocalRanks`. Modules that are slow to import are imported when the process can already be asked
+for its stacks.
+"""
 
 from __future__ import annotations
 
+import faulthandler
 import os
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import signal
+import sys
+import threading
+from collections.abc import Mapping
 from datetime import timedelta
 from operator import attrgetter
 from pkgutil import resolve_name
+from queue import SimpleQueue
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
-
-from spurline.protocols.ranks import RankRequest
-from spurline_models.device_profile import device_profile
-from spurline_models.machine import num_cores
-from spurline_ranks.group import Place, TimeLimits
-from spurline_ranks.outcomes import Raised, Value, pack
+from spurline.child import Parent
+from spurline.importing import importing
+from spurline_ranks.group import MachineOrder, Place
+from spurline_ranks.logs import mark_beginning
+from spurline_ranks.outcomes import outcome_of, unpacked
 
 
-@dataclass(frozen=True)
-class RankOrder:
-    """Everything that a process needs to become a rank.
-
-    Attributes:
-        request: The request for all ranks.
-        local_world: The number of ranks on this rank's machine.
-        node: The name of this rank's machine in messages.
-        worker: `module:Class` of the worker. The class takes a `Place` and then the `arguments`.
-        store: Host and port of the store that the ranks use to find each other.
-        environment: Variables to add to the environment of the process.
-    """
-
-    request: RankRequest
-    rank: int
-    local_rank: int
-    local_world: int
-    node: str
-    worker: str
-    arguments: tuple[Any, ...]
-    limits: TimeLimits
-    store: tuple[str, int]
-    environment: Mapping[str, str]
+def main(parent: Parent) -> None:
+    # A job scheduler sends these signals to all processes of a job. Only the controller handles them.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # On this signal a rank writes its stacks, even while it hangs in C code.
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    mark_beginning(2)
+    sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+    received: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_listen, args=(parent, received), name="messages", daemon=True).start()
+    rank = _Rank(parent, *unpacked(received.get()["order"]))
+    parent.send({"outcome": outcome_of(rank.start)})
+    while True:
+        parent.send({"outcome": outcome_of(rank.call, received.get())})
 
 
-class RankMain:
-    """One rank. Calls must not overlap, except that any thread may call `doing` at any time."""
+def _listen(parent: Parent, received: SimpleQueue[Any]) -> None:
+    """Receive calls. Kill this process when the parent is gone."""
+    try:
+        for messages in parent.messages():
+            for message in messages:
+                received.put(message)
+    finally:
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    def __init__(self, order: RankOrder) -> None:
-        self._order = order
-        self._doing = ("starting", time.monotonic())
+
+class _Rank:
+    def __init__(self, parent: Parent, order: MachineOrder, rank: int) -> None:
+        self._parent, self._order, self._rank = parent, order, rank
         self._worker: Any = None
 
-    def start(self) -> bytes:
-        """Join the other ranks, make the worker, and return the packed outcome."""
-        try:
-            os.environ.update(self._order.environment)
-            self._join()
-            self.say(f"making {self._order.worker}")
-            order = self._order
-            place = Place(order.rank, order.request.count, order.local_rank, order.node, self.say)
-            self._worker = resolve_name(order.worker)(place, *order.arguments)
-        except BaseException as error:  # noqa: BLE001 - raised where the ranks were asked for
-            return pack(Raised.of(error))
-        self.say("waiting for a call")
-        return pack(Value(None))
+    def start(self) -> None:
+        """Join the other ranks, and make the worker."""
+        order = self._order
+        self._say(f"importing {order.worker}")
+        with importing():
+            make_worker = resolve_name(order.worker)
+        self._join()
+        self._say(f"making {order.worker}")
+        place = Place(self._rank, order.request.count, self._rank - order.ranks.start, order.node, self._say)
+        self._worker = make_worker(place, *order.arguments)
+        self._say("waiting for a call")
 
-    def call(self, method: str, arguments: Sequence[Any]) -> bytes:
-        """Call a method of the worker, and return the packed outcome."""
-        self.say(f"in `{method}`")
+    def call(self, call: Mapping[str, str]) -> Any:
+        """Call a method of the worker."""
+        self._say(f"in `{call['method']}`")
         try:
-            return pack(Value(attrgetter(method)(self._worker)(*arguments)))
-        except BaseException as error:  # noqa: BLE001 - raised where the call was made
-            return pack(Raised.of(error))
+            return attrgetter(call["method"])(self._worker)(*unpacked(call["own"]), *unpacked(call["common"]))
         finally:
-            self.say(f"waiting for a call, `{method}` is done")
+            self._say(f"waiting for a call, `{call['method']}` is done")
 
-    def say(self, text: str) -> None:
-        self._doing = (text, time.monotonic())
-
-    def doing(self) -> str:
-        """Return a text that tells what the rank does and for how long."""
-        text, since = self._doing
-        return f"{text}, for {time.monotonic() - since:.0f} s"
+    def _say(self, work: str) -> None:
+        self._parent.send({"work": work})
 
     def _join(self) -> None:
-        order = self._order
-        torch.set_num_threads(order.request.num_threads or max(1, num_cores() // order.local_world))
-        profile = device_profile(order.request.device)
-        host, port = order.store
-        self.say(f"joining the other ranks at {host}:{port}")
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+
+        from spurline_models.device_profile import device_profile
+        from spurline_models.machine import num_cores
+
+        request, limits = self._order.request, self._order.limits
+        torch.set_num_threads(request.num_threads or max(1, num_cores() // len(self._order.ranks)))
+        profile = device_profile(request.device)
+        host, port = self._order.store
+        self._say(f"joining the other ranks at {host}:{port}")
         # The store's timeout is for ranks that start late. The group's timeout is for each exchange.
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=order.limits.start_s))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limits.start_s))
         dist.init_process_group(
             profile.process_group,
             store=store,
-            rank=order.rank,
-            world_size=order.request.count,
-            timeout=timedelta(seconds=order.limits.collective_s),
-            device_id=profile.device if order.request.device == "cuda" else None,
+            rank=self._rank,
+            world_size=request.count,
+            timeout=timedelta(seconds=limits.collective_s),
+            device_id=profile.device if request.device == "cuda" else None,
         )
