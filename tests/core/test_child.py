@@ -64,7 +64,11 @@ def start() -> Iterator[Start]:
 def test_messages_arrive_whole_and_in_order_in_both_directions(start: Start) -> None:
     heard = start("echoes")
     # Longer than a pipe holds; neither side waits for the other to read.
-    messages = [{"number": number, "text": "é" * (300_000 if number % 10 == 0 else 3)} for number in range(50)]
+    messages = [
+        {"number": number, "text": "é" * (300_000 if number % 10 == 0 else 3), **attached}
+        for number in range(50)
+        for attached in ({}, {"one": b"\n" * number, "two": bytes(1_000_003 if number == 20 else number)})
+    ]
     for message in messages:
         heard.child.send(message)
     assert [heard.next() for _ in messages] == messages

@@ -2,7 +2,7 @@
 
 The parent uses `ChildProcess`, which starts the child, passes messages both ways, notices when the child ends, and can
 kill it together with all processes that it started. The child's `main` function gets a `Parent`. A message is one line
-of JSON on the child's standard input or output. The parent never unpickles data from a child.
+of JSON on the child's standard input or output, followed by its values of type `bytes`. This module unpickles nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spurline.files import own_file
 from spurline.importing import importing, own_process
 
 Message = Mapping[str, Any]
+"""JSON values by name. The values themselves, but not their parts, may also be `bytes`."""
 
 EXIT_TIMEOUT_S = 30.0
 """Seconds a process may take to end by itself after it has closed its output. After that it is killed."""
@@ -37,6 +38,8 @@ KILL_TIMEOUT_S = 30.0
 
 _LAST_WORDS_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
+_ATTACHED = "spurline.attached"
+"""Key of a message on the pipe, with the names and sizes of its values of type `bytes`."""
 
 
 class ChildProcess:
@@ -233,19 +236,38 @@ def kill_group(leader: int) -> None:
 
 
 def _encode(message: Message) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    attached = {name: value for name, value in message.items() if isinstance(value, bytes)}
+    plain = {name: value for name, value in message.items() if name not in attached}
+    if attached:
+        plain[_ATTACHED] = {name: len(value) for name, value in attached.items()}
+    return b"".join([json.dumps(plain, separators=(",", ":")).encode(), b"\n", *attached.values()])
 
 
 def _messages(pipe: int) -> Iterator[list[Any]]:
-    """Yield lists of messages that arrived together. If the sender was killed, its unfinished last line is dropped."""
+    """Yield lists of messages that arrived together. If the sender was killed, its unfinished last one is dropped."""
     # Do not read sys.stdin: if a thread holds the lock of sys.stdin while it reads, the interpreter crashes on exit.
-    begun: list[bytes] = []
+    received = bytearray()
+    # A message that has not arrived whole is looked at again when there are this many bytes.
+    needed = 0
     while part := os.read(pipe, 1 << 20):
-        whole, end, rest = part.rpartition(b"\n")
-        if end:
-            yield [json.loads(line) for line in b"".join([*begun, whole]).split(b"\n")]
-            begun.clear()
-        begun.append(rest)
+        received += part
+        if len(received) < needed or (needed == 0 and b"\n" not in part):
+            continue
+        messages: list[Any] = []
+        begin = needed = 0
+        while (end := received.find(b"\n", begin) + 1) and not needed:
+            message = json.loads(received[begin:end])
+            for name, size in message.pop(_ATTACHED, {}).items():
+                message[name] = bytes(received[end : end + size])
+                end += size
+            if end > len(received):
+                needed = end - begin
+            else:
+                messages.append(message)
+                begin = end
+        del received[:begin]
+        if messages:
+            yield messages
 
 
 def _main(module: str, parent: str, *arguments: str) -> None:

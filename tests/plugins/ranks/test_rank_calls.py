@@ -24,10 +24,10 @@ class Scripted:
         self.asked: list[Sequence[int]] = []
         self.ends = 0
 
-    def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
+    def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
         pass
 
-    def wait(self, timeout_s: float) -> Mapping[int, str | Died]:
+    def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
         if not self._told:
             return {}
         rank, outcome = self._told.pop(0)

@@ -183,11 +183,11 @@ class RankProcesses(Protocol):
     @property
     def identities(self) -> Mapping[int, Identity]: ...
 
-    def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
+    def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
         """Send a call to all ranks without waiting. The arguments are packed tuples, each rank's own and the common."""
         ...
 
-    def wait(self, timeout_s: float) -> Mapping[int, str | Died]:
+    def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
         """Return the next packed outcome or death of a rank, or {} if there is none within `timeout_s`."""
         ...
 

@@ -24,19 +24,19 @@ class MachineActor:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def run(self, function: str, *arguments: Any) -> str:
+    def run(self, function: str, *arguments: Any) -> bytes:
         """Call `module:function`."""
         return outcome_of(resolve_name(function), *arguments)
 
-    def start(self, order: MachineOrder) -> str:
+    def start(self, order: MachineOrder) -> bytes:
         """Start the machine's ranks. The outcome is `LocalRanks.identities`."""
         return outcome_of(self._start, order)
 
-    def ask(self, method: str, *arguments: Any) -> str:
+    def ask(self, method: str, *arguments: Any) -> bytes:
         """Call a method of `LocalRanks`."""
         return outcome_of(attrgetter(method)(self._ranks), *arguments)
 
-    def wait(self) -> Mapping[int, str | Died]:
+    def wait(self) -> Mapping[int, bytes | Died]:
         """Return the next outcome of a rank. See `LocalRanks.wait`."""
         return self._ranks.wait()
 

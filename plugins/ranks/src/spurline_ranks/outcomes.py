@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import pickle
 import traceback
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +52,7 @@ class Died:
 Outcome = Value | Raised | Died
 
 
-def outcome_of(function: Callable[..., Any], *arguments: Any) -> str:
+def outcome_of(function: Callable[..., Any], *arguments: Any) -> bytes:
     """Call a function, and return the packed `Value` or `Raised`."""
     try:
         return packed(Value(function(*arguments)))
@@ -61,17 +60,17 @@ def outcome_of(function: Callable[..., Any], *arguments: Any) -> str:
         return packed(Raised.of(error))
 
 
-def packed(message: object) -> str:
-    """Return data as text for another process of this run."""
-    return b64encode(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+def packed(message: object) -> bytes:
+    """Return data for another process of this run."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def unpacked(wire: str) -> Any:
-    """Read the text of another process of this run."""
-    return pickle.loads(b64decode(wire))  # noqa: S301
+def unpacked(wire: bytes) -> Any:
+    """Read the data of another process of this run."""
+    return pickle.loads(wire)  # noqa: S301
 
 
-def read_outcome(said: str | Died) -> Outcome:
+def read_outcome(said: bytes | Died) -> Outcome:
     """Return the outcome of a rank. If it cannot be read, that error becomes the outcome."""
     try:
         return said if isinstance(said, Died) else unpacked(said)

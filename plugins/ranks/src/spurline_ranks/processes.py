@@ -33,7 +33,7 @@ class LocalRanks:
 
     def __init__(self, order: MachineOrder, store: object = None) -> None:
         self._store = store
-        self._outcomes: SimpleQueue[tuple[int, str | Died]] = SimpleQueue()
+        self._outcomes: SimpleQueue[tuple[int, bytes | Died]] = SimpleQueue()
         self._ranks: dict[int, _Rank] = {}
         environments = local_environments(replace(order.request, count=len(order.ranks)))
         try:
@@ -47,12 +47,12 @@ class LocalRanks:
             number: Identity(number, world, order.node, rank.process.pid) for number, rank in self._ranks.items()
         }
 
-    def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
+    def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
         for number, rank in self._ranks.items():
             rank.has_answered = False
             rank.process.send({"method": method, "common": common, "own": own[number]})
 
-    def wait(self, timeout_s: float | None = None) -> Mapping[int, str | Died]:
+    def wait(self, timeout_s: float | None = None) -> Mapping[int, bytes | Died]:
         try:
             return dict([self._outcomes.get(timeout=timeout_s)])
         except Empty:

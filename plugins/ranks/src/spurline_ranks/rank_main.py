@@ -68,7 +68,7 @@ class _Rank:
         self._worker = make_worker(place, *order.arguments)
         self._say("waiting for a call")
 
-    def call(self, call: Mapping[str, str]) -> Any:
+    def call(self, call: Mapping[str, Any]) -> Any:
         """Call a method of the worker."""
         self._say(f"in `{call['method']}`")
         try:

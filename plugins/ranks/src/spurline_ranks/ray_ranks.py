@@ -69,11 +69,11 @@ class RayRanks:
             self.close()
             raise
 
-    def send(self, method: str, common: str, own: Mapping[int, str]) -> None:
+    def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
         for machine in self._machines.values():
             machine.actor.ask.remote("send", method, common, {rank: own[rank] for rank in machine.ranks})
 
-    def wait(self, timeout_s: float | None) -> Mapping[int, str | Died]:
+    def wait(self, timeout_s: float | None) -> Mapping[int, bytes | Died]:
         ready, _ = ray.wait([*self._polls], num_returns=1, timeout=timeout_s)
         if not ready:
             return {}
