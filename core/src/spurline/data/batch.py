@@ -22,11 +22,11 @@ TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns that every batch has, `[rows, length]`, aligned to the token position. On the host, ids and positions may be
-int32 to save memory and copying. On the device they are int64, as indices must be."""
+"""Columns that every batch has, `[rows, length]`, aligned to the token position, with their dtypes on the host. On the
+device, integers are int64, as indices must be."""
 
 MAY_BE_WIDE = ("input_ids", "position_ids")
-"""Columns that may be int64 on the host too."""
+"""Columns that may be int64 on the host too, which takes more memory and copying."""
 
 OPTIONAL_TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "rollout_logprobs": torch.float32,

@@ -134,7 +134,7 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
     """Return the values that experts compute for a token, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
-    # The factor accounts for the inputs, which are copied for each expert.
+    # A sum counts inputs and outputs of a matrix. Only some inputs are copied for each expert, hence three quarters.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4
 
 

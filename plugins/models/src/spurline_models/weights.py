@@ -84,8 +84,8 @@ class GroupedWeights:
 class NamedWeights(GroupedWeights):
     """The weights of a model under their Hugging Face names. Tied weights appear once, and adapters are merged.
 
-    `adapted` says whether the model has LoRA adapters. `read` returns a tensor of the model itself, or its copy on the
-    host while engines use the tensor's memory.
+    `adapted` says whether the model has LoRA adapters. `read(tensor)` returns a tensor of the model unchanged, or a
+    copy of that tensor on the host while engines use its memory.
     """
 
     def __init__(
@@ -204,9 +204,9 @@ def check_initial_weights(found: str, expected: str, path: str) -> None:
     """Raise CheckpointError if the reference model's digest is not the digest of the run's initial weights."""
     if found != expected:
         raise CheckpointError(
-            f"model.path: the weights of {path} are not the ones that this run started from, which the reference "
-            "model needs. Restore the old weights, model.revision and backend.weights, or start over with another "
-            "run_dir."
+            "model.path: the reference model needs the weights that this run started from, but the weights of "
+            f"{path} differ. Restore the old files, and set model.revision and the dtypes of the backend as they were, "
+            "or start over with another run_dir."
         )
 
 

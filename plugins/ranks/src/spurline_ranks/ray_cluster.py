@@ -66,7 +66,7 @@ class RayCluster:
         self._request = request
 
     def open(self) -> None:
-        """Join the cluster. It may be called again.
+        """Join the cluster. A second call has no effect.
 
         Raises:
             UserError: If there is no cluster, it does not answer, or this process has joined another cluster.
@@ -87,7 +87,7 @@ class RayCluster:
             RayCluster._holds.append(self)
 
     def close(self) -> None:
-        """Leave the cluster if this process has no other open client. It may be called again."""
+        """Leave the cluster if this process has no other open client. A second call has no effect."""
         with RayCluster._lock:
             if self not in RayCluster._holds:
                 return

@@ -33,8 +33,8 @@ _REMEMBERED = 8192
 _LONGEST_BREAK_S = 60.0
 """Longest wait before an engine is started again. The wait is 1 s at first, and doubles with each failed start."""
 _PATIENCE_S, _PATIENCE = 5.0, 3.0
-"""In an update, when half of the engines have answered a command, the others may take `_PATIENCE_S` seconds more. If
-`_PATIENCE` times the time so far is longer, they may take that long."""
+"""In an update, when half of the engines have answered a command, the others get `_PATIENCE_S` more seconds, or
+`_PATIENCE` times as many as the first half took, whichever is longer."""
 _FIRST_TRIES = 3
 """If no engine has ever started, the run ends after this many failed starts of one engine."""
 

@@ -115,7 +115,7 @@ class AsyncRolloutSource(PromptSource):
         self._updates = step - 1
         self._timeline.resume(self._updates)
         self._proof = self._make_proof() if self._config.proof.every else None
-        # Another engine may compute in another precision, so its difference is measured again.
+        # The measured difference between logprobs of engine and trainer holds only for the same settings of the engine.
         state = self._proof_state
         if self._proof is not None and state and state["engine"] == self._config.engine.model_dump(mode="json"):
             self._proof.load_state_dict(state)
@@ -323,7 +323,9 @@ class AsyncRolloutSource(PromptSource):
             watchdog.wait(self._changed)
 
     def _unproven_version(self) -> int | None:
-        """Return the oldest version whose tokens must not be taken yet. Judges it first if the engines have answered.
+        """Return the oldest version that is not proven, whose tokens must not be taken yet, or None.
+
+        If the engines have answered a probe, their answers are judged first.
 
         A colocated engine is judged after its turn. If it is rejected, the run ends.
         """

@@ -72,7 +72,10 @@ class ToolCall:
 
 
 def parse_calls(text: str, limit: int | None = None) -> list[ToolCall]:
-    """Return the calls in a turn's text, in order. If there are more than `limit`, a last call says so."""
+    """Return the calls in a turn's text, in order.
+
+    If there are more than `limit`, only the first `limit` are returned, followed by a call whose `problem` says so.
+    """
     found = list(islice(_CALL.finditer(text), None if limit is None else limit + 1))
     calls = [_parse(match[1], is_closed=bool(match[2])) for match in found[:limit]]
     if len(found) > len(calls):

@@ -1,9 +1,10 @@
 """Let one run at a time use a vLLM server, and notice when another server answers under its URL.
 
 Two runs that publish to one server would train on tokens of each other's weights. So a run claims the server: all calls
-to its workers carry the name of the run, and each call extends the claim by LEASE_S. A run trusts the server only
-within its claim, by its own clock, which starts before the clock of the server. So no token that it has received within
-its claim comes from the weights of another run, even if the run was stopped for a while.
+to its workers carry the name of the run, and each call extends the claim by LEASE_S. The run counts this time from
+before it sends the call, and the server from when it gets the call, so the claim ends first for the run. The run trusts
+the server only until then. So no token that it trusts comes from the weights of another run, even if the run was
+stopped for a while.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class WorkerClaim:
         """Claim the worker for some seconds.
 
         Returns:
-            Under `claim`, a text that changes when the worker belonged to another run or was started again. If the
-            worker belongs to another run, its name under `owner`, and the seconds that its claim lasts under `rest_s`.
+            Under `claim`, a text that changes when the worker belonged to another run or was started again. If another
+            run has the worker, the answer has instead the name of that run under `owner`, and the seconds until its
+            claim ends under `rest_s`.
         """
         now = _now()
         if owner != self._owner:
@@ -106,7 +108,7 @@ class ServerLease:
             if latest_end == math.inf:
                 tell(f"{self._url} belongs to run {owner}. If that run was killed, its claim ends in {rest_s:.0f} s.")
             elif asked + rest_s > latest_end:
-                # The claim ends later than it could have ended at an earlier answer, so the run has extended it.
+                # An earlier answer said that the claim would end sooner, so the other run has extended it since.
                 raise self._config_error(
                     f"belongs to run {owner}, which goes on. Two runs would train on tokens of each other's weights. "
                     "Give this run servers of its own, or end the other run."
