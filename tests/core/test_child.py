@@ -112,6 +112,12 @@ def test_what_it_leaves_running_ends_with_it(start: Start) -> None:
     assert heard.child.how_it_ended == "exit code 0"
 
 
+def test_a_death_is_noticed_while_a_fork_of_the_process_lives_on(start: Start) -> None:
+    heard = start("forks_and_dies")
+    assert heard.next() is None
+    assert heard.child.how_it_ended == "exit code 4"
+
+
 @pytest.mark.parametrize("in_file", [False, True])
 def test_a_death_is_noticed_with_how_it_came_and_the_last_words(start: Start, tmp_path: Path, in_file: bool) -> None:
     log = tmp_path / "log"

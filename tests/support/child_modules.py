@@ -35,6 +35,13 @@ def leaves_a_process(parent: Parent) -> None:
     parent.send({"ids": [child.pid]})
 
 
+def forks_and_dies(parent: Parent) -> None:
+    """Die while a fork of this process lives on."""
+    if os.fork() == 0:
+        time.sleep(600)
+    os._exit(4)
+
+
 def complains(parent: Parent, code: str) -> None:
     print("giving up", file=sys.stderr, flush=True)
     os._exit(int(code))

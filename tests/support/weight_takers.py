@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spurline.errors import BucketLostError
 from spurline.protocols.collator import ParallelLayout
 from spurline_async_rl.weights.changes import ChangesReader
 from spurline_async_rl.weights.collective import BroadcastReader
@@ -97,7 +98,11 @@ class Taker(TakesWeights):
         if read is None:
             sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": self.name})
             reader = self._readers[bucket.transport]
-            read = await asyncio.to_thread(lambda: list(self.changes.read(sent, reader(sent))))
+            try:
+                read = await asyncio.to_thread(lambda: list(self.changes.read(sent, reader(sent))))
+            except BucketLostError:
+                self._broadcasts.forget()
+                raise
         assert not self.taken.keys() & {name for name, _ in read}, "a tensor came twice"
         self.taken |= {name: tensor.clone() for name, tensor in read}
 

@@ -195,6 +195,8 @@ class Parent:
         self._out = os.fdopen(os.dup(1), "wb")
         os.dup2(2, 1)
         self._lock = threading.Lock()
+        # The parent notices the end of this process by the end of the pipe, which a fork must not keep open.
+        os.register_at_fork(after_in_child=self._leave)
 
     def send(self, *messages: Message) -> None:
         """Send messages to the parent, all in one write."""
@@ -202,13 +204,14 @@ class Parent:
             self._out.write(b"".join(map(_encode, messages)))
             self._out.flush()
 
-    def close(self) -> None:
-        """Close the pipe to the parent. Each fork of this process must call this, or the pipe stays open."""
-        self._out.close()
-
     def messages(self) -> Iterator[list[Any]]:
         """Yield lists of messages that arrived together, until the parent closes the pipe or dies."""
         return _messages(0)
+
+    def _leave(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._out.fileno())
+        os.close(nowhere)
 
 
 def end_with(parent: int) -> None:

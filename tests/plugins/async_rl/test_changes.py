@@ -129,14 +129,23 @@ def test_an_engine_that_was_started_again_under_its_name_is_sent_all_weights() -
         publish(sync, second, [taker], 2)
 
 
-def test_weights_that_were_damaged_in_an_engine_are_noticed_and_sent_again() -> None:
-    first = {"weight": torch.randn(20_000)}
+@pytest.mark.parametrize("kind", [SharedMemorySync, CollectiveSync])
+def test_weights_that_were_damaged_in_an_engine_are_noticed_and_sent_again(kind: type[BucketSync]) -> None:
+    first = {"weight": torch.randn(20_000), "other": torch.randn(20_000)}
+    config = {SharedMemorySync: SharedMemorySyncConfig, CollectiveSync: CollectiveSyncConfig}[kind]
     taker = Taker()
-    with closing(memory_sync()) as sync:
+    with closing(kind(config(full_every=100))) as sync:
         publish(sync, first, [taker], 1)
         taker.changes._held["weight"].tensor[7] += 1
-        publish(sync, {"weight": first["weight"] * 2}, [taker], 2)
+        publish(sync, {name: tensor * 2 for name, tensor in first.items()}, [taker], 2)
         assert len(taker.buckets) == 3
+
+
+def test_an_engine_that_has_weights_of_another_dtype_is_sent_all_weights() -> None:
+    taker = Taker()
+    for dtype in (torch.float32, torch.bfloat16):
+        with closing(memory_sync()) as sync:
+            publish(sync, {"weight": torch.randn(20_000).to(dtype)}, [taker], 1)
 
 
 def test_a_lost_bucket_is_sent_again_and_the_versions_after_it_are_exact() -> None:

@@ -37,6 +37,7 @@ def has_megatron_core() -> bool:
 class MegatronBackendConfig(RankBackendConfig):
     """Megatron-core: ranks divide each matrix, the layers, the sequences, the experts and the optimizer's state."""
 
+    retired: ClassVar[tuple[str, ...]] = ("sequence_parallel",)
     package: ClassVar[str] = "spurline_megatron_backend"
     worker: ClassVar[str] = "spurline_megatron_backend.open_rank:open_rank"
     doctor_rank: ClassVar[str] = "spurline_megatron_backend.doctor:MegatronDoctorRank"

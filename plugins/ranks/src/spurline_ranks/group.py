@@ -36,7 +36,7 @@ class ClusterRequest:
         address: `auto`, or host and port of the cluster's head.
         env_vars: Environment variables of all processes that the run places on the cluster.
         room_timeout_s: Seconds to wait for free resources.
-        log_dir: A folder that all machines see, for the logs of the processes. If None, logs stay in Ray's folders.
+        log_dir: A folder that all machines see, for logs. If None, only errors show what ranks wrote.
     """
 
     address: str = "auto"

@@ -9,6 +9,7 @@ actor, and ends all actors when the controller ends; the ranks end with their ac
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from spurline.protocols.ranks import RankRequest
 from spurline_ranks.cluster_room import answers, room_for
 from spurline_ranks.group import ClusterNeed, ClusterRequest, MachineOrder, TimeLimits, Work
 from spurline_ranks.machine_actor import MachineActor
-from spurline_ranks.outcomes import Died, Identity
+from spurline_ranks.outcomes import Died, Identity, Raised, unpacked
 from spurline_ranks.processes import STACKS_TIMEOUT_S
 from spurline_ranks.ray_cluster import RayCluster
 from spurline_ranks.store import open_store
@@ -58,6 +59,7 @@ class RayRanks:
         self._machines: dict[str, _Machine] = {}
         self._lost: set[str] = set()
         self._polls: dict[Any, _Machine] = {}
+        self._sent: dict[Any, _Machine] = {}
         self._ending = threading.Lock()
         self._store: TCPStore | None = None
         try:
@@ -71,19 +73,27 @@ class RayRanks:
 
     def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
         for machine in self._machines.values():
-            machine.actor.ask.remote("send", method, common, {rank: own[rank] for rank in machine.ranks})
+            parts = {rank: own[rank] for rank in machine.ranks}
+            self._sent[machine.actor.ask.remote("send", method, common, parts)] = machine
 
     def wait(self, timeout_s: float | None) -> Mapping[int, bytes | Died]:
-        ready, _ = ray.wait([*self._polls], num_returns=1, timeout=timeout_s)
-        if not ready:
-            return {}
-        machine = self._polls.pop(ready[0])
-        try:
-            outcomes = ray.get(ready[0])
-        except RayError as error:
-            return self._lose(machine, " ".join(str(error).split()))
-        self._polls[machine.actor.wait.remote()] = machine
-        return outcomes
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = None if end is None else max(0.0, end - time.monotonic())
+            ready, _ = ray.wait([*self._polls, *self._sent], num_returns=1, timeout=left_s)
+            if not ready:
+                return {}
+            is_delivery = ready[0] in self._sent
+            machine = (self._sent if is_delivery else self._polls).pop(ready[0])
+            try:
+                answer = ray.get(ready[0])
+            except RayError as error:
+                return self._lose(machine, " ".join(str(error).split()))
+            if not is_delivery:
+                self._polls[machine.actor.wait.remote()] = machine
+                return answer
+            if isinstance(unpacked(answer), Raised):
+                return dict.fromkeys(machine.ranks, answer)
 
     def work(self, ranks: Sequence[int]) -> Mapping[int, Work]:
         return _joined(self._ask("work", ranks, _ANSWER_TIMEOUT_S))

@@ -240,7 +240,11 @@ class Child:
             bucket = command.bucket
             # Reading takes a while, so it runs on a thread.
             read = self._readers[bucket.transport]
-            weights = await in_thread(lambda: list(self._changes.read(bucket, read(bucket))))
+            try:
+                weights = await in_thread(lambda: list(self._changes.read(bucket, read(bucket))))
+            except BucketLostError:
+                self._broadcasts.forget()
+                raise
             places = tuple(TensorPlace.of(name, tensor) for name, tensor in weights)
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
         await command.apply(self.engine)

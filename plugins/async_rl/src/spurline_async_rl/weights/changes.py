@@ -158,7 +158,9 @@ class ChangesReader:
             raise BucketLostError(
                 f"{receiver or 'an engine'} has {has} of {sent.name}, but was sent the changes since {sent.base}"
             )
-        tensor = torch.empty(tuple(sent.shape), dtype=dtype) if held is None else held.tensor
+        tensor = torch.empty(tuple(sent.shape), dtype=dtype)
+        if held is not None and (held.tensor.dtype, held.tensor.shape) == (dtype, tensor.shape):
+            tensor = held.tensor
         values = _bytes_of(tensor)
         parts = [data[start:end] for start, end in pairwise([0, *accumulate(sent.sizes)])]
         blocks = (values[block] for block in _blocks(len(values)))

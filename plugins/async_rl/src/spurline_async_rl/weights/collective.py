@@ -220,13 +220,17 @@ class BroadcastReader:
         self._last = where[_NUMBER]
         return unpack(buffer, bucket.places)
 
+    def forget(self) -> None:
+        """Forget the last bucket, so that it is returned when it is sent again."""
+        self._last = ()
+
     def end_update(self) -> None:
         """Free the memory, and forget the last bucket.
 
         This is also called before an update, because an earlier run may have been killed during an update.
         """
         self._buffer = None
-        self._last = ()
+        self.forget()
 
     def close(self) -> None:
         for group in self._groups.values():

@@ -80,6 +80,9 @@ def generate(
         answers.talk(found, asked, sampling, seed)
         return
     given = prompts or (["-"] if rows is None else [])
+    # Python has no standard input if the caller has closed it, as cron may.
+    if "-" in given and sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]
+        raise UserError("standard input is closed. Give a prompt, or --file.")
     texts = [sys.stdin.read().rstrip("\n") if text == "-" else text for text in given]
     every = [(text, asked.of_text(text)) for text in texts]
     if rows is not None:

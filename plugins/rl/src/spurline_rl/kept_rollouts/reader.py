@@ -56,10 +56,12 @@ def read_step(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
     Raises:
         FileNotFoundError: If there is no such file. A run may remove it at any time.
-        RunDirectoryError: If the file cannot be read or is damaged.
+        RunDirectoryError: If the file cannot be read, is damaged, or has other columns.
     """
     try:
         with open(path, "rb", opener=regular_file) as source, pq.ParquetFile(source) as file:
+            if file.schema_arrow.names != SCHEMA.names:
+                raise RunDirectoryError(f"{path}: another version wrote it. Remove it: the run does not need it.")
             return file.read(None if columns is None else list(columns))
     except FileNotFoundError:
         raise

@@ -274,7 +274,7 @@ class TakesWeights(ABC):
     def receivers(self) -> Mapping[str, int]:
         """Return the members that take part in the current update, with the number of processes of each.
 
-        A member that is started again has a new name. Members that lost a bucket (`BucketLostError`) are removed.
+        A member that is started again has a new name. Members that died are left out.
         """
         return {"the engine": 1}
 

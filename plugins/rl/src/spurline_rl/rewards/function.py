@@ -18,7 +18,7 @@ from spurline_rl.functions import load_function
 from spurline_rl.protocols.environment import AttemptFailedError
 from spurline_rl.protocols.reward import Answer
 from spurline_rl.rewards.configs import FunctionRewardConfig
-from spurline_rl.rewards.killable import KillablePool
+from spurline_rl.rewards.killable import KillablePool, TookTooLong
 from spurline_rl.rewards.matching import missing_reference
 
 
@@ -69,6 +69,8 @@ class FunctionReward:
         messages = tuple(dict(message) for message in answer.messages)
         try:
             return await self._pool.call_async(replace(answer, row=dict(answer.row), messages=messages))
+        except TookTooLong:
+            raise
         except AttemptFailedError as error:
             if not (hint := missing_reference(answer)):
                 raise

@@ -109,7 +109,7 @@ def main(parent: Parent) -> None:
     gc.freeze()
     # Otherwise every fork would print the output that is still in the buffer.
     sys.stdout.flush()
-    supervisor = _Supervisor(parent, settings, function)
+    supervisor = _Supervisor(settings, function)
     # Writing fails if the pool's process has died.
     with suppress(BrokenPipeError):
         parent.send({"ready": ("value", is_async(function))})
@@ -120,8 +120,8 @@ def main(parent: Parent) -> None:
 class _Supervisor:
     """Forks workers, kills them, and waits for all processes that end."""
 
-    def __init__(self, parent: Parent, settings: WorkerSettings, function: Function) -> None:
-        self._parent, self._settings, self._function = parent, settings, function
+    def __init__(self, settings: WorkerSettings, function: Function) -> None:
+        self._settings, self._function = settings, function
         self._workers: dict[int, socket.socket] = {}
         """The channel of each worker, by process id."""
         # Processes that the import has started are not killed before the end, because calls may need them.
@@ -175,7 +175,6 @@ class _Supervisor:
         end_with(supervisor)
         for each in (self._requests, *self._workers.values()):
             each.close()
-        self._parent.close()
         # The standard input is the channel of the parent's messages, which a call must not read.
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)

@@ -112,6 +112,7 @@ class WorkerExtension:
         try:
             weights = self._spurline_changes.read(bucket, readers[bucket.transport](bucket))
         except BucketLostError as error:
+            self._spurline_broadcasts.forget()
             # The error is returned, because vLLM would change the class of a raised error.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):

@@ -138,7 +138,8 @@ async function showCurves(query) {
     return make("label", { class: "check" }, box, name);
   }));
   const answers = await Promise.all(chosen.map((name) => ask("series", new URLSearchParams({ metric: name }))));
-  byId("charts").replaceChildren(...chosen.map((name, number) => chart(name, answers[number])));
+  drawCharts = () => byId("charts").replaceChildren(...chosen.map((name, number) => chart(name, answers[number])));
+  drawCharts();
   if (!chosen.length) byId("charts").append(make("p", {}, names.length ? "Choose a metric." : "No step has finished yet."));
 }
 
@@ -150,7 +151,8 @@ function ticks(low, high, count) {
   return found;
 }
 
-addEventListener("resize", () => place().view === "curves" && showCurves(place().query).catch(complain));
+let drawCharts = () => {};
+addEventListener("resize", () => place().view === "curves" && drawCharts());
 
 // As the grid of page.css lays figures out, so that text keeps its size.
 function chartWidth() {

@@ -61,8 +61,15 @@ class ExpertRecord:
         """Return the experts of all tokens from index `start` on; None if no experts are recorded."""
         if not self._parts:
             return None
-        self._parts = [np.concatenate(self._parts)]
-        return self._parts[0][start:]
+        # Search from the end, since callers ask for the last tokens after every step.
+        found: list[NDArray[np.int16]] = [self._parts[0][:0]]
+        begin = self._length
+        for part in reversed(self._parts):
+            if begin <= start:
+                break
+            begin -= len(part)
+            found.insert(1, part[max(0, start - begin) :])
+        return np.concatenate(found)
 
     def of_context(self, num_tokens: int) -> NDArray[np.int16] | None:
         """Return experts [num_tokens, layers, top_k], -1 for tokens not computed; None if no experts are recorded."""
