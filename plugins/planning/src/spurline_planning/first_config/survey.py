@@ -1,4 +1,4 @@
-"""Find facts for a config: the task and the columns of the first row, and the size and context of the model."""
+"""Find facts for a config: the task that the first row fits, its columns, and the size and context of the model."""
 
 from __future__ import annotations
 
