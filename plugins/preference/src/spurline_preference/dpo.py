@@ -55,11 +55,11 @@ class PairIndex:
         self._pair_of_token = (place // 2)[self._segment_index]
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sums of token values [N] over each chosen answer [pairs], and over each rejected answer [pairs]."""
+        """Sum token values [N] over each answer. Return the sums [pairs] of chosen and of rejected answers."""
         return self._split_pairs(self._by_segment(values))
 
     def means(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the means of token values [N] over each chosen answer [pairs], and over each rejected answer [pairs]."""
+        """Average token values [N] over each answer. Return the means [pairs] of chosen and of rejected answers."""
         counts = self._by_segment(torch.ones_like(values))
         return self._split_pairs(self._by_segment(values) / counts.clamp(min=1))
 
