@@ -186,7 +186,7 @@ class Finding:
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """Return the problems of a run, the most frequent first, from its `lines` of metrics.jsonl and resolved settings."""
+    """Return the problems of a run, the most frequent first, from its lines of metrics.jsonl and resolved settings."""
     # Step 0 is an evaluation before training.
     trained = {int(line["step"]): line for line in lines if line["step"]}
     watch = HealthWatch(config)

@@ -126,7 +126,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Map the path of each setting to its value in YAML. In lists with nested values, paths contain the item's index."""
+    """Map the path of each setting to its value in YAML. A list with nested values adds the item's index to paths."""
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):
