@@ -59,7 +59,7 @@ class YieldsDevice(Protocol):
     def yield_device(self, *, keep_weights: bool) -> None:
         """Move the state of the backend, such as the optimizer's, to the host's memory, and free the device.
 
-        With `keep_weights`, the models' weights stay on the device until a second call frees them too. Raises
+        With `keep_weights`, the models' weights stay on the device. A later call without it frees them too. Raises
         RunFailedError if the host has too little memory.
         """
         ...

@@ -41,7 +41,7 @@ class WeightBucket:
         where: JSON values that name the memory or file. Their content depends on the transport.
         tensors: The tensors, in the order of `places`, if the bucket stays in this process.
         machine: The result of `this_machine` if only that machine can read the bucket, else an empty string.
-        receiver: The engine, as named in `receivers`, that reads this copy. It is set when the bucket is sent.
+        receiver: The engine that reads this copy, as named in the engines' `receivers`. Set when the bucket is sent.
     """
 
     transport: str
@@ -98,7 +98,7 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """A maker of a transport's buckets in a process that holds weights. The `WeightSync` tells engines about them.
+    """A maker of a transport's buckets in a process with weights. The `WeightSync` tells engines about the buckets.
 
     Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
     previous one, or earlier if the `WeightSync` makes buckets ahead.
