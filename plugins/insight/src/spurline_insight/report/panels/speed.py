@@ -43,7 +43,7 @@ class ThroughputPanel(Panel):
         if generated is not None:
             traces = one_of_several("training", trained.steps, trained.rates, "--series-5")
             traces += one_of_several("generation", generated.steps, generated.rates, "--series-2")
-            head += f" in training, {quantity(generated.mean)} in generation, each over its own time"
+            head += f" in training, {quantity(generated.mean)} in generation, each counting only its own time"
         else:
             traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5")
             head += ", evaluation not counted"
