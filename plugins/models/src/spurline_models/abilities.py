@@ -77,7 +77,7 @@ class GenerationModel:
         causal: The model. Its logits depend on the decoder's last hidden states alone.
         computing: Returns the context for a forward pass, such as autocast.
         max_tokens: Maximum number of tokens of prompt and response together, or None if there is no limit.
-        reads_streams: Whether tokens influence each other only in attention layers, whose code can be replaced.
+        reads_streams: Whether tokens influence each other only in attention layers, and their code can be replaced.
     """
 
     causal: PreTrainedModel

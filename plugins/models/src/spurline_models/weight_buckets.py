@@ -86,7 +86,7 @@ class MakerChoice:
         made_by: The processes that make a bucket. With `first`, the first process makes all buckets. With `owners`, the
             process that holds most of a bucket makes it. With `all`, every process makes a copy of the bucket, and the
             `where` mappings of all copies are joined. With `owners` or `all`, a maker gets two more arguments:
-            `senders`, the number of processes that make buckets, and `sender`, its index among them.
+            `senders`, the number of processes that make buckets, and `sender`, the index of its own process.
     """
 
     maker: str

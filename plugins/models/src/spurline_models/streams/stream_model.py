@@ -265,7 +265,7 @@ def library_attention(causal: PreTrainedModel) -> str:
 def evaluation_mode(causal: nn.Module) -> Iterator[None]:
     """Compute without dropout and gradients in the context.
 
-    In torch's inference mode, models would cache tables, such as rotary frequencies, that training steps cannot use.
+    In torch's inference mode instead, models would cache tables (rotary frequencies) that training cannot use.
     """
     was_training = causal.training
     causal.eval()
@@ -297,7 +297,7 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Arrange positions [T] as [rows, length]. Padding continues the positions. A jump might start a segment."""
+        """Arrange positions [T] as [rows, length]. Padding continues them. Models may take a jump for a new segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:
