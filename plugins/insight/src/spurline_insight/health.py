@@ -1,7 +1,7 @@
 """Find problems of a run in its metrics, and advise what to do. Terminal, summary and report share these rules.
 
 `health_words` judges the rollouts of one step. `HealthWatch` also judges loss, gradient, learning rate and the load of
-the controller, and compares a step with earlier steps. It does not judge the loss of a policy, since that loss does not
+the controller, and compares a step with earlier steps. Neither judges the loss of a policy, since that loss does not
 show whether training works. A `Watcher` warns after each step, and at the end of the run.
 """
 
@@ -27,9 +27,11 @@ DIVERGED_FROM_START = 3.0
 """A loss has also diverged if it is at least three times the first loss, and this many nats above it. This limit is
 higher than DIVERGED_BY, since the first batch may differ much from the others."""
 SPIKE_DEVIATIONS = 10.0
-"""A spike is this many median absolute deviations, and DIVERGED_BY nats, above the median of the steps before."""
+"""A loss is a spike if it is above the median of the steps before by more than this many median absolute deviations,
+and by more than DIVERGED_BY nats."""
 GRADIENT_SPIKE = 20.0
-"""A spike is this many times the median gradient norm of the steps before. Batches rarely differ by a factor of 10."""
+"""A norm is a spike if it is more than this many times the median norm of the steps before, and more than 10 times the
+clipping threshold. Norms of usual batches rarely differ by a factor of 10."""
 LARGEST_GRADIENT = 1000.0
 """Limit of the median gradient norm over 2 x LEVEL_STEPS steps. Fine-tuning has norms of 0.1 to 10, an untrained model
 up to 100. A larger norm means that the loss is a sum instead of a mean, or that weights are broken."""
@@ -184,7 +186,7 @@ class Finding:
 
 
 def findings(lines: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> list[Finding]:
-    """Return the problems of a run with these lines of metrics.jsonl and resolved settings, the most frequent first."""
+    """Return the problems of a run, the most frequent first, from its lines of metrics.jsonl and resolved settings."""
     # Step 0 is an evaluation before training.
     trained = {int(line["step"]): line for line in lines if line["step"]}
     watch = HealthWatch(config)

@@ -1,6 +1,6 @@
 """Draw plots in a notebook while a run trains, and return the metrics of a run as a DataFrame.
 
-A plot is an SVG without a script. Its text and axes take the colour of the page.
+A plot is an SVG without a script. Its text and axes have the colour of the page's text.
 """
 
 from __future__ import annotations

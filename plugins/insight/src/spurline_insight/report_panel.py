@@ -11,7 +11,7 @@ from spurline.config.section import Component, ComponentConfig, Section
 
 
 class ReportPanelConfig(ComponentConfig):
-    """The settings of a panel, which is a section of the report. The panels of this package have no settings."""
+    """The settings of a panel (a section of the report). The panels of this package have no settings."""
 
     kind: ClassVar[str] = "report_panel"
 
@@ -27,7 +27,7 @@ class ReportConfig(Section):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The recorded data of a finished or running run, which panels show."""
+    """The recorded data of a finished or running run, for panels to show."""
 
     run_dir: Path
     metrics: Sequence[Mapping[str, float]]

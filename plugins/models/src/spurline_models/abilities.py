@@ -59,7 +59,7 @@ class YieldsDevice(Protocol):
     def yield_device(self, *, keep_weights: bool) -> None:
         """Move the state of the backend, such as the optimizer's, to the host's memory, and free the device.
 
-        With `keep_weights`, the models' weights stay on the device until a second call frees them too. Raises
+        With `keep_weights`, the models' weights stay on the device. A later call without it frees them too. Raises
         RunFailedError if the host has too little memory.
         """
         ...
@@ -77,7 +77,7 @@ class GenerationModel:
         causal: The model. Its logits depend on the decoder's last hidden states alone.
         computing: Returns the context for a forward pass, such as autocast.
         max_tokens: Maximum number of tokens of prompt and response together, or None if there is no limit.
-        reads_streams: Whether tokens influence each other only in attention layers, whose code can be replaced.
+        reads_streams: Whether tokens influence each other only in attention layers, and their code can be replaced.
     """
 
     causal: PreTrainedModel

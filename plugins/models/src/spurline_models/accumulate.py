@@ -23,7 +23,7 @@ from spurline_models.streams.token_stream import TokenStream
 
 Streams = Iterable[tuple[Rows, TokenStream]]
 """Micro-batches as pairs: rows of the mini-batch, and the stream of these rows. The model also runs on idle streams,
-because ranks with samples wait for it in collectives. No loss is computed on an idle stream."""
+because other ranks wait for this rank in collectives. No loss is computed on an idle stream."""
 
 
 def accumulate_gradients(
@@ -31,8 +31,8 @@ def accumulate_gradients(
 ) -> StepSums:
     """Add the gradient of sum(weight * loss) / normalizer over all streams to the parameters.
 
-    `balance` is the factor of the sequences' balances (see `StreamBalance`) in the objective. The returned sums, which
-    are still on the device, count the balance separately from the loss.
+    If `balance` is given, the objective also has this factor times the balance of each sequence (see `StreamBalance`).
+    The returned sums are still on the device. Their sum of losses does not include the balance.
     """
     with model.counting_experts() as loads:
         sums = StepSums(loads)
@@ -89,7 +89,7 @@ def logprob_table(found: Sequence[tuple[Tensor, Tensor]], batch: TrainingBatch) 
 
 
 _EXTREMES = {"max": (torch.maximum, np.maximum), "min": (torch.minimum, np.minimum)}
-"""Functions that join two values of a metric that ends with `/max` or `/min`, for tensors and for numbers."""
+"""Functions that join two values of a metric whose name ends with `/max` or `/min`, for tensors and for numbers."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class SumsPart:
         loss: Sum of weight * loss.
         weight: Sum of weights.
         tokens: Tokens with loss.
-        broken_rows: Rows of the micro-batches whose loss is not finite.
-        sums: Sums of weight * value of the loss's metrics.
-        extremes: Values of the metrics that end with `/max` or `/min`.
+        broken_rows: All rows of those micro-batches whose loss is not finite.
+        sums: For each other metric of the loss, the sum of weight * value.
+        extremes: Values of the loss's metrics whose names end with `/max` or `/min`.
         balance: Sum over sequences of the balance loss of routers, or None without a balance loss.
         expert_loads: This rank's tokens at each expert, by layer. `load_metrics` joins the loads of all ranks.
     """
@@ -221,7 +221,7 @@ def _add(sums: dict[str, Tensor], name: str, value: Tensor) -> None:
 
 
 def describe_failure(role: Role, step: int, batch: TrainingBatch, sums: SumsPart, loss: float, grad_norm: float) -> str:
-    """Return the message of a NonFiniteLossError, with the samples whose loss is not finite if there are any."""
+    """Return the message of a NonFiniteLossError. It names samples of broken rows, or of all rows if none is broken."""
     rows = np.asarray(sums.broken_rows, np.int64) if sums.broken_rows else np.arange(batch.num_rows)
     uids = list(dict.fromkeys(batch.segments["uid"].take(rows).values.tolist()))
     shown = ", ".join(str(uid) for uid in uids[:8]) + (f" and {len(uids) - 8} more" if len(uids) > 8 else "")

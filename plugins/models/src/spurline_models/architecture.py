@@ -61,7 +61,7 @@ def load_model_config(model: ModelConfig) -> PretrainedConfig:
     except LOADING_ERRORS as error:
         raise ModelError(describe_missing("model.path", model.path, "model", error, model.trust_remote_code)) from error
     if not model.trust_remote_code:
-        # If these fields name a repository, transformers would load code from the hub.
+        # These fields may name a repository on the hub, from which transformers would load code.
         config._attn_implementation = config._experts_implementation = None
     for name, value in model.config_overrides.items():
         _override(config, name, value)
@@ -86,7 +86,7 @@ def build_without_memory(
 
 
 def decoder_layers(causal: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder's layers, the modules that transformers never splits between devices."""
+    """Return the decoder's layers: modules of the classes that transformers never splits, or else its `layers`."""
     names = set(causal._no_split_modules or ())
     decoder = causal.get_decoder()
     found = [module for module in decoder.modules() if type(module).__name__ in names]

@@ -73,7 +73,7 @@ class Dealing:
 
     @property
     def time_over_ideal(self) -> float:
-        """The estimated time of the step, divided by its time if no rank ever waited for another."""
+        """The estimated time of the step, divided by the time that it would take if no rank waited for another."""
         ideal = float(self.costs.sum()) / len(self.shares)
         return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
 

@@ -65,7 +65,7 @@ def export_model(
 
 
 def check_adapter(config: RunConfig) -> None:
-    """Raise UserError unless the run trains an adapter of a model that other programs can load."""
+    """Raise UserError unless the run trains an adapter, and other programs can load the model that it adapts."""
     whole = "Export the whole model: `spurline export RUN_DIR OUT`, without --adapter."
     if adapters_of(config) is None:
         raise UserError(f"This run has no adapter: it trains all weights, since backend.lora is not set. {whole}")
@@ -112,7 +112,7 @@ def _config_and_dtype(model: ModelConfig) -> tuple[PretrainedConfig, torch.dtype
 
 def _write_beside(out: Path, what: str, fill: Callable[[Path], None]) -> Path:
     """Fill a new folder beside `out`, then rename it to `out`, so that `out` is never incomplete."""
-    # If `out` is a link to a folder with content, replace the link and keep the folder. Follow other links.
+    # If `out` is a link to a folder with content, replace the link and keep the folder. Follow any other link.
     is_full = out.is_dir() and any(out.iterdir())
     out = out.parent.resolve() / out.name if is_full else out.resolve()
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")

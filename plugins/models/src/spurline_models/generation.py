@@ -48,7 +48,7 @@ def generate_greedily(
             rows = [torch.as_tensor(prompts[member], dtype=torch.int64) for member in members]
             input_ids = pad_sequence(rows, batch_first=True, padding_value=pad, padding_side="left")
             mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True, padding_side="left")
-            # By default, transformers waits for other ranks at each token. Turn it off: ranks have their own prompts.
+            # By default, transformers waits for other ranks at each token. Do not wait: ranks have their own prompts.
             output = generate(
                 input_ids.to(causal.device),
                 attention_mask=mask.to(causal.device),

@@ -5,9 +5,9 @@ transformers for the whole process. Here only the modules of one model get Liger
 used: its rotary positions, which replace a function for the whole process, and its fused linear cross-entropy, which
 rounds the weight of each token, computes no entropy, and waits for the device.
 
-torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. The matrix products that
-compute the output and the gradient of the input round to e4m3, with a scale for each token and each output. Gradients
-of weights are computed in full precision (recipe `rowwise_with_gw_hp`). So no token's rounding depends on other tokens.
+torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. In the matrix products that
+compute the output and the gradient of the input, both factors are rounded to e4m3, with a scale for each row or column.
+Gradients of weights are computed without fp8 (recipe `rowwise_with_gw_hp`). So no token's rounding depends on others.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def _scaled(settings: Mapping[str, Any], positions: int) -> PositionLimit:
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """A limit on the tokens of a sample. If all samples keep it, rotary frequencies do not depend on other samples."""
+    """A limit on the tokens of a sample. Within it, no sample changes the rotary frequencies of the others."""
 
     tokens: int
     rope_type: str

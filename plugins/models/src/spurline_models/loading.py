@@ -128,7 +128,7 @@ def _with_weights(
 def read_into(
     causal: PreTrainedModel, weights: Mapping[str, Any], device: torch.device | str
 ) -> tuple[LoadStateDictInfo, LoadStateDictConfig]:
-    """Read weights into a model on device `meta`. Each goes straight to `device`, in the dtype of its parameter.
+    """Read weights into a model on device `meta`. Each weight goes straight to `device`, in its parameter's dtype.
 
     `weights` are slices of safetensors files, or tensors, by their names in files. Returns the names of parameters that
     lack values or do not fit, and the settings of the loading.
@@ -142,7 +142,7 @@ def read_into(
     )
     found, _ = convert_and_load_state_dict_in_model(causal, dict(weights), loading)
     for value in (*causal.parameters(), *causal.buffers()):
-        # Copy values that are mapped from a file (not resizable), since it may change. DTensors cannot be replaced.
+        # Copy values that are mapped from a file (not resizable), since the file may change. DTensors are left alone.
         if value.device.type == "cpu" and not isinstance(value, DTensor) and not value.untyped_storage().resizable():
             value.data = value.data.clone()
     return found, loading

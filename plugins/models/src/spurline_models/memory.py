@@ -30,7 +30,7 @@ _KEPT_OF_OUTPUTS = 2.5
 """Values that a layer keeps for its backward pass, for each output value of its linear layers."""
 
 _RESIDUALS = 8
-"""Number of tensors kept in a layer that have the hidden size and the precision of the residual stream."""
+"""Number of tensors that a layer keeps in the hidden size and the precision of the residual stream."""
 
 _LAYERS_ON_DEVICE = 2
 """Layers whose activations stay on the device while the others are offloaded."""
@@ -134,7 +134,7 @@ def _model_shapes(_architecture: str, model_json: str, lora_json: str | None) ->
 def _outputs_of_seen_experts(base: ShapeByName, config: PretrainedConfig) -> int:
     """Return the values that experts compute for a token, if the experts of a layer are stored as one tensor."""
     seen = int(getattr(config, "num_experts_per_tok", None) or 0)
-    # A sum counts inputs and outputs of a matrix. Only some inputs are copied for each expert, hence three quarters.
+    # For a matrix, `sum(shape[1:])` is inputs plus outputs. Experts share some of their inputs, hence three quarters.
     return seen * sum(sum(shape[1:]) for shape in base.values() if len(shape) == 3) * 3 // 4
 
 

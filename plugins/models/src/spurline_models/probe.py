@@ -35,7 +35,7 @@ CHUNK_TOKENS = 8
 TOLERANCE = 3e-4
 """Allowed difference of logprobs, in standard deviations of the logits. fp32 kernels differ by 1e-6 to 1e-5."""
 HALF_PRECISION_TOLERANCE = 0.1
-"""Allowed difference with half precision, in the same unit. Segments that see each other exceed it by far."""
+"""Allowed difference with half precision, in the same unit. If segments see each other, differences are far larger."""
 _LOUD_LOGITS = 50.0
 """Standard deviation of logits in the test of the output layer. A softcap hardly changes small logits."""
 
@@ -173,7 +173,7 @@ class _Probe:
             yield
 
     def choose_reading(self) -> None:
-        """Let the model read streams if the results equal the results of each sequence alone, and rows otherwise."""
+        """Let the model read streams if this gives the same results as each sequence alone, or else padded rows."""
         config = self._model.causal.config.get_text_config()
         if not any(getattr(config, name, False) for name in _COUNTS_IN_ROW):
             # Some models raise an error if their kernels cannot keep segments apart.
@@ -297,7 +297,7 @@ class _Probe:
         return not all(torch.equal(one, other) for one, other in zip(logits, self._logits, strict=True))
 
     def _compare_half_precision(self) -> str | None:
-        """Compare with half precision, which uses another attention kernel."""
+        """Compare training in half precision, which uses another attention kernel, with the model's own results."""
         with self._profile.computing():
             distance = float(torch.cat(self._differences(self._packed_hidden()[0])).mean())
         if distance <= HALF_PRECISION_TOLERANCE:

@@ -130,7 +130,7 @@ class SavedTensors:
 
 
 def saved_weights(saved: SavedTensors, model: ModelConfig, lora: LoraConfig | None, seed: int) -> WeightStream:
-    """Return every weight of the saved model, with merged adapters. The stream reads each weight when it yields it.
+    """Return every weight of the saved model, with merged adapters. The stream reads one weight at a time.
 
     Raises:
         CheckpointError: If the checkpoint is of another model. The stream also raises it, after the last weight, if
@@ -249,5 +249,5 @@ class _OriginalWeights:
 
 
 def _number_of(name: str) -> str:
-    """Return the number of a weight's layer as text, or "". It is the same in names of files and of the model."""
+    """Return the number of a weight's layer as text, or "". A weight has the same number in files and in the model."""
     return layer_of(name).rstrip(".").rpartition(".")[2]

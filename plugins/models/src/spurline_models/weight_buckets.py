@@ -41,7 +41,7 @@ class WeightBucket:
         where: JSON values that name the memory or file. Their content depends on the transport.
         tensors: The tensors, in the order of `places`, if the bucket stays in this process.
         machine: The result of `this_machine` if only that machine can read the bucket, else an empty string.
-        receiver: The engine, as named in `receivers`, that reads this copy. It is set when the bucket is sent.
+        receiver: The engine that reads this copy, as named in the engines' `receivers`. Set when the bucket is sent.
     """
 
     transport: str
@@ -86,7 +86,7 @@ class MakerChoice:
         made_by: The processes that make a bucket. With `first`, the first process makes all buckets. With `owners`, the
             process that holds most of a bucket makes it. With `all`, every process makes a copy of the bucket, and the
             `where` mappings of all copies are joined. With `owners` or `all`, a maker gets two more arguments:
-            `senders`, the number of processes that make buckets, and `sender`, its index among them.
+            `senders`, the number of processes that make buckets, and `sender`, the index of its own process.
     """
 
     maker: str
@@ -98,7 +98,7 @@ class MakerChoice:
 
 
 class BucketMaker(Protocol):
-    """A maker of a transport's buckets in a process that holds weights. The `WeightSync` tells engines about them.
+    """A maker of a transport's buckets in a process with weights. The `WeightSync` tells engines about the buckets.
 
     Factory: `Class(**settings)`, with the settings of a `MakerChoice`. A bucket is made when engines have taken the
     previous one, or earlier if the `WeightSync` makes buckets ahead.

@@ -128,7 +128,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def stored_dtype(model: ModelConfig) -> torch.dtype:
-    """Return the dtype of a model's floating point weights in its files, or fp32 if there are several or none."""
+    """Return the dtype of the floating point weights in a model's files, or fp32 if it is not the same for all."""
     files = [] if model.init == "random" else safetensors_files(model)
     tensors = (tensor for path in files for tensor in layout_of(path).values())
     found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

@@ -40,7 +40,7 @@ class Load:
 
 
 def estimate_load(run: RunConfig, load: Load) -> MemoryEstimate | None:
-    """Estimate the memory of this step and of generation. Return None if the backend has no estimate."""
+    """Estimate the memory of the step and the generation in `load`. Return None if the backend has no estimate."""
     if not isinstance(run.backend, PlansMemory):
         return None
     estimate = run.backend.estimate_memory(run, load.row_length, load.tokens)
@@ -85,7 +85,7 @@ def memory_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 
 
 def _suggestion(run: RunConfig, load: Load) -> str:
-    """Name the settings of the backend that save memory, those that cost less time first."""
+    """Name the settings of the backend that save memory. Settings that cost less time come first."""
     backend = run.backend
     assert isinstance(backend, PlansMemory)
     changes: dict[str, Any] = {}
@@ -112,7 +112,8 @@ def layout_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[s
 def phase_lines(run: RunConfig, load: Load, device_bytes: int | None) -> list[str]:
     """Return lines with the memory of each phase of a run whose engines and trainer take turns on a device.
 
-    Return no lines for other runs, or without GPUs. For arguments and errors, see `memory_lines`.
+    Return no lines for other runs, or if `device_bytes` is None and this machine has no GPU. For arguments and errors,
+    see `memory_lines`.
     """
     engine, estimate = load.engine, estimate_load(run, load)
     limit = _device_limit(run.backend, device_bytes)

@@ -188,9 +188,9 @@ def _steps(config: RunConfig, data: DataComponents) -> list[str]:
 
 
 def _batches(plan: Plan, config: RunConfig, data: DataComponents, model: _Model) -> Load:
-    """Lay out the first batches, or show the first prompt. Return the largest step among them."""
+    """Lay out the first batches, or show the first prompt. Return the size of the largest step that is known."""
     if data.source.pure or data.source.reads_only_data:
-        # A source that is not pure builds each batch only once, and `_first_batches` needs the first batches.
+        # `_example` and `_first_batches` both build the first batches. Only a pure source can build them twice.
         if data.source.pure:
             plan.sections["example"] = _example(data)
         return _first_batches(plan, config, data, model)

@@ -65,7 +65,7 @@ class DpoConfig(LossConfig):
 
     name: str = "dpo"
     beta: Annotated[float, OnResume.BY_NAME] = Field(default=0.1, gt=0, allow_inf_nan=False)
-    """Strength of the pull towards the reference model, which is the model before training."""
+    """Strength of the pull towards the reference model (the model before training)."""
     loss_type: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss function of the margin between the answers: `sigmoid` is DPO, `ipo` a squared distance (arXiv:2310.12036),
     and `hinge` the loss of SLiC (arXiv:2305.10425)."""

@@ -1,7 +1,7 @@
 """DPO: direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
 
-Let y+ be the chosen and y- the rejected answer of a pair. The implicit reward of an answer, summed over its tokens, is
-r(y) = beta * (log p(y|x) - log p_ref(y|x)). Then
+Let y+ be the chosen and y- the rejected answer to a prompt x. The implicit reward of an answer y is
+r(y) = beta * (log p(y|x) - log p_ref(y|x)), where log p(y|x) is a sum over the tokens of y. Then
 
     margin  = r(y+) - r(y-)
     sigmoid   l = -(1 - s) log sigma(margin) - s log sigma(-margin)
@@ -34,8 +34,8 @@ from spurline_preference.configs import DpoConfig
 class PairIndex:
     """The segments of the chosen and the rejected answer of each pair in a micro-batch, found by column `pair_ids`.
 
-    The number of pairs is computed from the number of segments, which does not wait for the device. If an answer of a
-    pair were missing, the loss of the pair would be NaN, and the update would be refused. No source makes such a pair.
+    The number of pairs is computed from the number of segments, so that the CPU need not wait for the device. If an
+    answer were missing, the loss of its pair would be NaN, and the update would be refused. No source omits an answer.
     """
 
     def __init__(self, inputs: TokenLossInputs) -> None:
@@ -55,11 +55,11 @@ class PairIndex:
         self._pair_of_token = (place // 2)[self._segment_index]
 
     def sums(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum token values [N] over the chosen and over the rejected answers, each [pairs]."""
+        """Sum token values [N] over each answer. Return the sums [pairs] of chosen and of rejected answers."""
         return self._split_pairs(self._by_segment(values))
 
     def means(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Average token values [N] over the chosen and over the rejected answers, each [pairs]."""
+        """Average token values [N] over each answer. Return the means [pairs] of chosen and of rejected answers."""
         counts = self._by_segment(torch.ones_like(values))
         return self._split_pairs(self._by_segment(values) / counts.clamp(min=1))
 

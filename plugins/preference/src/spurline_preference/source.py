@@ -76,7 +76,7 @@ class PreferenceSide(DerivedDataset):
         return {**values, view.label("prompt"): prompt, view.label(self._side): answer}
 
     def fingerprint(self) -> str:
-        # Increase the last number when rows are read differently, so that older tokens in caches are not used.
+        # Increase the last number when the code reads rows differently, so that tokens in older caches are not used.
         return f"{self._dataset.fingerprint()}/{self._side}/2"
 
 
@@ -159,7 +159,7 @@ def split_pairs(batch: TrainingBatch, shapes: Mapping[str, tuple[int, int]]) -> 
     """
     ids, positions = batch.tokens["segment_ids"], batch.tokens["position_ids"]
     table = np.array([shapes[uid] for uid in batch.segments["uid"].values.tolist()], np.int64).reshape(-1, 2)
-    # Number the pairs of the batch from 1. The pair number of padding is 0, and row 0 below keeps no token of it.
+    # Number the pairs of the batch from 1. Padding has number 0. By row 0 below, it is in neither answer.
     before = torch.from_numpy(batch.segments["uid"].offsets[:-1]).unsqueeze(1)
     pairs = torch.where(ids > 0, ids.long() + before, 0)
     length, start = torch.from_numpy(np.concatenate([[[0, 2**62]], table]))[pairs].unbind(-1)
@@ -269,7 +269,7 @@ def _pairs_of_dataset(store: TokenStore, dataset: int) -> NDArray[np.int64]:
 
 
 class PreferenceSource(SftSource):
-    """A source whose samples are pairs of answers, in the same order as in the source `sft`."""
+    """A source whose samples are pairs of answers. It orders them as the source `sft` orders its samples."""
 
     def __init__(self, config: PreferenceSourceConfig, context: SourceContext) -> None:
         self._context = context

@@ -79,7 +79,7 @@ class SwanlabTrackerConfig(ProjectTrackerConfig):
     workspace: str | None = None
     """SwanLab user or organization."""
     mode: Literal["online", "offline", "local"] = "online"
-    """`offline` and `local` write to RUN_DIR/swanlab, for `swanlab sync` and `swanlab watch`."""
+    """`offline` and `local` write to RUN_DIR/swanlab: `offline` for `swanlab sync`, `local` for `swanlab watch`."""
     tags: tuple[str, ...] = ()
     """Tags of the experiment."""
 

@@ -1,6 +1,6 @@
-"""Send metrics to a run in an MLflow experiment, and the settings as parameters of the run.
+"""Send metrics to an MLflow run, and the settings of the training run as its parameters.
 
-The id of the run is kept in RUN_DIR/mlflow_run_id.
+The id of the MLflow run is kept in RUN_DIR/mlflow_run_id.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class OpenTelemetryTracker(SendingTracker):
         self._scope = self._scopes.InstrumentationScope("spurline")
         # The exporter would log failures that this tracker reports itself.
         logging.getLogger(_EXPORTER).setLevel(logging.CRITICAL)
-        # This finds out whether there is a receiver.
+        # Send only the step, to find out whether there is a receiver.
         self.write(info.resume_step, {})
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:

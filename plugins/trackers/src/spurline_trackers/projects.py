@@ -38,7 +38,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
 
     @abstractmethod
     def options(self, info: RunInfo) -> dict[str, Any]:
-        """Return the arguments of the library's `init` that only this library has."""
+        """Return arguments for the library's `init`, in addition to those that `open_run` gives to every library."""
 
     def open_run(self, info: RunInfo) -> None:
         # Stdout is reserved for the progress of the run.
@@ -56,7 +56,7 @@ class ProjectTracker(SendingTracker, Generic[_Config]):
 
 
 class WandbTracker(ProjectTracker[WandbTrackerConfig]):
-    """A tracker that sends metrics to a W&B project. If a resumed run repeats steps, W&B keeps their first values."""
+    """A tracker that sends metrics to a W&B project. If a resumed run repeats steps, W&B keeps the earlier values."""
 
     name = "wandb"
     fix = "Log in with `wandb login`, set WANDB_API_KEY, or set mode: offline."
@@ -118,7 +118,7 @@ class SwanlabTracker(ProjectTracker[SwanlabTrackerConfig]):
     def open_run(self, info: RunInfo) -> None:
         hook = sys.excepthook
         super().open_run(info)
-        # Remove SwanLab's hooks, which could wait at exit for a silent service. `close_run` reports the end of the run.
+        # Remove SwanLab's hooks. At exit they could wait for a service that does not answer. `close_run` ends the run.
         sys.excepthook = hook
         atexit.unregister(self._run._handle_atexit)
 

@@ -77,7 +77,7 @@ class SendingTracker(ABC):
         """Do nothing. A checkpoint relies only on metrics.jsonl, which the run itself flushes."""
 
     def close(self) -> None:
-        """Send the waiting steps, for at most 30 seconds. It may be called again, and without `start`."""
+        """Send the waiting steps, for at most 30 seconds. Without `start`, or when called again, do nothing."""
         if self._thread is None:
             return
         thread, self._thread = self._thread, None
@@ -102,7 +102,7 @@ class SendingTracker(ABC):
 
 
 def kept_run_id(info: RunInfo, file: str, make: Callable[[], str]) -> str:
-    """Return the id in this file of the run directory. For a new run, make an id and write it there."""
+    """Return the id in this file of the run directory. If the run is new or has no id, make one and write it there."""
     path = info.run_dir / file
     if info.is_resumed and path.exists() and (earlier := path.read_text(encoding="utf-8").strip()):
         return earlier
@@ -112,13 +112,13 @@ def kept_run_id(info: RunInfo, file: str, make: Callable[[], str]) -> str:
 
 
 def new_run_id(run_dir: Path, begin: str | None = None) -> str:
-    """Return a new unique id. It begins with `begin` or the name of the run directory."""
+    """Return a new unique id, which begins with `begin` if given, or else with the name of the run directory."""
     name = begin or re.sub(r"[^A-Za-z0-9_-]+", "-", run_dir.resolve().name).strip("-")[:40] or "run"
     return f"{name}-{secrets.token_hex(4)}"
 
 
 def tracker_library(name: str, module: str | None = None) -> Any:
-    """Import the library of tracker `name`, or one of its modules. Raises ConfigError if it is not installed."""
+    """Import `module`, by default the module `name`, for tracker `name`. Raises ConfigError if this fails."""
     try:
         return importlib.import_module(module or name)
     except ImportError as error:

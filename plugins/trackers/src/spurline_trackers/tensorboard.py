@@ -23,7 +23,7 @@ class TensorboardTracker:
         self._writer: Any = None
 
     def start(self, info: RunInfo) -> None:
-        """Open a new event file. TensorBoard then hides the steps of older files from `info.first_step` on."""
+        """Open a new event file. In older files, TensorBoard then hides step `info.first_step` and all later steps."""
         self._writer = self._writer_class(
             log_dir=str(info.run_dir / "tensorboard"), purge_step=info.first_step, flush_secs=_FLUSH_EVERY_S
         )

@@ -22,7 +22,7 @@ from spurline_insight.report.record import distinct_names, read_record
 from spurline_insight.report_panel import RunRecord
 
 COMPARISON_FILE = "comparison.html"
-"""The default file name of the page, which is written to the working directory."""
+"""The default file of the page, in the working directory."""
 MOST_RUNS = 20
 """Largest number of runs. More curves in one plot cannot be told apart."""
 
@@ -116,7 +116,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
     rows: list[list[str]] = []
     for key in keys:
         values = [settings.get(key, _NOTHING) for settings in flat]
-        # `run_dir` always differs, and the name of the run shows it already.
+        # `run_dir` always differs, and the names of the runs already show this.
         if key != "run_dir" and len(set(values)) > 1:
             shown = (f"{value[:_LONGEST_SETTING]}…" if len(value) > _LONGEST_SETTING else value for value in values)
             rows.append([f"<code>{text(value)}</code>" for value in (key, *shown)])
@@ -126,7 +126,7 @@ def _settings(runs: Sequence[ComparedRun]) -> str:
 
 
 def _flat(value: Any, key: str = "") -> dict[str, str]:
-    """Map the path of each setting to its value in YAML. Paths into lists of nested values contain the item's index."""
+    """Map the path of each setting to its value in YAML. A list with nested values adds the item's index to paths."""
     if isinstance(value, Mapping) and value:
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, list, tuple)) for item in value):

@@ -63,7 +63,7 @@ def write_page(out: Path, title: str, header: str, sections: Iterable[tuple[str,
 
 @cache
 def _plotly() -> str:
-    # Code that only reads a run directory does not need plotly.
+    # Import plotly only here: code that only reads a run directory does not need it.
     from plotly.offline import get_plotlyjs
 
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()

@@ -52,7 +52,7 @@ def smoothing_span(num_points: int) -> int:
 
 
 def moving_means(values: Sequence[float]) -> list[float]:
-    """Return the mean of the `smoothing_span` points around each point. The ends have fewer points to average.
+    """Return the mean of the `smoothing_span` points around each point. Near the ends, there are fewer points.
 
     The window is centred, since a trailing mean would lag behind a steep start.
     """
@@ -98,7 +98,7 @@ def line(
 
 
 def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], color: str) -> list[Trace]:
-    """Return a faint line of the values and a strong line of their moving mean. A short series gets one line."""
+    """Return a faint line of the values and a strong line of their moving mean. A short series has only its values."""
     if len(values) < SMOOTHED_FROM:
         return [line(name, steps, values, color)]
     means = moving_means(values)
@@ -109,7 +109,7 @@ def raw_and_smoothed(name: str, steps: Sequence[int], values: Sequence[float], c
 
 
 def one_of_several(name: str, steps: Sequence[int], values: Sequence[float], color: str, **changes: Any) -> list[Trace]:
-    """Return the lines of `raw_and_smoothed` for a plot of several series. They share one entry in the legend.
+    """Return lines as `raw_and_smoothed` does, for a plot of several series. Both lines share one entry in the legend.
 
     Hovering shows the values, not their means.
     """

@@ -32,7 +32,7 @@ def read_record(run_dir: Path | str) -> RunRecord:
 
 
 def read_summary(run_dir: Path) -> Mapping[str, Any]:
-    """Read the summary of a run. Its status is `interrupted` if its process was killed."""
+    """Read the summary of a run. The status is `interrupted` if the process of the run was killed."""
     summary = read_mapping(run_dir / SUMMARY_FILE)
     if summary.get("status") == "running" and not RunDirectory(run_dir).is_in_use():
         return {**summary, "status": "interrupted"}
@@ -52,9 +52,9 @@ def distinct_names(run_dirs: Sequence[Path]) -> list[str]:
 
 
 GIVEN_UP = "failed"
-"""Metric of an evaluation that counts the prompts given up."""
+"""Name of the evaluation metric that counts the prompts given up."""
 REWARD = "reward/mean"
-"""Metric that every step of reinforcement learning records. Steps of other training never record it."""
+"""Name of a metric that every step of reinforcement learning records, and no step of other training."""
 OF_PAIRS = "dpo/"
 """Prefix of the metrics of preference pairs."""
 
@@ -83,9 +83,9 @@ def evaluation_losses(record: RunRecord) -> list[str]:
 
 
 def evaluation_scores(record: RunRecord) -> tuple[list[str], list[str]]:
-    """Return the names of evaluation metrics except losses: first shares, for which more is better, then the others.
+    """Return the names of evaluation metrics, except losses and rewards of rollouts: first shares, then the others.
 
-    A score of answers is a share if all its values are within 0..1. If training records the metric too, the metric's
+    Of a share, more is better. A metric is a share if all its values are within 0..1. If training records it too, its
     name decides instead of its values: a margin of 0.4, for example, is not a share of 40 %.
     """
     shares, others = list[str](), list[str]()

@@ -39,7 +39,8 @@ class Guard:
         self._token = token
         self._cookie = f"spurline_view_{port}"
         self.one_visit = secrets.token_urlsafe(24)
-        """A token for one visit, since other users of the machine can see the command line of a new browser process."""
+        """A token that is valid for one visit. The browser is started with this token, because other users of the
+        machine can read the command line of the browser."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]

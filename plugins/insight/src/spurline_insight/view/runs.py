@@ -17,7 +17,7 @@ MAX_POINTS = 2000
 
 
 class ViewedRun:
-    """A finished or running run. Each call reads the run's files again. Several threads may call its methods.
+    """A finished or running run. Methods return the present content of the run's files. Several threads may call them.
 
     Raises:
         RunDirectoryError: If the folder is missing or is not a run directory.

@@ -182,7 +182,7 @@ class Prompts:
         return self._encoded(text, is_chat=True)
 
     def of_rows(self, rows: DatasetToTokenize) -> Iterator[tuple[str, list[int]]]:
-        """Yield (question, prompt tokens) of each row. If a row has no prompt, raises UserError, which names it."""
+        """Yield (question, prompt tokens) of each row. Raises UserError, with the row's place, if it has no prompt."""
         for number in range(len(rows.dataset)):
             try:
                 yield self._of_row(rows.dataset[number], rows.config)

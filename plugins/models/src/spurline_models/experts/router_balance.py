@@ -1,7 +1,7 @@
 """Balance a mixture of experts with the sequence-wise balance loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17 to 20).
 
-The loss of a sequence depends only on its own tokens, so packing, micro-batches and ranks do not change it. A loss over
-all tokens of a batch would depend on them.
+The loss of a sequence depends only on its own tokens, so packing, micro-batches and ranks do not change it. They would
+change a loss over all tokens of a batch.
 """
 
 from __future__ import annotations

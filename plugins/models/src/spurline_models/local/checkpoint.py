@@ -58,7 +58,7 @@ class HostCopies:
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
     def take(self, group: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return copies by name. The next call for this group reuses their memory. Raises RunFailedError."""
+        """Return copies by name. The next call for `group` overwrites them. Raises RunFailedError if out of memory."""
         copies: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             buffer = self._buffers.get((group, name))
@@ -107,7 +107,7 @@ class TrainingState:
         return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
-        """Return this state with its tensors copied into `copies`. `owner` keeps different models apart."""
+        """Return this state with its tensors copied into `copies`. Each model needs its own `owner`."""
         held = {file: copies.take(f"{owner}/{file}", tensors) for file, tensors in self.tensors.items()}
         return TrainingState(held, self.facts)
 

@@ -144,7 +144,7 @@ class TrainedModel:
 
     @contextmanager
     def swapped(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Copy other values into parameters in the context. The tensor objects stay, since engines refer to them."""
+        """Copy other values into parameters in the context. Engines refer to the tensors, so these are not replaced."""
         for name, value in values.items():
             if name not in self.parameters:
                 raise ModelError(

@@ -26,7 +26,7 @@ def parameter_groups(config: OptimizerConfig, named_parameters: Mapping[str, Par
 
 
 def settings_of(config: OptimizerConfig, name: str, parameter: Parameter) -> tuple[float, float]:
-    """Return the peak learning rate and weight decay of a parameter, which the first fitting group may set."""
+    """Return the peak learning rate and weight decay of a parameter. The first group that fits may set them."""
     group = next((group for group in config.groups if name_matcher(group.match)(name)), None)
     decay = config.weight_decay if parameter.ndim >= 2 else 0.0
     if group is None:

@@ -45,7 +45,7 @@ class MasterParameters:
         self.parameters: dict[str, Parameter] = {}
         """The tensors of the optimizer, by the names of the parameters."""
         for name, parameter in parameters.items():
-            # A critic's head is wide. It replaced a narrow weight of the same name, so do not use this weight's master.
+            # A critic's head is wide. It replaced a narrow weight of the same name. Do not use the old weight's master.
             is_narrow = parameter.dtype.itemsize < profile.weight_dtype.itemsize
             values = masters.pop(name, parameter) if is_narrow else parameter
             self.parameters[name] = self._new(parameter, values) if on_host or is_narrow else parameter

@@ -51,7 +51,7 @@ class DeviceMemory:
         """True between `give` and the next `take` that succeeds."""
 
     def give(self, tensors: DeviceTensors, *, keep_weights: bool) -> None:
-        """Free the memory of these tensors, after copying all but scratch to the host. `give` may be called again.
+        """Free the memory of these tensors, after copying all but scratch to the host. A later call can free more.
 
         Args:
             tensors: The tensors on the device.

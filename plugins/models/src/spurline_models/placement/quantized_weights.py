@@ -153,7 +153,7 @@ class QuantizedLinear(nn.Linear):
 class WidenedLinear(torch.autograd.Function):
     """A linear layer that computes its frozen matrix in both passes, so that the matrix is not kept in between.
 
-    `values` returns the matrix in a dtype, made of `parts`.
+    `values(dtype, *parts)` returns the matrix in this dtype.
     """
 
     @staticmethod

@@ -246,7 +246,7 @@ def _attend_visible(
 
     A sink is an extra first key, which all queries see. Its score is the head's sink, and its value is 0. So that any
     kernel can compute this, queries get an extra column with the sink. The extra key has a 1 in this column, and all
-    other keys have a 0. An extra first query keeps the causal order.
+    other keys have a 0. With an extra first query, each query still sees the keys up to its own.
     """
     scaling, value_width = scores.scaling, value.shape[-1]
     if scores.sinks is not None:
@@ -274,7 +274,7 @@ def _attend_visible(
 class Pad(torch.autograd.Function):
     """A copy of rows into slots of a zeroed tensor.
 
-    The backward pass gathers the slots and does not need the rows. `index_copy_` would keep them for its own.
+    The backward pass gathers the slots, and does not need the rows. `index_copy_` alone would keep the rows for it.
     """
 
     @staticmethod
@@ -289,7 +289,7 @@ class Pad(torch.autograd.Function):
 
 
 class Unpad(torch.autograd.Function):
-    """The inverse of `Pad`. Slots are distinct, so the backward pass copies and adds nothing."""
+    """The inverse of `Pad`. Slots are distinct, so the backward pass copies gradients instead of adding them up."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:

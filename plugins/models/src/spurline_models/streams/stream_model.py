@@ -100,7 +100,7 @@ class StreamModel:
         self.reading = reading
 
     def facts(self) -> dict[str, str]:
-        """Return facts to show at the start of a run: reading in rows, fused kernels, and rates of dropout."""
+        """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
         fused = kernels_of(self.causal)
         if fused:
@@ -188,7 +188,7 @@ class StreamModel:
         stream_tokens: slice,
         **options: Any,
     ) -> Tensor:
-        """Return [B, T, H]. `counted` selects tokens without padding. `stream_tokens` is their range in the stream."""
+        """Return [B, T, H]. `counted` selects all tokens but padding. In the stream, these are `stream_tokens`."""
         if routed_experts is not None or "routing" in self.__dict__:
             self.routing.counted, self.routing.stream_tokens = counted, stream_tokens
         if routed_experts is not None:
@@ -265,7 +265,7 @@ def library_attention(causal: PreTrainedModel) -> str:
 def evaluation_mode(causal: nn.Module) -> Iterator[None]:
     """Compute without dropout and gradients in the context.
 
-    In torch's inference mode, models would cache tables, such as rotary frequencies, that training steps cannot use.
+    In torch's inference mode instead, models would cache tables (rotary frequencies) that training cannot use.
     """
     was_training = causal.training
     causal.eval()
@@ -297,7 +297,7 @@ class RowPass:
         return part.unflatten(0, (bucket.count, bucket.length))
 
     def positions(self, values: Tensor) -> Tensor:
-        """Arrange positions [T] as [rows, length]. Padding continues them, since a jump would start a segment."""
+        """Arrange positions [T] as [rows, length]. Padding continues them. Models may take a jump for a new segment."""
         return self.rows(values)[:, :1] + torch.arange(self.bucket.length, device=values.device)
 
     def stream(self, rows: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class TokenLogprobs:
     def __init__(self, head: Callable[[Tensor], Tensor], chunk_tokens: int) -> None:
         self._head = head
         self.chunk_tokens = chunk_tokens
-        # If the head has dropout, the recomputation must restore the random generator. This waits for the device.
+        # Recomputation restores the random generator only for a head with dropout, since this waits for the device.
         modules = head.modules() if isinstance(head, nn.Module) else ()
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
 

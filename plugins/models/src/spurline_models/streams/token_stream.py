@@ -249,7 +249,7 @@ def cut_buckets(
 
 
 def _cut(lengths: NDArray[np.int64], slots_per_call: int, most_padding: float) -> list[tuple[int, int]]:
-    """Cut segments into ranges of equal length. Join neighbouring ranges if padding costs less than a call."""
+    """Cut segments into ranges whose segments are equally long. Join neighbours if padding costs less than a call."""
     if len(lengths) == 0:
         return []
     runs = [0, *(np.flatnonzero(np.diff(lengths)) + 1).tolist(), len(lengths)]

@@ -74,7 +74,7 @@ def show_data(loaded: LoadedConfig, num_rows: int, row_limit: int | None, progre
     Args:
         loaded: The config of the run.
         num_rows: Number of dataset rows to show. A packed row of a batch contains several dataset rows.
-        row_limit: Maximum number of rows to read of each dataset. If None, all rows are read, as in training.
+        row_limit: Maximum number of rows to read from each dataset. If None, all rows are read, as in training.
         progress: Called before each slow part.
 
     Raises:

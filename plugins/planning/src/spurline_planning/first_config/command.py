@@ -28,7 +28,7 @@ from spurline_models.machine import num_gpus
 from spurline_planning.first_config.survey import DataFacts, ModelFacts, Task, data_facts, model_facts
 
 _LARGE = 3_000_000_000
-"""By default, models with at least this many parameters are trained by adapters."""
+"""By default, a model with at least this many parameters is frozen, and adapters are trained."""
 _ASYNC_PLUGIN = "async_rl"
 _LEARNING_RATES: dict[tuple[Task, bool], str] = {
     ("sft", False): "1.0e-5",
@@ -109,7 +109,7 @@ def config_text(options: Options, model: ModelFacts, data: DataFacts, run_dir: s
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined, autoescape=False
     )
-    # A string of JSON is one of YAML too.
+    # Every string in JSON notation is also valid YAML.
     environment.filters["scalar"] = partial(json.dumps, ensure_ascii=False)
     return environment.from_string(template).render(
         options=options,

@@ -1,4 +1,4 @@
-"""Find facts for a config: the task and the columns of the first row, and the size and context of the model."""
+"""Find facts for a config: the task that the first row fits, its columns, and the size and context of the model."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def data_facts(model: ModelFacts, data: str, task: Task | None, columns: Mapping
 
 
 def _turns(row: Mapping[str, Any], guess: Mapping[str, str], model: ModelFacts) -> dict[str, str]:
-    """Return the guessed columns. If there is a chat template, read a plain-text prompt and answer as chat turns."""
+    """Return the guessed columns. With a chat template, plain-text prompts and answers are read as chat turns."""
     view, columns = RowView(row, guess), dict(guess)
     # A config for preference pairs sets a chat template if the model has none.
     has_template = model.has_chat_template or "chosen" in view

@@ -4,7 +4,7 @@
 
   const variable = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  // Plotly gives areas no opacity of their own; as #rrggbbaa a colour brings it along.
+  // Plotly has no setting for the opacity of areas, so their colours include it, as #rrggbbaa.
   const color = (name) => (name.endsWith("-faint") ? `${variable(name.slice(0, -6))}2b` : variable(name));
 
   // A colour such as "--series-1" stands for the CSS variable of that name, "--series-1-faint" for a light shade of it.
@@ -43,7 +43,7 @@
     showlegend: true,
     hoverlabel: {
       bgcolor: color("--surface"), bordercolor: color("--border"), font: { color: color("--text"), size: 12 },
-      // Plotly would cut names in the middle of a character that it has another form for.
+      // By default plotly shortens names, and may cut an escaped character such as &amp; in two.
       namelength: -1,
     },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("--muted"), activecolor: color("--accent") },
@@ -56,12 +56,12 @@
     const script = document.createElement("script");
     script.textContent = await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
     document.head.append(script);
-    // For figures of plugins too: plotly.js offers by default to upload the data of a chart to a server.
+    // By default plotly.js offers to upload the data of a chart to a server. Turn this off for figures of plugins too.
     Plotly.setPlotConfig({ showSendToCloud: false, plotlyServerURL: "", displaylogo: false });
   };
 
   const draw = () => document.querySelectorAll("script.figure").forEach((source) => {
-    // A figure inside a closed <details> has no width yet: it is drawn when it is opened.
+    // A figure inside a closed <details> has no width yet. It is drawn when the <details> is opened.
     if (source.closest("details:not([open])")) return;
     const { data, layout } = JSON.parse(source.textContent);
     Plotly.react(source.previousElementSibling, resolved(data), merged(theme(), resolved(layout)), settings);

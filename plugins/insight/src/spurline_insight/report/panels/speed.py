@@ -43,7 +43,7 @@ class ThroughputPanel(Panel):
         if generated is not None:
             traces = one_of_several("training", trained.steps, trained.rates, "--series-5")
             traces += one_of_several("generation", generated.steps, generated.rates, "--series-2")
-            head += f" in training, {quantity(generated.mean)} in generation, each over its own time"
+            head += f" in training, {quantity(generated.mean)} in generation, each counting only its own time"
         else:
             traces = raw_and_smoothed("tokens/s", trained.steps, trained.rates, "--series-5")
             head += ", evaluation not counted"
@@ -72,7 +72,7 @@ class TimeSplitPanel(Panel):
         rows: list[tuple[str, float, str]] = []
         for name, total in sorted(totals.items(), key=lambda entry: -entry[1]):
             share = total / whole
-            # The rest may be only a rounding error.
+            # `time/other` may be only a rounding error.
             if name != _OTHER or share > 1e-6:
                 percent = f"{share:.1%}" if share >= 0.001 else "<0.1%"
                 label = "rest of the batch" if name == "time/batch" and inside else _readable(name)
@@ -126,7 +126,7 @@ def _split_time(metrics: Mapping[str, float], inside: Sequence[str]) -> dict[str
 
 
 def _list_overlapping(record: RunRecord, inside: Sequence[str]) -> str:
-    """Return a line with the other times. They overlap the parts, so they are not parts themselves."""
+    """Return a line with the times that are not parts of a step, since they overlap the parts."""
     totals: dict[str, float] = {}
     for metrics in record.metrics:
         for name, value in metrics.items():

@@ -1,12 +1,12 @@
 "use strict";
-// The page of `spurline view`. What comes from a run is only ever set as text, never as markup.
+// The page of `spurline view`. Content of a run is inserted only as text, never as markup.
 
 const byId = (id) => document.getElementById(id);
 const state = { runs: [], attempt: null, pinned: null, query: "", offset: 0, list: 0 };
 const POLL_MS = 3000;
 const PAGE = 50;
 
-// Characters that would be invisible, or would turn what stands beside them around, and halves of surrogate pairs.
+// Characters that are invisible or reverse the text beside them, and halves of surrogate pairs.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/gu;
 function visible(text) {
   return String(text).replace(HIDDEN, (found) => {
@@ -46,7 +46,7 @@ function complain(error) {
 function short(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  // Ticks below 0 are rounded up to -0.
+  // Some ticks are -0, because they are rounded up. Show them as 0.
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return (value || 0).toLocaleString("en");
   return Math.abs(value) >= 1e5 || Math.abs(value) < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
@@ -59,7 +59,7 @@ function coloured(element, number) {
 
 const swatch = (number) => coloured(make("span", { class: "swatch", "aria-hidden": "true" }), number);
 
-// Where the reader is stands in the address after #: a view, and what it shows.
+// Read the part of the address after #: the view, and a query that selects what it shows.
 function place() {
   const [view, query] = location.hash.slice(1).split("?");
   return { view: byId(view) && byId(view).tagName === "SECTION" ? view : "curves", query: new URLSearchParams(query) };
@@ -154,7 +154,7 @@ function ticks(low, high, count) {
 let drawCharts = () => {};
 addEventListener("resize", () => place().view === "curves" && drawCharts());
 
-// As the grid of page.css lays figures out, so that text keeps its size.
+// Return the width of a figure in the grid of page.css. At this width, the SVG and its text are not scaled.
 function chartWidth() {
   const all = byId("charts").clientWidth, gap = 14, columns = Math.max(1, Math.floor((all + gap) / (480 + gap)));
   return Math.max(240, (all - gap * (columns - 1)) / columns - 26);
@@ -241,7 +241,7 @@ const attemptQuery = (run, row) => new URLSearchParams({ run, step: row.step, pl
 
 async function showRollouts(query) {
   const form = byId("filter");
-  // Not while somebody types: the form is ahead of the address then.
+  // Fill in the form only if the address has changed. Otherwise the user may be typing into the form.
   if (query.toString() !== state.query) {
     form.reset();
     for (const [name, value] of query) if (form.elements[name]) form.elements[name].value = value;
@@ -263,10 +263,10 @@ async function list() {
   query.set("offset", state.offset);
   query.set("limit", PAGE);
   const answer = await ask("rollouts", query);
-  // A later question has been asked meanwhile.
+  // Drop this answer if a newer request has been sent in the meantime.
   if (number !== state.list) return;
   const limit = state.runs[run].max_age;
-  // What stays the same keeps the focus of the keyboard.
+  // Do not replace equal rows, so that they keep the keyboard focus.
   const rows = JSON.stringify([run, limit, answer.rows]);
   if (rows !== state.rows) byId("list").tBodies[0].replaceChildren(...answer.rows.map((row) => listRow(run, row, limit)));
   state.rows = rows;
@@ -304,7 +304,7 @@ let typing = 0;
 function changed() {
   clearTimeout(typing);
   typing = setTimeout(() => {
-    // The reader may have gone to another view meanwhile, whose address this would overwrite.
+    // Do not overwrite the address if the user has opened another view in the meantime.
     if (place().view !== "rollouts") return;
     state.offset = 0;
     state.query = asked().toString();
@@ -340,7 +340,7 @@ async function showAttempt(query) {
   await showSiblings(self);
 }
 
-// A piece as a reader sees it: ends of lines are marked, and end the line too.
+// Return the text of a token as it is shown. A line break is marked by ↵, and also breaks the line.
 const shown = (piece) => visible(piece).replaceAll("\n", "↵\n");
 
 function tokenSpans(part, make_class) {
@@ -362,7 +362,7 @@ function turnElements(turn, number) {
     make("h3", {}, `Turn ${number + 1}: response, ${short(turn.response.pieces.length)} tokens, ended by ${turn.finish}${reward}`), response];
 }
 
-// Upper ends of the shades; what is beyond the last has the fourth.
+// The smallest size of each of the four shades. Values of a smaller size have no shade.
 const SHADES = { gap: [0.01, 0.05, 0.2, 1], advantages: [0.01, 0.5, 1, 2] };
 
 function shade(kind, value) {
@@ -377,8 +377,8 @@ function legend(kind) {
   const entries = { "": [], ages: [["", "0 updates"], ["h1", "1"], ["h2", "2"], ["h3", "3"], ["h4", "4 and more"], ["over", "over the limit"]] }[kind]
     || (([a, b, c, d]) => [["l4", `≤ −${d}`], ["l3", `−${c}`], ["l2", `−${b}`], ["l1", `−${a}`], ["", "0"],
       ["h1", `${a}`], ["h2", `${b}`], ["h3", `${c}`], ["h4", `≥ ${d}`]])(SHADES[kind]);
-  const unit = { gap: "trained model's logprob less the engine's, nats:", advantages: "advantage:", ages: "updates that a token's weights are older:", "": "" }[kind];
-  const none = kind && state.attempt.turns.every((turn) => !turn.response[kind]) ? [make("em", {}, "not told by this run")] : [];
+  const unit = { gap: "trained model's logprob less the engine's, nats:", advantages: "advantage:", ages: "age of a token's weights, in updates:", "": "" }[kind];
+  const none = kind && state.attempt.turns.every((turn) => !turn.response[kind]) ? [make("em", {}, "not recorded by this run")] : [];
   byId("legend").replaceChildren(unit, ...none, ...entries.map(([name, text]) => make("span", name ? { class: name } : {}, text)),
     make("span", { class: "untrained" }, "not trained on"), make("span", { class: "special" }, "special"));
 }
@@ -446,7 +446,7 @@ async function showSiblings(self) {
 
 // Two attempts
 
-// The tokens with which both responses begin and end, and those between them of each.
+// Split both responses into their common beginning, the different tokens of each, and their common end.
 function parts(left, right) {
   const of = (name) => [left, right].map((attempt) => attempt.turns.flatMap((turn) => turn.response[name]));
   const [a, b] = of("ids"), [p, q] = of("pieces"), most = Math.min(a.length, b.length);
@@ -469,7 +469,7 @@ async function showDiff(query) {
     make("div", { class: "tokens" }, ...parts(left, right).map(([name, pieces]) => make(name, {}, shown(pieces.join(""))))));
 }
 
-// What the reader does
+// Events
 
 byId("metric-search").addEventListener("input", () => showCurves(place().query).catch(complain));
 byId("smooth").addEventListener("change", () => showCurves(place().query).catch(complain));
