@@ -111,7 +111,7 @@ class MaskedImportanceSampling:
     sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
 
     The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios. This correction gives
-    them the factor 0, since they are more likely to be numerical accidents.
+    them the factor 0, since they are probably numerical accidents.
     """
 
     def __init__(self, config: configs.MaskedImportanceSamplingConfig):
