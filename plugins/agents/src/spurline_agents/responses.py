@@ -1,7 +1,7 @@
 """Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
 A stream begins only when the turn is finished, so that an error before that can still set the HTTP status. `token_ids`
-and `prompt_token_ids` have the same positions in the JSON as in answers of vLLM's server.
+and `prompt_token_ids` are in the same JSON objects as in answers of vLLM's server.
 """
 
 from __future__ import annotations

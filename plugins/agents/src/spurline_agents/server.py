@@ -1,6 +1,6 @@
 """Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
 
-One server serves all attempts, on the event loop of the environment. The API key of a request names its attempt.
+One server serves all attempts, on the event loop of the environment. The API key tells which attempt sends a request.
 """
 
 from __future__ import annotations

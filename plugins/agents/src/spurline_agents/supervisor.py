@@ -47,7 +47,7 @@ class Tail:
         self._thread.start()
 
     def copy_to(self, target: int) -> None:
-        """Write the kept bytes to this file descriptor. Wait up to 5 s for bytes that are still in the pipe."""
+        """Wait up to 5 s for bytes that are still in the pipe, and write the kept bytes to this file descriptor."""
         self._thread.join(5.0)
         data = memoryview(bytes(self._data[-self._kept :]))
         while data:
