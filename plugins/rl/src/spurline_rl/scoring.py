@@ -1,7 +1,7 @@
 """Score answers with reward functions, and add the weighted sum of scores to the reward of a trajectory's last token.
 
 Data flow: Answer -> reward functions -> reward terms by name -> `score` -> a trajectory whose turns all have
-`rewards` [A] -> advantages. Evaluation reads the reward terms and does not call `score`.
+`rewards` [A] -> advantages. The evaluation `answers` reads the reward terms and does not call `score`.
 """
 
 from __future__ import annotations

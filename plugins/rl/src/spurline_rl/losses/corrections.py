@@ -134,7 +134,7 @@ class Rejection:
 
     `geometric_rejection` takes the mean ratio per token, (p_old(y) / p_rollout(y))^(1 / |y|). The mean does not grow
     with the length, so the band can be narrow. `sequence_rejection` takes the product over all tokens. Long sequences
-    then leave the band more easily than short ones. Both remove outliers and correct nothing else.
+    then leave the band more easily than short ones. Both rejections only remove outliers.
     """
 
     def __init__(self, config: configs.GeometricRejectionConfig | configs.SequenceRejectionConfig):

@@ -73,8 +73,8 @@ class KillablePool:
     these calls are repeated separately, and the other calls share a new process.
 
     Args:
-        function: `module:function`. Its results must be JSON-serializable. If `argument` is given, the function is
-            called with it once, and returns the function to call.
+        function: `module:function`. If `argument` is given, this function is called with it once, and returns the
+            function to call. The results of the calls must be JSON-serializable.
         timeout_s: Seconds that one call may take.
         workers: The largest number of processes, each with one call at a time. 0 means one per processor, from 4 to 16.
         import_timeout_s: Seconds that the import may take.

@@ -107,7 +107,7 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, more: Sequence[Response], version: int) -> list[Response]:
-        """Generate a token of every response, and two tokens of each new one. Returns the responses that ended."""
+        """Generate a token of every response, and one more of those just admitted. Returns the responses that ended."""
         self.drop_abandoned()
         if self._is_outdated:
             # Read unfinished responses again from their first token.
