@@ -54,8 +54,8 @@ class Session:
     base_url: str
     """Base URL of the endpoint, for any OpenAI client."""
     api_key: str = field(repr=False)
-    """The key of this attempt. The model's answers to requests with it are the turns of the attempt's trajectory. When
-    the attempt has ended, such requests get an error."""
+    """The key of this attempt. The model's answers to requests with this key are the turns of the attempt's trajectory.
+    After the end of the attempt, such requests get an error."""
     model: str
     row: Mapping[str, Any]
     """The dataset row."""
@@ -106,8 +106,8 @@ def command_agent(command: Sequence[str], pass_env: Collection[str] = (), memory
 async def _run_program(
     command: Sequence[str], variables: Mapping[str, str], memory_bytes: int, session: Session
 ) -> Any:
-    """Return the value of the last line that the program prints."""
-    # The environment has the address and the key, so they are left out here.
+    """Run the program, and return the JSON value of the last line that it prints, or None if it prints nothing."""
+    # The program gets the address and the key as environment variables, so the JSON leaves them out.
     task = {name: value for name, value in vars(session).items() if name not in ("base_url", "api_key")}
     environment = {**variables, "OPENAI_BASE_URL": session.base_url, "OPENAI_API_KEY": session.api_key}
     # A full pipe would block the program, so files are used instead.
@@ -142,7 +142,7 @@ async def _run_program(
 
 
 def agent_variables(pass_env: Collection[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of this environment that are harmless or named in `pass_env`.
+    """Return the variables in `environment` that are harmless or named in `pass_env`.
 
     Raises:
         ConfigError: If a variable of `pass_env` is not set.

@@ -93,7 +93,7 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream. If `include_usage`, its last chunk has the token counts."""
+    """Options of a stream. If `include_usage` is true, the last chunk has the token counts."""
 
     include_usage: bool = False
 
@@ -174,7 +174,7 @@ def read_body(raw: bytes, kind: type[BodyT], config: HarnessConfig) -> BodyT:
     """
     _require_few_values(raw, config.max_body_bytes)
     try:
-        # This parser takes only UTF-8, no lone surrogates, no NaN, and at most 200 levels.
+        # This parser takes only UTF-8, no lone surrogates, no NaN, and at most 200 levels of nesting.
         given = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"The request is not valid JSON: {error}.", code="invalid_json") from error
@@ -229,7 +229,7 @@ def sampling_error(name: str, value: str, instead: str) -> ApiError:
 
 
 def _require_few_values(raw: bytes, max_bytes: int) -> None:
-    """Raise ApiError if the body may have so many JSON values that parsing it would block other threads too long."""
+    """Raise ApiError if the body may have so many JSON values that parsing would block other threads for too long."""
     most = max(1024, max_bytes // _BYTES_PER_VALUE)
     count = sum(map(raw.count, (b"[", b"{", b":", b",")))
     if count > most:

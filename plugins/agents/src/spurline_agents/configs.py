@@ -46,7 +46,7 @@ class HarnessConfig(EnvironmentConfig):
     """Reward components that score the agent's answer. The agent then returns the answer as text, or nothing."""
     history: Literal["exact", "retokenize"] = "exact"
     """`exact`: the prompt of a later turn begins with the exact tokens of the turns before it. A chat template that
-    rewrites them is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
+    rewrites those turns is an error. `retokenize`: each prompt is rendered and encoded from its messages."""
     ignore_sampling: bool = False
     """Ignore the temperature, top_p, top_k, penalties and seed of a request. If false, a request that asks for
     sampling different from the run's is refused."""

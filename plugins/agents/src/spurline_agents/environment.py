@@ -89,7 +89,7 @@ class HarnessEnvironment:
         return self._server
 
     async def _attempt(self, live: LiveSession, session: Session) -> Any:
-        """Run the agent and return its result. The caller limits its time."""
+        """Run the agent and return its result. The caller sets a time limit."""
         agent = asyncio.ensure_future(self._agent(session))
         failed = asyncio.ensure_future(live.failed.wait())
         try:

@@ -1,7 +1,7 @@
 """Let the model answer a request, and write the answer as OpenAI's API does: one JSON object, or a stream of chunks.
 
 A stream begins only when the turn is finished, so that an error before that can still set the HTTP status. `token_ids`
-and `prompt_token_ids` have the same positions in the JSON as in answers of vLLM's server.
+and `prompt_token_ids` are in the same JSON objects as in answers of vLLM's server.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Answering:
         try:
             return await all_or_none(begin(sampling), session.where, CANCEL_TIMEOUT_S)
         except PluginError as error:
-            # The policy refuses sampling that it cannot train on. If the request set it, the client gets the error.
+            # The policy refuses settings that it cannot train on. If the request made them, the client gets the error.
             for name in ("temperature", "top_p", "top_k"):
                 if getattr(sampling, name) != getattr(run, name):
                     own = f"samples with {getattr(run, name):g}"
@@ -138,7 +138,7 @@ class Answering:
     def _choice(self, body: ChatBody, prompt: Sequence[int], reply: Reply) -> Choice:
         result = reply.result
         calls = parse_calls(reply.text) if body.tools and body.tool_choice != "none" else []
-        # If one call is malformed, the agent gets the whole answer as text. A name may contain half a surrogate pair,
+        # The agent gets the whole answer as text if one call is malformed, or has half of a surrogate pair in its name,
         # which no client can send back.
         if not calls or any(call.problem or not call.name.isprintable() for call in calls):
             return Choice(self._text(result, body), result.finish_reason, result, prompt)
@@ -227,7 +227,7 @@ def _as_openai(call: ToolCall) -> dict[str, Any]:
 
 
 def _completion(kind: str, body: Body, choices: Sequence[Choice], written: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    # The choices of one prompt share its tokens, so its tokens count once.
+    # The tokens of a prompt count once, although each of its choices has them.
     prompt = sum(len(choice.prompt_ids) for choice in choices[:: body.n])
     completion = sum(len(choice.result.token_ids) for choice in choices)
     return {

@@ -1,6 +1,6 @@
 """Serve the sessions of a run over HTTP, and report errors as OpenAI's API does.
 
-One server serves all attempts, on the event loop of the environment. The API key of a request names its attempt.
+One server serves all attempts, on the event loop of the environment. The API key tells which attempt sends a request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WRITE_TIMEOUT_S = 60.0
 _IDLE_TIMEOUT_S = 60.0
 """Seconds that a connection may be idle, and seconds that a client may take to send the head of a request."""
 _STOP_TIMEOUT_S = 10.0
-"""Seconds that open connections may take to end."""
+"""Seconds that open connections may take to end when the server stops."""
 _MOST_CONNECTIONS = 4096
 _BACKLOG = 1024
 _MOST_CALLS = 64
@@ -127,7 +127,7 @@ class HarnessServer:
         return session
 
     async def end(self, session: LiveSession) -> None:
-        """Stop serving this session. Cancel its running requests, which are not recorded."""
+        """Stop serving this session, and cancel its running requests. Their answers are not recorded."""
         self._sessions.pop(f"Bearer {session.key}", None)
         await end_tasks(session.calls, f"{session.where}: a request of the agent", CANCEL_TIMEOUT_S)
 
@@ -185,7 +185,7 @@ class HarnessServer:
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
         write: Callable[[BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Generate the answer to a request and send it. Its turns count as received before its last part is sent."""
+        """Generate the answer to a request and send it. The turns count once all parts but the last are sent."""
         session = self._session(request)
         if len(session.calls) >= _MOST_CALLS:
             raise ApiError(

@@ -1,7 +1,7 @@
 """Keep the state of one attempt on the server: its turns, its conversations, its running requests, and its failure.
 
-The API has no state, so a client sends the whole conversation with each request. A session finds the model's earlier
-turns in it by their text, and reuses the tokens that the model generated. If it finds none, a new conversation begins.
+The API has no state: each request has the whole conversation. If it begins with the text of a conversation that the
+session knows, the tokens that the model generated are reused. Otherwise, a new conversation begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from spurline_text.rows.messages import Message
 T = TypeVar("T")
 
 SMALL_BYTES = 16 * 1024
-"""A request up to this size is read on the event loop, which takes a few milliseconds. A thread would not be faster."""
+"""Requests up to this size are read on the event loop. That takes a few milliseconds; a thread would not be faster."""
 _MOST_BODIES = 4
 """Maximum number of request bodies of one session in memory. Further requests wait."""
 _REFUSALS = 16
@@ -117,7 +117,7 @@ class LiveSession:
         self.num_conversations = 0
         """Conversations that the agent has begun."""
         self.last_chat: ChatFront | None = None
-        """The conversation with the model's last turn."""
+        """The conversation to which the model's latest turn belongs."""
         self.bodies = asyncio.Semaphore(_MOST_BODIES)
         """Limits the number of request bodies that are in memory at a time."""
         self.calls: set[asyncio.Future[Any]] = set()

@@ -2,8 +2,8 @@
 
 The run starts one supervisor for the program of each attempt: `python -I -S supervisor.py RUN GRACE MEMORY PROGRAM ...`
 with the arguments of `main`. On Linux the supervisor is the subreaper of all descendants of the program, including
-processes that leave its session or lose their parent. It ends all of them when the program ends, when the supervisor
-gets SIGTERM, or when the run dies. If the supervisor is killed, the kernel kills the program, and the module `agents`
+those that leave the program's session or lose their parent. It ends all of them when the program ends, when it gets
+SIGTERM itself, or when the run dies. If the supervisor is killed, the kernel kills the program, and the module `agents`
 kills the other processes. On other systems the supervisor ends only the program's process group.
 
 The supervisor keeps only the end of the program's output, so that a long output fills neither memory nor disk. It exits
@@ -47,7 +47,7 @@ class Tail:
         self._thread.start()
 
     def copy_to(self, target: int) -> None:
-        """Write the kept bytes to this file descriptor. Wait up to 5 s for bytes that are still in the pipe."""
+        """Wait up to 5 s for bytes that are still in the pipe, and write the kept bytes to this file descriptor."""
         self._thread.join(5.0)
         data = memoryview(bytes(self._data[-self._kept :]))
         while data:
@@ -152,7 +152,7 @@ def _end_descendants() -> None:
         for process in _descendants():
             _kill(process)
         time.sleep(pause_s)
-        # A process that waits for its disk ends late, and a process of another user cannot be killed.
+        # Wait longer each time: a process may wait for a disk before it ends, or belong to another user.
         pause_s = min(pause_s + 0.001, 0.1)
 
 

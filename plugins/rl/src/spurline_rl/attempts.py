@@ -1,7 +1,7 @@
 """Connect the parts that make attempts at prompts: engine, environment, scores, and retries.
 
 The environment gets a task and a policy handle, and returns a trajectory, which is scored. Training and held-out
-evaluation share these parts. They differ in sampling, and in how failures count.
+evaluation share these parts, but differ in sampling and in how failures count.
 """
 
 from __future__ import annotations

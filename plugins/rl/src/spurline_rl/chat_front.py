@@ -1,4 +1,4 @@
-"""Hold a conversation with a policy that takes and returns tokens. Its responses are never tokenized again.
+"""Hold a conversation with a policy that takes and returns tokens. By default, responses are not tokenized again.
 
 The chat template renders the messages as text, the tokenizer encodes it, and the policy answers. A turn's prompt
 consists of the last turn's prompt, the tokens of the last response, and the encoding of the text that the template has
@@ -111,7 +111,7 @@ class ChatFront:
     def open_turn(self) -> Sequence[int]:
         """Encode the prompt of the model's next turn before `reply`, and return its token ids.
 
-        This is slow for long conversations, and may be done on any thread. Later forks have the prompt too. Raises
+        This is slow for long conversations, and may be done on any thread. Later forks share this prompt. Raises
         DataError if the template refuses the messages, and PrefixError if it rewrites earlier turns or messages.
         """
         if self._opened is None:

@@ -3,7 +3,7 @@
 A thread cannot be killed. If its caller is cancelled or times out, the thread is abandoned: it keeps running, and its
 result is dropped. It is a daemon thread, so the process can still end. If too many threads of a function are abandoned,
 its next call waits until some have ended. Code that must be stoppable belongs in a separate process. A task on the
-event loop can be cancelled. Its caller then waits until the task has ended. If it does not end, an error names it.
+event loop can be cancelled. Its caller then waits until the task has ended, or gets an error that names the task.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def in_thread(function: Callable[..., T], /, *arguments: Any, **keywords: 
 
     done = call_on_daemon(f"call-{getattr(function, '__name__', 'function')}", call)
     try:
-        # The thread cannot be stopped, so a cancellation must not reach the future that it will set.
+        # The thread cannot be stopped, so a cancellation must not reach the future that the thread will set.
         value, error = await asyncio.shield(asyncio.wrap_future(done))
     except asyncio.CancelledError:
         left.append(done)
@@ -167,9 +167,9 @@ class Call(Generic[T]):
 
     Attributes:
         what: Name of the call in messages.
-        outcome: Gets the result or the error of the call. If it is cancelled before the call begins, there is no call.
+        outcome: Gets the result or the error. If this future is cancelled before the call begins, the call is not made.
         task: The task that makes the call; None before the call begins and after it has ended.
-        end: The time of `Places` at which the call is late.
+        end: The end of the time limit, on the clock of `Places`, which stands still while no engine can generate.
         is_late: Whether the call was cancelled because it was late.
     """
 
@@ -186,7 +186,7 @@ class Call(Generic[T]):
 
 
 class Places:
-    """Runs a limited number of coroutines at a time, each with the same time limit. They begin in the order of calls.
+    """Runs a limited number of coroutines at a time, each with the same time limit. They begin in the order of `start`.
 
     Tens of thousands may run, so each takes only one task, and one timer serves all of them.
 
@@ -204,7 +204,7 @@ class Places:
         self._seconds_down = seconds_down
         self._setting = setting
         self._waiting: deque[Call[Any]] = deque()
-        # All have the same limit, so they reach it in the order in which they began.
+        # All calls have the same time limit, so they reach it in the order in which they began.
         self._running: dict[asyncio.Task[Any], Call[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 

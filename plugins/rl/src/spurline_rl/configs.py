@@ -66,7 +66,7 @@ class OverlongConfig(Section):
 
 
 class KlInRewardConfig(Section):
-    """A penalty per token for the divergence from the reference model, subtracted from rewards before advantages."""
+    """A penalty on the divergence from the reference model. It lowers token rewards before advantages are computed."""
 
     coefficient: float = Field(gt=0)
     """Weight of the penalty."""
@@ -160,7 +160,7 @@ class PromptSourceConfig(SourceConfig):
     advantage: Annotated[AdvantageConfig, Component("advantage")]
     """The algorithm that computes advantages from rewards."""
     advantage_scope: Annotated[Literal["batch", "minibatch"], OnResume.BY_NAME] = "batch"
-    """Advantages that compare groups compare all groups of the `batch`, or only those of each `minibatch`."""
+    """Groups from which an advantage computes a joint statistic: all of the `batch`, or those of one `minibatch`."""
     correction: Annotated[Annotated[CorrectionConfig, Component("correction")] | None, OnResume.BY_NAME] = None
     """Correction for the difference between the engine's and the trainer's distributions; null for none."""
     turns: Annotated[Literal["separate", "merged"], OnResume.BY_NAME] = "separate"
@@ -181,7 +181,7 @@ class PromptSourceConfig(SourceConfig):
     overlong: Annotated[OverlongConfig | None, OnResume.BY_NAME] = None
     """Penalty on responses that are almost as long as allowed; null for none."""
     kl_in_reward: Annotated[KlInRewardConfig | None, OnResume.BY_NAME] = None
-    """Penalty on the divergence from the reference model in the rewards; null for none."""
+    """Penalty in the rewards on the divergence from the reference model; null for none."""
     keep_rollouts: Annotated[int, OnResume.FREE] = Field(default=1000, ge=0)
     """Largest size in MB of the folder RUN_DIR/rollouts, which stores the attempts of every step. If the folder is
     larger, the oldest steps are deleted. The newest step always stays. 0 stores no rollouts."""
@@ -290,7 +290,7 @@ class PromptSourceConfig(SourceConfig):
         ):
             if key.rpartition(".")[2] in section.model_fields_set:
                 yield Problem("name", f"is {self.name}, which does not use '{key}': {instead}. Remove '{key}'.")
-        # A loss that trains on `returns` is the loss of a critic. The config of that loss reports this mistake.
+        # A loss that trains on `returns` is the loss of a critic. Its config reports that it cannot train the policy.
         if run.loss.trains_on not in ("advantages", "returns"):
             yield Problem(
                 "name",

@@ -1,4 +1,4 @@
-"""Mark settings that name Python functions, and represent functions as text, so that a program can put them there.
+"""Mark settings that name Python functions. A program may give a function itself, which is represented as text.
 
 A loaded config contains references such as `in-memory.3:reward`. A run records `in-memory:reward` instead, without the
 number, since the same function may have a different number in another process.
@@ -79,7 +79,7 @@ class FunctionSetting:
         if callable(value) or (self.method is not None and callable(getattr(value, self.method, None))):
             reference = _reference_to(value)
             if place is not None:
-                # The table keeps the function alive, and any model that it refers to.
+                # Otherwise the table would keep the function alive, and any model that the function refers to.
                 place.freed.callback(_functions.pop, reference)
             return reference
         if not isinstance(value, str) or ":" not in value or (place is not None and place.recorded):

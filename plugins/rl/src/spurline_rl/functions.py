@@ -76,7 +76,7 @@ def _from_name(source: str, path: str, what: str) -> ModuleType:
 
 
 def _from_file(file: Path, what: str) -> ModuleType:
-    """Return the module of a file. An unchanged file is imported once."""
+    """Return the module of a file. A file that has not changed is imported only once."""
     file = Path(os.path.expandvars(file)).expanduser().absolute()
     if not file.is_file():
         near = sorted(entry.name for entry in file.parent.glob("*.py"))

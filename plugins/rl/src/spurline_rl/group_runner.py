@@ -60,7 +60,7 @@ class GivenUpPrompts:
         return tuple(self._by_row.values())
 
     def add(self, prompt: GivenUpPrompt) -> None:
-        """Count a prompt. Raises RunFailedError with the first reasons if there are more than the limit."""
+        """Count a prompt. If there are now more than the limit, raises RunFailedError with the first reasons."""
         self._by_row.setdefault(row_of(prompt.uid), prompt)
         if len(self._by_row) > self._limit:
             raise RunFailedError(
@@ -135,7 +135,7 @@ class GroupRunner:
         """
         tasks = [prompt.task(sample) for sample in range(self.samples_per_prompt)]
         try:
-            # Read these numbers first, so that nothing is generated for a row without them.
+            # Read the carried numbers first, so that nothing is generated for a row without them.
             columns = {name: carried(prompt, name) for name in self.carry}
             what = f"{type(self.environment).__name__}.run for prompt {prompt.uid}"
             trajectories = await self._attempt_all(tasks, what)

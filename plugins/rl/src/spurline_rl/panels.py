@@ -200,7 +200,7 @@ def _ending(reason: str) -> tuple[str, str]:
 
 
 class PolicyPanel(Panel):
-    """Entropy, clipping, KL and ratios to other policies, and the spread of advantages, where they are not constant."""
+    """Entropy, clipping, KL, ratios to other policies, advantages and the critic, without plots that show nothing."""
 
     title = "Policy"
     order = 220

@@ -96,8 +96,8 @@ class CollatesFlat(RolloutCollator, Protocol):
     def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
         """Return the batch that `collate_rollouts` makes of the same turns.
 
-        The batch refers only to the uids and numbers of the turns in the blocks, so that the memory of the other arrays
-        can be freed.
+        Of the arrays in the blocks, the batch may keep only the uids and numbers of the turns, so that the memory of
+        the others can be freed.
         """
         ...
 
@@ -153,7 +153,7 @@ class Preparation:
         return ready
 
     def prepare(self, groups: Sequence[Group], backend: Backend) -> TrainingBatch:
-        """Return the batch of these scored groups. Its `info` has health metrics and the seconds that forwards took."""
+        """Return the batch of these scored groups. Its `info` has health metrics and the seconds of forward passes."""
         if not self._config.router_replay and any(group.flat.routed_experts is not None for group in groups):
             # Recorded rollouts may have experts, which must not be replayed.
             groups = with_turns(groups, [replace(turn, routed_experts=None) for turn in turns_of(groups)])
@@ -252,7 +252,7 @@ class Preparation:
         scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
         samples = self._sample_advantages(scopes)
         if samples is not None:
-            # Do not use `group.flat` here. If KL was subtracted from the rewards, it would be computed again.
+            # Do not use `group.flat` here: if KL was subtracted, the groups are new, and would compute `flat` again.
             attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
             return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
         groups = [group for scope in scopes for group in self._advantage.advantages(scope)]

@@ -174,7 +174,7 @@ class PromptSource(BatchSource):
         return self._with_response(self._survey)
 
     def longest_held_out(self, prompts: PromptDraws) -> Longest | None:
-        """Return the longest of these prompts, with a response of full length. Raises DataError for an unusable row."""
+        """Return the longest of these prompts, with a full response. A bad row is skipped or raises DataError."""
         return self._with_response(self._survey_of(prompts, "rendering held-out prompts"))
 
     def _with_response(self, seen: _Survey | None) -> Longest | None:
@@ -222,7 +222,7 @@ class PromptSource(BatchSource):
         return self._survey_of(self._prompts, "rendering prompts", self._settings.carry)
 
     def _survey_of(self, prompts: PromptDraws, doing: str, carry: Sequence[str] = ()) -> _Survey | None:
-        """Read the prompts of the first rows. Returns None if the environment does not know prompts beforehand."""
+        """Read the prompts of the first rows. Returns None if no row is usable, or prompts are not known beforehand."""
         self._context.progress(doing)
         found: list[tuple[str, Sequence[int]]] = []
         left_out = 0
@@ -237,7 +237,7 @@ class PromptSource(BatchSource):
         return _Survey(found, left_out) if found else None
 
     def _read_prompt(self, draw: Draw, carry: Sequence[str] = ()) -> Sequence[int] | SkippedRow | None:
-        """Return the first prompt of a row, and check its columns `carry`. Raises DataError for an unusable row."""
+        """Return a row's first prompt, and check the columns `carry`. A bad row is skipped or raises DataError."""
         try:
             for name in carry:
                 carried(draw, name)

@@ -21,7 +21,7 @@ from spurline_rl.protocols.adaptive_order import ScoredDraw
 from spurline_rl.training_configs import RewardAdaptiveOrderConfig
 
 _DRAWS = 2**33
-"""Number of this order's stream of random numbers. Other orders use smaller numbers."""
+"""Number of this order's stream of random numbers. Streams of other orders have smaller numbers."""
 
 
 class RewardAdaptiveOrder:
@@ -76,7 +76,7 @@ class RewardAdaptiveOrder:
         # The upper 53 bits give numbers above 0 and up to 1.
         keys = -np.log(((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53) / weights
         chosen = np.argpartition(keys, self._block - 1)[: self._block]
-        # A drawn prompt counts as never solved until its rewards are known. They stay unknown if its row is unusable
-        # or the prompt is given up.
+        # From its first draw, a prompt counts as never solved until its rewards are known. They stay unknown if its row
+        # is unusable or the prompt is given up.
         self._success[chosen[np.isnan(self._success[chosen])]] = 0.0
         return chosen[np.argsort(keys[chosen], kind="stable")].astype(np.int32)

@@ -80,7 +80,7 @@ def _after_prompt(turn: Turn, values: NDArray[Any]) -> NDArray[Any]:
 
 
 class ByPrompt:
-    """Cuts batches between prompts, and pads each mini-batch to the number of rows that the backend needs."""
+    """Cuts batches between prompts, and pads each mini-batch to a number of rows that the backend can distribute."""
 
     def __init__(self, config: ByPromptConfig, run: RunConfig, layout: ParallelLayout) -> None:
         assert run.source.facts.num_prompts is not None, "the config refuses a source without prompts"
@@ -112,7 +112,7 @@ class ByPrompt:
 
 
 def _prompt_rows(batch: TrainingBatch) -> dict[str, tuple[int, int]]:
-    """Return (first row, row after the last) of each prompt. Raises RunFailedError for a row of several prompts."""
+    """Return (first row, row after the last) of each prompt. Raises RunFailedError for shared or non-adjacent rows."""
     uids = batch.segments["uid"]
     found: dict[str, tuple[int, int]] = {}
     for row in range(batch.num_rows):

@@ -1,7 +1,7 @@
-"""Score answers with reward functions, and add the weighted sum of the scores to the last token of a trajectory.
+"""Score answers with reward functions, and add the weighted sum of scores to the reward of a trajectory's last token.
 
 Data flow: Answer -> reward functions -> reward terms by name -> `score` -> a trajectory whose turns all have
-`rewards` [A] -> advantages. Evaluation reads the reward terms and does not call `score`.
+`rewards` [A] -> advantages. The evaluation `answers` reads the reward terms and does not call `score`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def checked_score(name: str, value: Any, answer: Answer) -> float:
 
 
 def make_rewards(configs: Mapping[str, RewardConfig], registry: Registry) -> dict[str, Reward]:
-    """Build the configured rewards. If one cannot be built, raises PluginError with its name."""
+    """Build the configured rewards. If one raises PluginError, the reward's name is added to the message."""
     built: dict[str, Reward] = {}
     for name, config in configs.items():
         try:

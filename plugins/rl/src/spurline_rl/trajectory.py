@@ -41,7 +41,7 @@ class Turn:
         response_ids: int32 [A], the tokens that the model wrote, stop token included.
         logprobs: float32 [A], logprobs of the distribution from which the tokens were sampled, or None.
         versions: int32 [A], the version of the weights that wrote each token, or None.
-        loss_mask: uint8 [A], 0 where a response token is not trained.
+        loss_mask: uint8 [A], 0 for response tokens that are not trained on.
         rewards, advantages: float32 [A] or None.
         values, returns: float32 [A] or None: the critic's estimate before each token, and its training target.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.

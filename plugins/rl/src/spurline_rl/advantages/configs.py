@@ -86,7 +86,7 @@ class GaeConfig(AdvantageConfig):
     gamma: Annotated[float, OnResume.BY_NAME] = Field(default=1.0, ge=0, le=1)
     """Discount per token."""
     lam: Annotated[float, OnResume.BY_NAME] = Field(default=0.95, ge=0, le=1)
-    """Decay of later temporal differences. 0 relies on the critic alone, 1 on the rewards alone."""
+    """Decay of later temporal differences. 0 takes later rewards as the critic estimates them, 1 as they were."""
     normalize: Annotated[bool, OnResume.BY_NAME] = True
     """Shift and scale the advantages to mean 0 and standard deviation 1 over all trained tokens."""
     eps: Annotated[float, OnResume.BY_NAME] = Field(default=1e-8, gt=0, allow_inf_nan=False)

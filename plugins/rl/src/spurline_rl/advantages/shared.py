@@ -54,7 +54,7 @@ def relative_to_group(group: Group, name: str, rule: Callable[[Returns], Returns
 
 
 def spread_over_tokens(group: Group, advantages: Returns) -> Group:
-    """Write one advantage per trajectory to every response token of every turn, as float32."""
+    """Write the advantage of each trajectory to all response tokens of its turns, as float32."""
     turns = [
         replace(turn, advantages=np.full(len(turn.response_ids), value, dtype=np.float32))
         for trajectory, value in zip(group.trajectories, advantages.tolist(), strict=True)
@@ -88,7 +88,7 @@ def write_tokens(groups: Sequence[Group], **fields: Sequences) -> list[Group]:
 
 
 def discounted_sums(sequences: Sequences, factor: float) -> Sequences:
-    """Return y[t] = x[t] + factor * y[t + 1] for each sequence x, with 0 after its end."""
+    """Return y[t] = x[t] + factor * y[t + 1] for each sequence x. After the end of x, y is 0."""
     longest = max((len(sequence) for sequence in sequences), default=0)
     # One column per sequence, so that each step of the loop computes a token of all sequences.
     sums = np.zeros((longest, len(sequences)))

@@ -29,7 +29,7 @@ class DecodingConfig(RolloutEngineConfig):
     """Largest size of the KV cache in tokens: the number of responses decoded together, times the length of the longest
     prompt with its response. A request that needs more is decoded alone."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """Device of the engine's own model copy. `auto` is a GPU, or the CPU if ranks use the GPUs or there is none."""
+    """Device of the engine's own model copy. `auto` is a GPU, or the CPU if there is no GPU or ranks use the GPUs."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
     kv_cache: Literal["recompute", "keep"] = "recompute"

@@ -108,7 +108,7 @@ class Toolbox:
         """Make the call. Returns the text for the model, and whether the call failed.
 
         Raises:
-            SpurlineError: If the tool raises one. The model did not cause it, so it is not returned as text.
+            SpurlineError: If the tool raises one other than AttemptFailedError, since the model did not cause it.
         """
         problem = call.problem or self._problem(call)
         if not problem:

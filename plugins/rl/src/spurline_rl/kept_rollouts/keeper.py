@@ -109,8 +109,8 @@ class RolloutKeeper:
 def write_step(folder: Path, step: int, table: pa.Table) -> int:
     """Write the file of a step, and return its size in bytes. Raises RunFailedError if it cannot be written."""
     sink = pa.BufferOutputStream()
-    # A low compression level is enough, since most of a file is numbers that hardly compress. Without a dictionary,
-    # tokens that a turn repeats from the turns before compress to almost nothing.
+    # A low compression level is enough, since most of a file is numbers that hardly compress. Without dictionaries
+    # of values, tokens that a turn repeats from the turns before compress to almost nothing.
     pq.write_table(table, sink, compression="zstd", compression_level=1, use_dictionary=False)
     path, content = step_file(folder, step), sink.getvalue()
     try:

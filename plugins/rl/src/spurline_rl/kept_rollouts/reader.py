@@ -143,8 +143,8 @@ class KeptAttempt:
     Attributes:
         status: `filtered` if the step did not train on the attempt.
         uid, draw, epoch: The prompt, the number of its draw, and the pass over the data.
-        columns: Numbers of the row that `source.carry` names.
-        tags: Short texts and numbers of the row.
+        columns: Numbers from those columns of the prompt's row that `source.carry` names.
+        tags: Short texts and numbers from the prompt's row.
         sample: Number of the attempt in its group.
         reward: The weighted sum of the reward terms, plus the rewards of turns.
         rewards: Reward terms by name, before weights.

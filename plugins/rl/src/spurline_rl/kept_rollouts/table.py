@@ -85,7 +85,7 @@ class KeptStep:
 
 
 class TokenTexts:
-    """The texts of all tokens in some groups."""
+    """The text of each token that occurs in some groups."""
 
     def __init__(self, pieces: TokenPieces, groups: Sequence[Group]) -> None:
         last = max((int(group.flat.tokens.max()) for group in groups), default=-1)
@@ -202,7 +202,7 @@ def _prompt_texts(attempts: Sequence[Trajectory], texts: TokenTexts) -> list[str
 
 
 def _same(values: NDArray[np.float32], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> list[float | None]:
-    """Return one value for each attempt, or None if the values of its tokens differ."""
+    """Return for each attempt the value that all its tokens have, or None if they have different values."""
     first = values[starts]
     differs = np.add.reduceat(values != np.repeat(first, counts), starts)
     return [None if several else value for value, several in zip(first.tolist(), differs.tolist(), strict=True)]

@@ -111,7 +111,7 @@ class MaskedImportanceSampling:
     sequence: Liu, Li et al. 2025, "When Speed Kills Stability").
 
     The ratio of a sequence is the product of its tokens' ratios. `tis` truncates large ratios. This correction gives
-    them the factor 0, since they are more likely to be numerical accidents.
+    them the factor 0, since they are probably numerical accidents.
     """
 
     def __init__(self, config: configs.MaskedImportanceSamplingConfig):
@@ -134,7 +134,7 @@ class Rejection:
 
     `geometric_rejection` takes the mean ratio per token, (p_old(y) / p_rollout(y))^(1 / |y|). The mean does not grow
     with the length, so the band can be narrow. `sequence_rejection` takes the product over all tokens. Long sequences
-    then leave the band more easily than short ones. Both remove outliers and correct nothing else.
+    then leave the band more easily than short ones. Both rejections only remove outliers.
     """
 
     def __init__(self, config: configs.GeometricRejectionConfig | configs.SequenceRejectionConfig):

@@ -25,7 +25,7 @@ class Corrected:
     """The result of a correction for N tokens.
 
     Attributes:
-        factors: Float [N], by which the loss weights are multiplied, without gradient; exactly 0 for a rejected token.
+        factors: Float [N] without gradient. They multiply the loss weights, and are exactly 0 for rejected tokens.
         metrics: Values [N] by name. Their means over the batch's tokens with loss are reported.
     """
 

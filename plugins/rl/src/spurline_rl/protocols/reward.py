@@ -102,7 +102,7 @@ def _term(reward: Any) -> str:
 
 
 class _SchemaOfRewards:
-    """Adds the short forms to the JSON schema: a string as the table or as a reward, and one reward as the table."""
+    """Adds the short forms to the JSON schema: a string for a reward, and a string or one reward for the table."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         table = handler(core_schema)

@@ -250,7 +250,7 @@ class TakesWeights(ABC):
             the backend then publishes to `awaiting_weights`.
         crossing: A request that each member begins just before an update, so that it goes on with the new weights; None
             for no such request. Engines without members may ignore it.
-        needs_proof: Whether tokens of a member that died before `accept` are dropped from unfinished responses.
+        needs_proof: Whether responses lose a dead member's tokens of versions that it has not proven (see `accept`).
     """
 
     transports: Sequence[str]
@@ -304,7 +304,7 @@ class TakesWeights(ABC):
         """End the requests `crossing` of the last update, and return their results by the member's name.
 
         Args:
-            num_tokens: A request ends when it has this many tokens of this version, and its result has no more.
+            num_tokens: A request ends when it has this many tokens of this version. Its result has no later tokens.
         """
         return {}
 
@@ -314,7 +314,7 @@ class TakesWeights(ABC):
     def reject(self, name: str, reason: str) -> None:
         """Replace a member that does not generate with the weights of the version that it claims.
 
-        Requests in flight lose the tokens that it has generated since the last proof.
+        Requests in flight lose the member's tokens of versions later than the last that it has proven.
 
         Raises:
             RunFailedError: If it cannot be replaced, or if the last replacement was rejected too.

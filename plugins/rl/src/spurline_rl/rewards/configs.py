@@ -41,7 +41,7 @@ class FunctionRewardConfig(RewardConfig):
     false, the function is called in worker processes, which are killed if they exceed a limit."""
     workers: Annotated[Literal["auto"] | Annotated[int, Field(gt=0, strict=True)], OnResume.FREE] = "auto"
     """Largest number of worker processes. Each makes one call at a time. `auto` is one per processor, but at
-    least 4 and at most 16. All calls of an async function share one process, where they wait at the same time."""
+    least 4 and at most 16. All calls of an async function run side by side in one process."""
     memory_gb: Annotated[float, OnResume.FREE] = Field(default=16.0, gt=0)
     """GiB of private memory that one worker process may take, including the imported modules."""
     import_timeout_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)

@@ -31,8 +31,8 @@ START_TIMEOUT_S = 120.0
 MEMORY_LIMIT_BYTES = 8 << 30
 """Default memory limit of a worker, so that a result with billions of digits cannot take the machine down."""
 _GRACE_S = 5.0
-"""Seconds that a worker may take to answer an async call after the call's time limit, or the limit itself if that is
-shorter. The worker is then killed, because a call blocks its event loop or ignores a cancellation."""
+"""Seconds that a worker may take for its answer after the time limit of an async call, but at most that limit again.
+Then it is killed, because a call blocks its event loop or ignores a cancellation."""
 _LONGEST_S = 1e6
 """The longest time limit. Timers refuse very large numbers."""
 _LONGEST_ANSWER = 1 << 30
@@ -51,7 +51,7 @@ _ERRORS: dict[str, type[Exception]] = {
     "killed": TookTooLong,
     "died": AttemptFailedError,
 }
-"""Outcomes other than `value`, as errors."""
+"""The class of the error that each outcome other than `value` becomes."""
 
 
 @dataclass(eq=False)
@@ -73,8 +73,8 @@ class KillablePool:
     these calls are repeated separately, and the other calls share a new process.
 
     Args:
-        function: `module:function`. Its results must be JSON-serializable. If `argument` is given, the function is
-            called with it once, and returns the function to call.
+        function: `module:function`. If `argument` is given, this function is called with it once, and returns the
+            function to call. The results of the calls must be JSON-serializable.
         timeout_s: Seconds that one call may take.
         workers: The largest number of processes, each with one call at a time. 0 means one per processor, from 4 to 16.
         import_timeout_s: Seconds that the import may take.

@@ -35,7 +35,7 @@ from spurline_rl.concurrency import is_async, located
 from spurline_rl.protocols.environment import AttemptFailedError
 
 Outcome = tuple[str, Any]
-"""Either `value` and the function's result, or the name of an error and its message (of a ConfigError the problems)."""
+"""Either `value` and the function's result, or the name of an error and its message (problems, for a ConfigError)."""
 Function = Callable[..., Any]
 
 SPURLINE_ERRORS = (AttemptFailedError, ConfigError, DataError, ModelError, PluginError, RunFailedError, UserError)
@@ -131,7 +131,7 @@ class _Supervisor:
         self._requests = socket.socket(fileno=requests)
 
     def run(self) -> None:
-        """Fork and kill workers until the pool closes the socket. A worker serves here, and then raises SystemExit."""
+        """Fork and kill workers until the pool closes the socket. In a worker, serve calls and raise SystemExit."""
         while True:
             if _has_event(self._requests, select.POLLIN, _POLL_MS):
                 _, files, *_ = socket.recv_fds(self._requests, 1, 1)

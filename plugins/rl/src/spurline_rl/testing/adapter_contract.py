@@ -1,4 +1,4 @@
-"""Check that PEFT computes the same as the backend after loading the backend's adapter onto the base model."""
+"""Check that PEFT, with the backend's adapter on the base model, computes the same as the backend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer requests from the page of `spurline view` about rollouts, with JSON values.
+"""Answer requests about rollouts from the page of `spurline view`, with JSON values.
 
 A request names a run by its number, and an attempt by its step and its row in the step's file. A request for a list
 filters the files one after the other. The columns that lists show are kept in memory.
@@ -151,7 +151,7 @@ def _page(found: pa.Table, wanted: ListQuery) -> dict[str, Any]:
 
 
 def _is_lost(wanted: ListQuery) -> Any:
-    """Return a pyarrow filter for prompts that were given up."""
+    """Return a pyarrow filter for given-up prompts whose uid contains the searched text."""
     of_prompt = pc.match_substring(pc.field("uid"), wanted.prompt, ignore_case=True)
     return (pc.field("status") == "given_up") & of_prompt
 

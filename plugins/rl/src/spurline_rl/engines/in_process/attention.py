@@ -5,7 +5,7 @@ attention is registered with transformers as "spurline_cached". Prompts are comp
 training. Each row of the cache is a slot for one response. The decoder always uses the first slots, without gaps.
 
 The caches of transformers hold rows of one length, padded on the left. Here each row has its own length, so rows can be
-added and removed at any step without moving others.
+added and removed at any step. Only the last rows move, to fill the gaps of removed ones.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ AttentionInterface.register(CACHED_ATTENTION, cached_attention)
 
 @contextmanager
 def generating(causal: PreTrainedModel, attention: str = CACHED_ATTENTION) -> Iterator[None]:
-    """Put the model in evaluation mode with the attention of this name. Both are restored afterwards.
+    """Put the model in evaluation mode, with the attention of this name. Mode and attention are restored afterwards.
 
     Gradients stay on, since switching them off would affect only the current thread, and callers use several threads.
     """

@@ -107,7 +107,7 @@ class Decoder:
 
     @torch.no_grad()
     def advance(self, more: Sequence[Response], version: int) -> list[Response]:
-        """Generate a token of every response, and two tokens of each new one. Returns the responses that ended."""
+        """Generate a token of every response, and one more of those just admitted. Returns the responses that ended."""
         self.drop_abandoned()
         if self._is_outdated:
             # Read unfinished responses again from their first token.
@@ -183,7 +183,7 @@ class Decoder:
         if outside:
             return DataError(
                 f"{response.request.name}: the prompt has token {outside[0]}, but the model has tokens 0 to "
-                f"{self._vocabulary - 1}. Is the tokenizer of another model?"
+                f"{self._vocabulary - 1}. Does the tokenizer belong to another model?"
             )
         return None
 
@@ -336,7 +336,7 @@ def probed_decoder(make: Callable[[type[Decoder]], Decoder], *, deterministic: b
 
 
 def _check_cache(decoder: Decoder) -> None:
-    """Raise ModelError if logprobs with the cache differ from logprobs with all earlier tokens read in one pass."""
+    """Raise ModelError if logprobs with the cache differ from those of a single pass over all earlier tokens."""
     causal = decoder.model.causal
     size, random = vocabulary_size(causal), torch.Generator().manual_seed(0)
     prompts = [torch.randint(size, (length,), generator=random).tolist() for length in range(1, 7)]

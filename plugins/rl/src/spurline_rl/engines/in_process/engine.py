@@ -213,7 +213,7 @@ class InProcessEngine(TakesWeights):
         self._thread.shutdown(wait=False)
 
     async def _compute(self, what: str, work: Callable[..., _Result], *arguments: object) -> _Result:
-        """Return the result of `work` on the thread. Raises RunFailedError with `what` if it takes too long."""
+        """Run `work` on the thread, and return its result. If it takes too long, a RunFailedError names `what`."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
@@ -298,7 +298,7 @@ class InProcessEngine(TakesWeights):
 
     async def _wait_for_burst(self, who: str) -> None:
         if self._burst is not None:
-            # A step that takes longer than `timeout_s` ends the burst earlier, with a better message.
+            # A step that takes longer than `timeout_s` ends the burst before this wait ends, with a better message.
             done, _ = await asyncio.wait({self._burst}, timeout=2 * self._timeout_s)
             if not done:
                 raise RunFailedError(f"{who}: the decode step under way has not ended. {_ADVICE}")

@@ -20,7 +20,7 @@ from spurline_models.weights import NamedWeights, WeightGroup
 class WeightWriter:
     """Replaces every weight of a model in place, one after another. After an error some weights are old and some new.
 
-    Some weights have another form in the model, such as joined experts. They are written when all parts have arrived.
+    Some weights have another form in the model, such as joined experts. These are written once all parts have arrived.
     """
 
     def __init__(self, causal: PreTrainedModel):
