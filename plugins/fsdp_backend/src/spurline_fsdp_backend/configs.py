@@ -24,7 +24,7 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         **RankBackendConfig.missing_settings,
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' has it. To use that: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "The backend 'megatron' has it. To switch to it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"
