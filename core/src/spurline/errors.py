@@ -26,7 +26,7 @@ class SpurlineError(Exception):
             self.args = (f"{where}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make every subclass picklable, with its notes, so that it can be sent between the processes of a run."""
+        """Make errors of all subclasses picklable, notes included, so that processes of a run can exchange them."""
         # Unpickling must not call the class, since its `__init__` may take other arguments.
         return type(self).__new__, (type(self), *self.args), vars(self)
 

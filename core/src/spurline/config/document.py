@@ -139,7 +139,7 @@ def _configs_in(folder: Path) -> str:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply `--set` texts to `document` in place. Raises ConfigError if one is malformed or its path does not exist."""
+    """Apply `--set` texts to `document`. Raises ConfigError if one is malformed or its path cannot be followed."""
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()

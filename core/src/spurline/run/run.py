@@ -176,7 +176,7 @@ class Run:
 
         Raises:
             UserError: There is no held-out data, or the prefix is taken.
-            RunFailedError: The first step has not begun, or the backend's weights are swapped and the evaluation uses
+            RunFailedError: The source has not started yet, or the backend's weights are swapped and the evaluation uses
                 engines that have their own copy of the weights.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
@@ -198,11 +198,11 @@ class Run:
         """Write the backend's current weights as a Hugging Face folder. Adapters are merged into the weights.
 
         Args:
-            path: A new or empty folder, which is returned.
-            replace: Whether to replace an existing folder.
+            path: The folder to write, which is returned.
+            replace: Whether to replace content of the folder. If not, the folder must be new or empty.
 
         Raises:
-            UserError: If a folder exists that may not be replaced.
+            UserError: If the folder has content that may not be replaced.
         """
         return self._export(path, replace=replace)
 
@@ -286,7 +286,7 @@ class OnStepHook:
 def own_event_loops() -> Iterator[None]:
     """Let this thread run event loops although one is already running, as in a notebook.
 
-    The notebook's loop waits until the cell ends, so another loop can run meanwhile. Without this, asyncio raises.
+    By default, asyncio refuses this. The notebook's loop waits until the cell ends, so another loop can run meanwhile.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

@@ -192,7 +192,7 @@ class Session:
             self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._saving.save(step)
         elif self._resumed.foreign:
-            # Save at once. If this process is killed, the next one must find the initial weights in the run directory.
+            # Save at once. If this process is killed, the next one needs the state that this run began with in run_dir.
             self._saving.save(self.state.step)
 
     def _evaluate_before_training(self) -> None:

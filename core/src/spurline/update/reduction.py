@@ -91,7 +91,7 @@ def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch,
 
 
 def _num_trajectories(batch: TrainingBatch) -> int:
-    """Return the number of attempts in the batch. An attempt that occurs twice counts twice."""
+    """Return the number of trajectories (attempts at a prompt) in the batch. One that occurs twice counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
     attempts: Counter[tuple[str, int]] = Counter()

@@ -81,7 +81,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Return the digests of those files in a folder that `open_checkpoint` did not read, by path in the folder."""
+        """Return the digests, by path in `folder`, of those files in it that `open_checkpoint` did not read."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])
