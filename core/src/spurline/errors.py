@@ -101,7 +101,7 @@ class CheckpointWriteError(RunFailedError):
 class Problem:
     """One problem of a configuration.
 
-    key: dotted path in the file, such as `collator.max_tokens`. It is empty for the whole file.
+    key: dotted path in the file, such as `collator.max_tokens`. Empty if the problem concerns the whole file.
     message: text that follows the key, and says what is wrong and how to fix it.
     """
 

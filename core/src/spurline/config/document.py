@@ -28,7 +28,7 @@ class Document:
     Attributes:
         origin: File name as the user gave it, for error messages.
         values: The settings.
-        lines: 1-based line of each dotted key path. It is empty for TOML and for mappings given from Python.
+        lines: 1-based line of each dotted key path. Empty for TOML and for mappings given from Python.
         overridden: The `--set` text that replaced the value at a key path.
     """
 

@@ -94,7 +94,7 @@ def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
 def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after a held-out evaluation.
 
-    step: the step after which it ran. metrics: keys start with `eval/`. Read-only.
+    step: the step after which the evaluation ran. metrics: keys start with `eval/`. Read-only.
     Errors: any exception ends the run. The last checkpoint stays valid.
     """
 

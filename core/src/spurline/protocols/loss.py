@@ -57,7 +57,7 @@ class Loss(Protocol):
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return [N] values by name, or an empty mapping. It is called under `torch.no_grad`.
+        """Return [N] values by name, or an empty mapping. This is called under `torch.no_grad`.
 
         The step reports their weighted mean, or the largest or smallest value if the name ends in `/max` or `/min`.
         """

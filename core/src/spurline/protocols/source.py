@@ -208,7 +208,7 @@ class BatchSource(ABC):
         """Return facts about the data as JSON values, for plan and report (see `spurline.data.token_store`)."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
-        """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
+        """Prepare to build batches from this step on. The run calls this once, after a checkpoint was loaded."""
 
     def longest(self) -> Longest | None:
         """Return the longest sequence of all samples or prompts, or None if it is not known beforehand.
@@ -238,7 +238,7 @@ class BatchSource(ABC):
         return {}
 
     def flush(self) -> None:  # noqa: B027 - many write nothing
-        """Force the files in the run directory to disk. It is called before each checkpoint."""
+        """Force the files in the run directory to disk. The run calls this before each checkpoint."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
         """Return the source's own evaluation of `data.eval`. None selects the default evaluation.

@@ -169,7 +169,7 @@ class Run:
         """Run every evaluation of the run now, with the backend's current weights.
 
         If it is called between `on_step_start` and the end of `on_eval_end`, the step's record includes the metrics.
-        It calls no hook and keeps no sample answers.
+        No hook is called, and no sample answers are kept.
 
         Returns:
             The metrics with `PREFIX/` in place of `eval/`, such as `ema/loss`.
@@ -209,7 +209,7 @@ class Run:
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the backend's current adapter as a folder that `PeftModel.from_pretrained` loads.
 
-        It takes the same arguments as `export`. It also raises UserError if the config has no `backend.lora`.
+        The arguments are the same as in `export`. Also raises UserError if the config has no `backend.lora`.
         """
         return self._export(path, replace=replace, adapter=True)
 
@@ -220,7 +220,7 @@ class Run:
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the record so far as a pandas DataFrame: a row for each step, a column for each metric.
 
-        It includes the steps of earlier processes, and works after the run too. Raises UserError without pandas.
+        The record includes the steps of earlier processes. Works after the run too. Raises UserError without pandas.
         """
         return metrics_frame(self.directory.path)
 

@@ -295,7 +295,7 @@ class Session:
         if self._status() != "finished":
             return
         for path, export in zip(self._exports(), (run.export, run.export_adapter), strict=True):
-            # If this process trained no step, the run had finished before. Keep the export that it made then.
+            # If this process trained no step, the run had finished before. Keep the export that the run made then.
             if path is not None and (self.state.metrics or not path.exists()):
                 export(path, replace=True)
 
