@@ -39,7 +39,7 @@ KILL_TIMEOUT_S = 30.0
 _LAST_WORDS_BYTES = 3000
 _PR_SET_PDEATHSIG = 1
 _ATTACHED = "spurline.attached"
-"""Key of a message on the pipe, with the names and sizes of its values of type `bytes`."""
+"""Key under which a message on the pipe lists the names and sizes of its values of type `bytes`."""
 
 
 class ChildProcess:
@@ -217,7 +217,7 @@ class Parent:
 def end_with(parent: int) -> None:
     """Make Linux kill this process when the process with the id `parent` dies, even if this process hangs.
 
-    Linux kills this process as soon as the parent's thread that started it ends, even if the parent itself lives on.
+    Linux also does so when only the thread that started this process ends, and the parent lives on.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -233,7 +233,7 @@ def kill_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        # The process was just forked and leads no group yet, or it has ended (some systems raise PermissionError).
+        # The process was just forked and leads no group yet. Or it has ended: some systems then raise PermissionError.
         with suppress(ProcessLookupError):
             os.kill(leader, signal.SIGKILL)
 
@@ -247,10 +247,10 @@ def _encode(message: Message) -> bytes:
 
 
 def _messages(pipe: int) -> Iterator[list[Any]]:
-    """Yield lists of messages that arrived together. If the sender was killed, its unfinished last one is dropped."""
+    """Yield lists of messages that arrived together. A message that a killed sender left incomplete is dropped."""
     # Do not read sys.stdin: if a thread holds the lock of sys.stdin while it reads, the interpreter crashes on exit.
     received = bytearray()
-    # A message that has not arrived whole is looked at again when there are this many bytes.
+    # Number of received bytes at which the first message is whole, or 0 if that is not known yet.
     needed = 0
     while part := os.read(pipe, 1 << 20):
         received += part

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from spurline.run.endings.ending import RunResult
 
 _HELP_WIDTH = 200
-"""Maximum length of a command's summary in `spurline --help`, in characters. The formatter wraps longer lines."""
+"""Maximum length of a command's summary in `spurline --help`, in characters. Help wraps it to the terminal's width."""
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -66,7 +66,7 @@ class CommandGroup(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            # Typer would end the process without a message.
+            # Without this, Typer would end the process without a message.
             raise InterruptedRunError(str(stop) or "Interrupted.") from stop
 
 

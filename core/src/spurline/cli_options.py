@@ -1,4 +1,4 @@
-"""Define arguments and options that several commands take, and load the config that they name."""
+"""Define arguments and options that several commands take, and load the config that the user names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load(config: Path, overrides: list[str] | None) -> LoadedConfig:
 
 
 def load_run(run_dir: Path) -> LoadedConfig:
-    """Load the config of a finished or running run. Set its `run_dir` to this folder, which may have been moved."""
+    """Load the config that a run recorded, with `run_dir` set to this folder, since the folder may have been moved."""
     from spurline.config.loading import load_config
     from spurline.run.directory import CONFIG_FILE, check_run_directory, read_mapping
 

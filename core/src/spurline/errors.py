@@ -26,7 +26,7 @@ class SpurlineError(Exception):
             self.args = (f"{where}: {self}",)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make every subclass picklable, with its notes, so that it can be sent between the processes of a run."""
+        """Make errors of all subclasses picklable, notes included, so that processes of a run can exchange them."""
         # Unpickling must not call the class, since its `__init__` may take other arguments.
         return type(self).__new__, (type(self), *self.args), vars(self)
 
@@ -101,7 +101,7 @@ class CheckpointWriteError(RunFailedError):
 class Problem:
     """One problem of a configuration.
 
-    key: dotted path in the file, such as `collator.max_tokens`. It is empty for the whole file.
+    key: dotted path in the file, such as `collator.max_tokens`. Empty if the problem concerns the whole file.
     message: text that follows the key, and says what is wrong and how to fix it.
     """
 

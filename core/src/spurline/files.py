@@ -124,7 +124,7 @@ def _not_private(why: str) -> str:
 
 @contextmanager
 def scratch_inside(folder: Path) -> Iterator[Path]:
-    """Make a new folder inside `folder` for the duration of a context. At the end, remove all folders that were made.
+    """Make a new folder inside `folder` for the duration of a context. Then remove it and the parents made for it.
 
     Raises OSError if a folder cannot be made.
     """

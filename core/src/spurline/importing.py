@@ -57,5 +57,5 @@ def importing() -> Iterator[None]:
 
 
 def quiet_bitsandbytes() -> None:
-    """Silence a warning of bitsandbytes about a CPU kernel that is not used. Call this before PEFT imports it."""
+    """Silence a warning about an unused CPU kernel of bitsandbytes. Call this before importing bitsandbytes or PEFT."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

@@ -1,7 +1,7 @@
 """Write safetensors files from front to back, hash them while writing, and force them to disk.
 
-Arrays and tensors of any library are passed as `Values`, which yield their bytes block by block. The content of a file
-is therefore never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
+An array or tensor of any library is passed as `Values`, which yield its bytes block by block. The content of a file is
+therefore never copied as a whole. Tensors with the widest dtypes come first, as in the library safetensors.
 """
 
 from __future__ import annotations

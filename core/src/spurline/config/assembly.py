@@ -68,14 +68,14 @@ def _section_model(owner: str) -> type[Section] | None:
 
 
 class _Builder:
-    """Replaces each type with a `Component` mark by a union of registered configs, in sections of any depth."""
+    """Puts a union of registered configs in place of each type with a `Component` mark, in sections of any depth."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._open: list[tuple[str, str]] = []
 
     def specialized(self, model: type[Section], extra: Mapping[str, Any] | None = None) -> type[Section]:
-        """Return a subclass whose marked fields are unions, with `extra` fields; `model` itself if nothing changes."""
+        """Return a subclass with unions for marked fields, and with `extra` fields, or `model` if nothing changes."""
         replaced: dict[str, Any] = {}
         for name, field in model.model_fields.items():
             if extra and name in extra:
@@ -93,7 +93,7 @@ class _Builder:
         """Return a copy of the field whose default fits its new type.
 
         A component field defaults to the default component of its kind, even if the field declares another default. The
-        declared default applies only if Python code builds the section itself.
+        declared default applies only if Python code instantiates the class of the section.
         """
         copy = copy_object(field)
         copy.metadata = [item for item in field.metadata if not isinstance(item, Component)]

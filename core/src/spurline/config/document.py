@@ -28,7 +28,7 @@ class Document:
     Attributes:
         origin: File name as the user gave it, for error messages.
         values: The settings.
-        lines: 1-based line of each dotted key path. It is empty for TOML and for mappings given from Python.
+        lines: 1-based line of each dotted key path. Empty for TOML and for mappings given from Python.
         overridden: The `--set` text that replaced the value at a key path.
     """
 
@@ -139,7 +139,7 @@ def _configs_in(folder: Path) -> str:
 
 
 def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Apply `--set` texts to `document` in place. Raises ConfigError if one is malformed or its path does not exist."""
+    """Apply `--set` texts to `document`. Raises ConfigError if one is malformed or its path cannot be followed."""
     for override in overrides:
         key, separator, text = override.partition("=")
         key = key.strip()

@@ -209,7 +209,7 @@ def _places(fits: Callable[[str, Sequence[Any]], bool], section: type[BaseModel]
 
 
 def _locate(model: type[BaseModel], location: tuple[int | str, ...]) -> tuple[list[str], type[BaseModel] | None]:
-    """Return the key path as the user wrote it for an error location, and the section that contains its last key."""
+    """Return the user's key path for pydantic's `location` of an error, and the section that has the last key."""
     path: list[str] = []
     current: Any = model
     owner: type[BaseModel] | None = None

@@ -77,7 +77,7 @@ def load_config(
 
     Args:
         source: Path of a YAML or TOML file, or a mapping of the same shape. A mapping may contain rows, functions, a
-            model and a tokenizer in place of their paths. All of these except functions are saved below its run_dir.
+            model and a tokenizer in place of their paths. All of these except functions are saved below the `run_dir`.
         overrides: `key.path=value` strings.
         available: Installed plugins by name. If None, they are read from package metadata.
         recorded: Whether `source` is the config that a run recorded, which includes every default. If so, the checks
@@ -97,7 +97,7 @@ def load_config(
     folder = None if file is None else file.absolute().parent
     keeper = _keeper(host.registry, document.values) if file is None and not recorded else None
     place = ConfigPlace(folder, recorded, None if recorded else document.values, keeper)
-    # All copies of the config share the host.
+    # Close it when the host is freed, since every copy of the config refers to the host.
     weakref.finalize(host, place.freed.close)
     try:
         config = model.model_validate(values, context=place)

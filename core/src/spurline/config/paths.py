@@ -1,8 +1,8 @@
 """Expand `~` and `$VAR` in path settings, and find files relative to the config file.
 
 A path setting has a mark, as in `Annotated[Path, PathSetting()]`. The mark converts the value during validation. The
-validation context, a `ConfigPlace`, contains the folder of the config file. If a path exists, it becomes absolute, so
-that the config that a run records is valid in any working directory.
+validation context, a `ConfigPlace`, contains the folder of the config file. The path of something to read becomes
+absolute if it exists, so that the config that a run records is valid in any working directory.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class DataConfig(Section):
 
 
 CHAT_TEMPLATES = ("chatml", "gemma", "llama3", "zephyr")
-"""Bundled chat templates, as files `data/chats/templates/NAME.jinja`."""
+"""Bundled chat templates. The plugin `text` has a file `chats/templates/NAME.jinja` for each."""
 
 
 class ModelConfig(Section):
@@ -203,7 +203,7 @@ class StopWhenConfig(WatchedMetricConfig):
     patience: int | None = Field(default=None, ge=1)
     """End after this many evaluations in a row without a new best value. Null disables this."""
     min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Smallest improvement. For `patience`, a value is a new best only if it is better by more than this."""
+    """Gain that `patience` asks for: a value is a new best only if it is better than the old one by more than this."""
     reaches: float | None = Field(default=None, allow_inf_nan=False)
     """End when the metric is as good as this or better. Null disables this."""
 

@@ -209,7 +209,7 @@ class NamedSection(Section):
 
 
 class SchemaOfShorthand:
-    """Mark of a union of components that may be written as a string: one of `names`, or any if `names` is None."""
+    """Mark of a setting that may be written as a string: one of `names`, or any string if `names` is None."""
 
     def __init__(self, names: Sequence[str] | None) -> None:
         self._names = names

@@ -22,8 +22,8 @@ TOKEN_COLUMNS: dict[str, torch.dtype] = {
     "position_ids": torch.int32,
     "loss_weights": torch.float32,
 }
-"""Columns that every batch has, `[rows, length]`, aligned to the token position, with their dtypes on the host. On the
-device, integers are int64, as indices must be."""
+"""Columns that every batch has, `[rows, length]` with one value per token, and their dtypes on the host. On the device,
+integers are int64, as indices must be."""
 
 MAY_BE_WIDE = ("input_ids", "position_ids")
 """Columns that may be int64 on the host too, which takes more memory and copying."""
@@ -63,7 +63,7 @@ class TrainingBatch:
             the loss on predicting the token AT t: 0 on prompts, on the first token of each segment and on padding.
         segments: Ragged columns by name, with one value per segment in the order of the row.
         unit_ids: int64 [R]; rows with the same unit id (preference pairs) stay in one micro-batch and on one rank.
-        is_padding_row: bool [R]; rows without tokens that fill up a data-parallel rank.
+        is_padding_row: bool [R]; rows without tokens, which fill up the share of a data-parallel rank.
         info: Numbers about the layout for metrics, such as `packing/fill` in 0..1.
         on_release: Called by `release()` to return reused buffers to their owner.
     """

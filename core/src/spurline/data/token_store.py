@@ -119,7 +119,7 @@ class Tokenized:
         dropped: Number of samples left out, by reason.
         truncated: Number of samples cut to `max_length`.
         examples: Location of the first affected sample, by reason.
-        ignored: Number of samples with content that the chat template leaves out, by kind of content.
+        ignored: Number of rows with content that the chat template leaves out, by its kind, or with EMPTY_ANSWER.
         summary: Result of `summarize`, if it is known already.
         notes: Lines to show the user when the run starts, such as why a cache was rebuilt.
     """
@@ -141,7 +141,7 @@ class Count:
         reason: The reason, or an empty text for samples cut to `max_length`.
         count: Number of rows.
         first_row: The first such row.
-        kept: True if the rows are used as samples. `reason` is then the content that the chat template leaves out.
+        kept: True if `reason` is a key of `Tokenized.ignored`, so that the rows are used nevertheless.
     """
 
     reason: str
@@ -229,7 +229,7 @@ HISTOGRAM_BINS = 40
 
 
 def summarize(tokenized: Tokenized) -> dict[str, Any]:
-    """Return a summary of the samples as JSON values. It reads every loss mask, unless `tokenized` has a summary.
+    """Return a summary of the samples as JSON values. This reads every loss mask, unless `tokenized` has a summary.
 
     `longest_at` is the uid of the longest sample.
     """

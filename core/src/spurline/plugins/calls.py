@@ -95,7 +95,7 @@ def _finish(wrapping: Generator[None, Any, Any], inner: object, raised: BaseExce
 
 
 def _check_metrics(plugin: str, inner: Mapping[str, float] | None, result: object) -> None:
-    """Raise PluginError unless `result` has all metrics of `inner` unchanged, and all others are finite numbers."""
+    """Raise PluginError unless `result` keeps all metrics of `inner` unchanged and adds only finite numbers."""
     if not isinstance(result, Mapping):
         raise PluginError(
             f"its wrapper returned {result!r:.60} instead of the metrics of the step. End it with `return metrics`, "

@@ -64,7 +64,7 @@ def train_step(step: int, batch: TrainingBatch) -> Mapping[str, float] | None:  
     step: 1-based. batch: read-only, valid until the step ends.
     Returns the step's metrics: `loss` in nats per loss token, `grad_norm`, `lr`, `tokens`, ... A wrapper returns all of
         these unchanged, and may add finite numbers under new names.
-    Errors: any exception ends the run, and so does a wrapper that returns anything else. No checkpoint is then written.
+    Errors: any exception ends the run, and so does a wrapper with any other result. No checkpoint is then written.
     """
 
 
@@ -94,7 +94,7 @@ def on_step_end(step: int, metrics: Mapping[str, float]) -> None:
 def on_eval_end(step: int, metrics: Mapping[str, float]) -> None:
     """Called after a held-out evaluation.
 
-    step: the step after which it ran. metrics: keys start with `eval/`. Read-only.
+    step: the step after which the evaluation ran. metrics: keys start with `eval/`. Read-only.
     Errors: any exception ends the run. The last checkpoint stays valid.
     """
 

@@ -58,8 +58,8 @@ _TABLE = {
     "megatron_backend": "backend/megatron",
 }
 OFFICIAL: Mapping[str, tuple[str, ...]] = {plugin: tuple(entries.split()) for plugin, entries in _TABLE.items()}
-"""Components (KIND/NAME), sections (section/NAME) and commands (command/NAME) by plugin. If several plugins have a
-component, only the first one lists it."""
+"""Components (KIND/NAME), sections (section/NAME) and commands (command/NAME) by plugin. A component that several
+plugins have is listed only under the first of them."""
 
 
 def plugin_with(kind: str | None, name: str) -> str | None:

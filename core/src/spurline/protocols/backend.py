@@ -207,9 +207,9 @@ class BackendFacts:
     adapter_reader: str | None = None
     """`"module:function"` that reads the policy's adapter in the same way: `function(run: RunConfig, folder: Path,
     digests) -> AdapterStream` of `spurline_models.adapters.adapter_weights`. If this is None, the
-    backend is built, which must be a `TrainsAdapters`, and loads the checkpoint."""
+    backend, which must then be a `TrainsAdapters`, is built and loads the checkpoint."""
     stays_on_cpu: bool = False
-    """True if the backend trains in this process, on the CPU. If it starts ranks, `rank_request` has their device."""
+    """True if the backend trains in this process, on the CPU. If it starts ranks, `rank_request` names their device."""
     replays_experts: bool = False
     """True if the backend's models route tokens to the experts in a batch's column `routed_experts`."""
     balances_experts: bool = False
@@ -290,11 +290,11 @@ class BackendConfig(ComponentConfig):
             backend: The backend that was built from these settings.
             loaded: The config of the run.
             tokenizer: The tokenizer of the model, which is written too.
-            path: A new or empty folder, which is returned.
-            replace: Whether to replace an existing folder.
+            path: The folder to write, which is returned.
+            replace: Whether to replace content of the folder. If not, the folder must be new or empty.
             adapter: Whether to write the adapter alone.
 
         Raises:
-            UserError: If the backend cannot export, or a folder exists that may not be replaced.
+            UserError: If the backend cannot export, or the folder has content that may not be replaced.
         """
         raise UserError(f"Backend '{self.name}' cannot export. Remove checkpoint.export_hf.")

@@ -93,7 +93,7 @@ class Longest:
     """The longest sequence in the data of a run, which is compared with the context length of the model.
 
     Attributes:
-        tokens: Tokens of a sample, or of a prompt with the longest response.
+        tokens: Tokens of a sample, or of a prompt together with the longest response that is allowed.
         where: Location of its row.
         setting: Key path of the setting that limits `tokens`.
         prompt_tokens: Tokens of the prompt; the other tokens are generated. None for a sample.

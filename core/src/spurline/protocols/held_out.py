@@ -52,4 +52,4 @@ class HeldOutEvaluation(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - many have nothing to close
-        """End everything that was started, such as reward processes. It is called once, also after an error."""
+        """End everything that was started, such as reward processes. This is called once, also after an error."""

@@ -18,7 +18,7 @@ ENTROPY = "entropy"
 
 @dataclass(frozen=True)
 class TokenLossInputs:
-    """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened. Each segment is whole.
+    """Inputs of a loss: the N positions of a micro-batch that carry loss, flattened. Micro-batches do not cut segments.
 
     logprobs: [N], differentiable, logprob of the token at each position under the model that is trained. For the role
         `critic`, the value that the critic predicts before the token: its estimate of the return from the token on.
@@ -39,8 +39,8 @@ class Loss(Protocol):
     """Loss per token.
 
     Factory: `Class(config)`. A loss is a pure function of tensors on any device. A token's loss may depend only on its
-    own segment, so that gradients do not depend on how rows are cut. If the loss needs `pair_ids`, it may also depend
-    on the other answer of the pair, which has the same unit id.
+    own segment, so that gradients do not depend on how the batch is cut. If the loss needs `pair_ids`, it may also
+    depend on the other answer of the pair, which has the same unit id.
 
     needs: inputs that the loss needs in addition to `logprobs`: names of columns, and `entropy`.
     """
@@ -57,7 +57,7 @@ class Loss(Protocol):
         ...
 
     def metrics(self, inputs: TokenLossInputs) -> Mapping[str, Tensor]:
-        """Return [N] values by name, or an empty mapping. It is called under `torch.no_grad`.
+        """Return [N] values by name, or an empty mapping. This is called under `torch.no_grad`.
 
         The step reports their weighted mean, or the largest or smallest value if the name ends in `/max` or `/min`.
         """

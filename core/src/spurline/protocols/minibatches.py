@@ -31,7 +31,7 @@ class MiniBatches(Protocol):
     """
 
     def steps_per_batch(self) -> int:
-        """Return the number of optimizer steps per batch. It must be the same for each batch, as LR schedules need."""
+        """Return the number of optimizer steps per batch. LR schedules need the same number for each batch."""
         ...
 
     def cut(self, batch: TrainingBatch) -> Sequence[TrainingBatch]:

@@ -54,7 +54,7 @@ class SourceFacts:
     """Facts about a source that the rest of a run may ask for."""
 
     without_critic: str | None
-    """None if the source can use a critic. Otherwise, the words for the source in the error that it cannot use one."""
+    """None if the source can use a critic. Otherwise, the part that uses none, in words: `the advantage 'grpo'`."""
     supplies: Literal["samples", "pairs", "rollouts"] = "samples"
     """Rows of the batches: samples of the data, pairs of answers, or generated turns with advantages."""
     makes_attempts: bool = False
@@ -70,7 +70,7 @@ class SourceFacts:
     reward_terms: Collection[str] | None = None
     """Names of the reward terms of every attempt, or None if they are not known beforehand."""
     context_tokens: int | None = None
-    """Tokens of prompt and response that the settings of the engine allow, or None without a limit."""
+    """Tokens of prompt and response together that the settings of the engine allow, or None without a limit."""
     sampling: SamplingSettings | None = None
     """How responses are sampled, or None if nothing is generated."""
     sampling_temperature: float = 1.0
@@ -84,7 +84,7 @@ class SourceFacts:
     engines_elsewhere: bool = False
     """True if the engines may be on other machines than this process."""
     update_limit_s: float | None = None
-    """Seconds that an engine may take to receive one bucket of weights before it is ended. None sets no limit."""
+    """Seconds in which an engine must receive one bucket of weights. A slower engine is ended. None sets no limit."""
     sends_adapters: bool | None = None
     """True if the engines receive only adapters, or None if it depends on the engines."""
     replays_experts: bool = False
@@ -208,7 +208,7 @@ class BatchSource(ABC):
         """Return facts about the data as JSON values, for plan and report (see `spurline.data.token_store`)."""
 
     def start(self, step: int, backend: Backend) -> None:  # noqa: B027 - many have nothing to start
-        """Prepare to build batches from this step on. It is called once, after a checkpoint was loaded."""
+        """Prepare to build batches from this step on. The run calls this once, after a checkpoint was loaded."""
 
     def longest(self) -> Longest | None:
         """Return the longest sequence of all samples or prompts, or None if it is not known beforehand.
@@ -238,7 +238,7 @@ class BatchSource(ABC):
         return {}
 
     def flush(self) -> None:  # noqa: B027 - many write nothing
-        """Force the files in the run directory to disk. It is called before each checkpoint."""
+        """Force the files in the run directory to disk. The run calls this before each checkpoint."""
 
     def evaluation(self) -> HeldOutEvaluation | None:
         """Return the source's own evaluation of `data.eval`. None selects the default evaluation.

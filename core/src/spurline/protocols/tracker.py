@@ -51,7 +51,7 @@ class RunInfo:
 class Tracker(Protocol):
     """Receives metrics on the loop's thread.
 
-    Factory: `Class(config)`. It raises ConfigError if an optional library is missing.
+    Factory: `Class(config)`, which raises ConfigError if an optional library is missing.
     """
 
     def start(self, info: RunInfo) -> None:

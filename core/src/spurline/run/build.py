@@ -132,7 +132,7 @@ def prepare(
 def build_components(
     loaded: LoadedConfig, prepared: Prepared, stack: ExitStack, progress: Progress = silent, done: Done = Done()
 ) -> Components:
-    """Add the backend to prepared components. The stack closes it, and `progress` gets a line for each slow step."""
+    """Add the backend to prepared components. The stack closes it, and `progress` gets a line for each slow part."""
     data, trackers = prepared.data, prepared.trackers
     assert data is not None, "the data was not built"
     assert trackers is not None, "the trackers were not built"

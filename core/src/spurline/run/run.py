@@ -169,14 +169,14 @@ class Run:
         """Run every evaluation of the run now, with the backend's current weights.
 
         If it is called between `on_step_start` and the end of `on_eval_end`, the step's record includes the metrics.
-        It calls no hook and keeps no sample answers.
+        No hook is called, and no sample answers are kept.
 
         Returns:
             The metrics with `PREFIX/` in place of `eval/`, such as `ema/loss`.
 
         Raises:
             UserError: There is no held-out data, or the prefix is taken.
-            RunFailedError: The first step has not begun, or the backend's weights are swapped and the evaluation uses
+            RunFailedError: The source has not started yet, or the backend's weights are swapped and the evaluation uses
                 engines that have their own copy of the weights.
         """
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", prefix) or prefix == "eval":
@@ -198,18 +198,18 @@ class Run:
         """Write the backend's current weights as a Hugging Face folder. Adapters are merged into the weights.
 
         Args:
-            path: A new or empty folder, which is returned.
-            replace: Whether to replace an existing folder.
+            path: The folder to write, which is returned.
+            replace: Whether to replace content of the folder. If not, the folder must be new or empty.
 
         Raises:
-            UserError: If a folder exists that may not be replaced.
+            UserError: If the folder has content that may not be replaced.
         """
         return self._export(path, replace=replace)
 
     def export_adapter(self, path: Path | str, *, replace: bool = False) -> Path:
         """Write the backend's current adapter as a folder that `PeftModel.from_pretrained` loads.
 
-        It takes the same arguments as `export`. It also raises UserError if the config has no `backend.lora`.
+        The arguments are the same as in `export`. Also raises UserError if the config has no `backend.lora`.
         """
         return self._export(path, replace=replace, adapter=True)
 
@@ -220,7 +220,7 @@ class Run:
     def metrics_frame(self) -> pandas.DataFrame:
         """Return the record so far as a pandas DataFrame: a row for each step, a column for each metric.
 
-        It includes the steps of earlier processes, and works after the run too. Raises UserError without pandas.
+        The record includes the steps of earlier processes. Works after the run too. Raises UserError without pandas.
         """
         return metrics_frame(self.directory.path)
 
@@ -286,7 +286,7 @@ class OnStepHook:
 def own_event_loops() -> Iterator[None]:
     """Let this thread run event loops although one is already running, as in a notebook.
 
-    The notebook's loop waits until the cell ends, so another loop can run meanwhile. Without this, asyncio raises.
+    By default, asyncio refuses this. The notebook's loop waits until the cell ends, so another loop can run meanwhile.
     """
     outer = events._get_running_loop()
     events._set_running_loop(None)

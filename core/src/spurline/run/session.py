@@ -192,7 +192,7 @@ class Session:
             self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._saving.save(step)
         elif self._resumed.foreign:
-            # Save at once. If this process is killed, the next one must find the initial weights in the run directory.
+            # Save at once. If this process is killed, the next one needs the state that this run began with in run_dir.
             self._saving.save(self.state.step)
 
     def _evaluate_before_training(self) -> None:
@@ -295,7 +295,7 @@ class Session:
         if self._status() != "finished":
             return
         for path, export in zip(self._exports(), (run.export, run.export_adapter), strict=True):
-            # If this process trained no step, the run had finished before. Keep the export that it made then.
+            # If this process trained no step, the run had finished before. Keep the export that the run made then.
             if path is not None and (self.state.metrics or not path.exists()):
                 export(path, replace=True)
 

@@ -8,7 +8,7 @@
 
 The docstring of each suite says what a subclass provides, and which attributes it may set. Further suites are in
 `spurline_text.testing`, `spurline_models.testing` (losses, sources, optimizers, schedules), `spurline_rl.testing`
-(backends too) and `spurline_insight.testing`.
+(components of RL, and backends) and `spurline_insight.testing`.
 """
 
 from __future__ import annotations

@@ -147,8 +147,8 @@ def _not_metrics(line: Mapping[str, Any] | ValueError) -> str | None:
 def cut_back(path: Path, last_step: int) -> None:
     """Keep the lines of steps up to `last_step`, byte for byte, and drop the rest. If the file is missing, create it.
 
-    After a kill, the file is either unchanged or complete. After a power cut, lines beyond `last_step` may be garbage,
-    since they were not forced to disk. Raises RunDirectoryError if the line of an earlier step is unreadable.
+    A kill meanwhile leaves the file either unchanged or cut back. Lines beyond `last_step` may be garbage after an
+    earlier power cut, since they were not forced to disk. Raises RunDirectoryError if an earlier line is unreadable.
     """
     kept: list[bytes] = []
     reached = 0

@@ -1,8 +1,8 @@
 """Compute the loss weights and the normaliser that reduce token losses to one number per optimizer step.
 
-A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both are
-computed for all rows of an optimizer step together, before the rows are divided into micro-batches and among ranks.
-If each micro-batch were averaged alone, tokens in micro-batches with few tokens would count too much.
+A reduction gets a mini-batch and returns weights w and a normaliser Z. The backend minimises sum(w * l) / Z. Both
+w and Z are computed for all rows of an optimizer step together, before the rows are divided into micro-batches and
+among ranks. If each micro-batch were averaged alone, tokens in micro-batches with few tokens would count too much.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def sequence_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
 def prompt_mean(batch: TrainingBatch) -> tuple[TrainingBatch, float]:
     """Weight every prompt with loss equally: w is divided by its sum per prompt, and Z counts prompts with loss.
 
-    A prompt is one uid with all its samples and turns. All its loss tokens count the same (ScaleRL, Khatri et
+    A prompt is one uid with all its samples and turns. All loss tokens of a prompt count the same (ScaleRL, Khatri et
     al. 2025, arXiv:2510.13786).
     """
     uids = batch.segments["uid"]
@@ -91,7 +91,7 @@ def _equal_shares(batch: TrainingBatch, numbers: Tensor) -> tuple[TrainingBatch,
 
 
 def _num_trajectories(batch: TrainingBatch) -> int:
-    """Return the number of attempts in the batch. An attempt that occurs twice counts twice."""
+    """Return the number of trajectories (attempts at a prompt) in the batch. One that occurs twice counts twice."""
     columns = (batch.segments[name].values.tolist() for name in ("uid", "sample", "turn"))
     copies = Counter(zip(*columns, strict=True))
     attempts: Counter[tuple[str, int]] = Counter()

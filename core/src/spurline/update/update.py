@@ -1,7 +1,7 @@
 """Train the policy, and the critic if there is one, on one batch: cut it into mini-batches, reduce, and update.
 
-This is core's implementation of the `train_step` hook. It is the only one, but plugins may wrap it. Sources that
-use models have already added logprobs, values and correction factors to the batch. Other sources build batches ahead of
+This is core's implementation of the `train_step` hook. Plugins may wrap it, but not replace it. Sources that use
+models have already added logprobs, values and correction factors to the batch. Other sources build batches ahead of
 time on other threads, where they cannot use the models. For these batches, the update computes the logprobs of the
 reference model.
 """
@@ -67,8 +67,8 @@ class Update:
         policy: How the policy is trained.
         critic: How the critic is trained, or None if there is no critic.
         stepped: Called after each optimizer step with its number and role.
-        done: Numbers of optimizer steps before the first batch, by role. They cannot be computed from the step, since a
-            resume may change the number of optimizer steps per step.
+        done: Numbers of optimizer steps before the first batch, by role. The number of the training step does not give
+            them, since a resume may change how many optimizer steps a training step makes.
     """
 
     def __init__(

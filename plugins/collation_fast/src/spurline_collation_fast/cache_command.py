@@ -50,7 +50,7 @@ def list_entries(cache_dir: CacheDirOption = None) -> None:
 
 @app.command()
 def verify(cache_dir: CacheDirOption = None) -> None:
-    """Read all entries completely, and remove damaged ones. A run that needs them makes them again.
+    """Read all entries completely, and remove damaged ones. A run that needs a removed entry makes it again.
 
     The exit code is 1 if an entry is damaged or cannot be read.
     """

@@ -72,11 +72,11 @@ class AsyncPrefetch:
         return batch
 
     def metrics(self) -> dict[str, float]:
-        """Return the last batch's seconds of building and waiting, and the share of building hidden behind training."""
+        """Return the building and waiting time of the last batch, and the share of building hidden behind training."""
         return dict(self._metrics)
 
     def close(self) -> None:
-        """Release the batches that were built ahead, and end the thread. It may be called again.
+        """Release the batches that were built ahead, and end the thread. A second call has no effect.
 
         If a build hangs or a buffer cannot be released, this raises an error. If another error is ending the run, this
         adds a note to that error instead.

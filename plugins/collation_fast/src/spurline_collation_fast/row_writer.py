@@ -53,7 +53,7 @@ class FlatSegments(NamedTuple):
         begins: int64 [n].
         lengths: int64 [n].
         values: `loss_weights` and optional columns, by name.
-        uids: Returns the uids of the segments at some positions. A batch keeps this function, so the function must not
+        uids: Returns the uids of the segments at given positions. A batch keeps this function, so the function must not
             keep the tokens of rollouts alive.
         samples: int32 [n], number of the sample of each segment.
         turns: int32 [n], number of the turn of each segment.
@@ -85,7 +85,7 @@ class Placement(NamedTuple):
 
 
 class Lease:
-    """Columns in a pool's memory, in use until they are released. Any thread may release them, and more than once."""
+    """Columns in a pool's memory, in use until they are released, by any thread. A second release has no effect."""
 
     def __init__(self, pool: BufferPool, buffer: Buffer, arrays: dict[str, NDArray[Any]]) -> None:
         self._pool = pool

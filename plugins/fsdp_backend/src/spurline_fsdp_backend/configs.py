@@ -24,7 +24,7 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
         **RankBackendConfig.missing_settings,
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' has it. To switch to it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "Backend 'megatron' has it. To switch to it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     package: ClassVar[str] = "spurline_fsdp_backend"

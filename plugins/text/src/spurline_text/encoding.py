@@ -75,7 +75,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """Rows that were read and rendered, with their texts. `error` is the error of the next row, or None."""
+    """Rows that were read and rendered, with their texts. `error` is the error of the row after them, or None."""
 
     rows: Sequence[int]
     items: list[_Text | TokenRow | Dropped]
@@ -257,7 +257,7 @@ class RowEncoder:
 def _has_empty_answer(conversation: Conversation, train_on: str) -> bool:
     """Return whether a trained turn is empty. From an empty turn, the model would learn only to end its answer."""
     trained = (conversation.messages[turn] for turn in conversation.trained_turns(train_on))
-    # The template may write other keys, such as tool calls or reasoning.
+    # A turn with other keys, such as tool calls or reasoning, is not empty, since the template may write these.
     return any(turn.keys() <= {"role", "content"} and not str(turn.get("content") or "").strip() for turn in trained)
 
 

@@ -80,7 +80,7 @@ def _names(decoder: Any) -> set[str]:
 
 @cache
 def _byte_of_sign() -> dict[int, int]:
-    """Map the characters of byte-level vocabularies (GPT-2) to bytes. Others below 256 map to 256, which is no byte."""
+    """Map the characters of byte-level vocabularies (GPT-2) to bytes, and others below 256 to 256, which is no byte."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     signs = {byte: byte for byte in printable} | {256 + place: byte for place, byte in enumerate(others)}

@@ -127,7 +127,7 @@ def plain_text_notes(
 
 
 def check_rows(dataset: Dataset) -> None:
-    """If the dataset has a quick check of its rows, run it. It raises DataError for the first unreadable row."""
+    """If the dataset has a quick check of its rows, run the check. Raises DataError for the first unreadable row."""
     if isinstance(dataset, CheckableDataset):
         dataset.check()
 

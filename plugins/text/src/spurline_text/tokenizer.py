@@ -17,7 +17,7 @@ _MARKERS = {
     "gemma": ("<start_of_turn>", "<end_of_turn>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
 }
-"""The tokens that each bundled template writes around turns. `zephyr` ends turns with the end-of-sequence token."""
+"""The tokens that each bundled template writes around turns, except `zephyr`, which uses the end-of-sequence token."""
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

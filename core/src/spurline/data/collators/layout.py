@@ -1,7 +1,7 @@
 """Write segments into the columns of a TrainingBatch, one token at a time, for all reference collators.
 
 Data flow: samples -> Segment -> `lay_out` -> TrainingBatch. Collators of other data make segments of their own. The
-loops are slow, but easy to read. Tests compare the results of vectorized collators with them.
+loops are slow, but easy to read. Tests compare the results of vectorized collators with the results of these loops.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def multifit(lengths: Sequence[int], capacity: int, num_ranks: int) -> list[list[int]]:
-    """Pack by first-fit-decreasing, with roughly the lowest capacity that needs no further rows.
+    """Pack by first-fit-decreasing, with roughly the lowest capacity at which the number of rows stays the same.
 
     The number of rows is rounded up to a multiple of `num_ranks` anyway. A lower capacity spreads the samples evenly
     over these rows (Coffman, Garey and Johnson 1978). Unlike these authors, `even_capacities` does not bisect.

@@ -76,7 +76,7 @@ class PackedCollator:
 
 
 def _end_to_end(segments: Sequence[Segment], aligned: Sequence[int]) -> list[Segment]:
-    """Return the segments of one row. Each starts where the aligned end of the segment before it is."""
+    """Return the segments of one row. Each starts at the aligned end of the segment before it."""
     # `zip` leaves out the last value, which is the end of the last segment.
     starts = accumulate(aligned, initial=0)
     return [replace(segment, start=start) for segment, start in zip(segments, starts, strict=False)]

@@ -4,7 +4,7 @@ A checkpoint is one folder `step-00000123` under RUN_DIR/checkpoints:
 
     manifest.json       format, version, step, config, distribution versions, the history of changed settings, the best
                         evaluation so far, a fingerprint of the held-out data, and the size and XXH3 digest of every
-                        other file. It marks the files that the backend verifies itself when it reads them.
+                        other file. Files that the backend verifies itself when it reads them are marked.
     backend/            files of the backend: model, optimizer, scheduler, RNG states
     components/         state of the source, mini-batches, loss and trackers, if they have any
     hooks/              state of plugins, by plugin and name
@@ -81,7 +81,7 @@ class Checkpoint:
         return self.manifest["config"]
 
     def unverified(self, folder: str) -> dict[str, FileDigest]:
-        """Return the digests of those files in a folder that `open_checkpoint` did not read, by path in the folder."""
+        """Return the digests, by path in `folder`, of those files in it that `open_checkpoint` did not read."""
         prefix = f"{folder}/"
         return {
             name.removeprefix(prefix): FileDigest(entry["bytes"], entry["xxh3"])

@@ -41,7 +41,7 @@ class Writing:
         step: The last step trained before the checkpoint.
         fill: Function that writes the files into the checkpoint's folder.
         facts: Entries of the checkpoint's manifest.
-        keep_last: Number of newest checkpoints that are not deleted. The one of the best evaluation is not either.
+        keep_last: Number of newest checkpoints that are kept. The checkpoint of the best evaluation is kept too.
     """
 
     def __init__(

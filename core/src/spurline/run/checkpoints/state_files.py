@@ -28,7 +28,7 @@ from spurline.tensor_files import can_hold, values_of_array, write_tensor_file
 _REFERENCE = "__array__"
 """Key that refers to an array in the structure. Its value is the name of the array."""
 _PARTS = "__parts__"
-"""Key that refers to a `StateParts`. Its value is the index of the `StateParts`, which is also its folder's name."""
+"""Key that refers to a `StateParts`. Its value is the index of the `StateParts`, after which its folder is named."""
 _STANDS_FOR = {_REFERENCE: "an array", _PARTS: "parts"}
 _RESERVED_NAMES = ("", "__metadata__")
 """Names that an array cannot have in a safetensors file."""

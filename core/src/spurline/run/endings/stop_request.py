@@ -65,7 +65,7 @@ class StopRequest:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first = self.signal is None
         if number == signal.SIGHUP:
-            # When a terminal closes, the shell and the kernel both send SIGHUP. A second SIGHUP does not stop at once.
+            # When a terminal closes, the shell and the kernel both send SIGHUP. So two do not end the run at once.
             _leave_closed_terminal()
         elif not is_first:
             raise KeyboardInterrupt(f"Interrupted by a second signal, {signal.Signals(number).name}.")

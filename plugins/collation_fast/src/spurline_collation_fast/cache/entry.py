@@ -111,7 +111,7 @@ def open_entry(folder: Path, labels: tuple[str, ...] | None = None, *, whole: bo
         whole: Whether to compare even a large entry with its digests. This reads the whole entry.
 
     Returns:
-        The samples in memory-mapped files, and the counts of dropped and truncated rows in the manifest.
+        The samples in memory-mapped files, and from the manifest, the counts of dropped and truncated rows.
 
     Raises:
         DamagedEntry: If a file is missing or has another size or content, or if the offsets do not divide the tokens.

@@ -27,7 +27,7 @@ from spurline.files import sync_file
 from spurline_collation_fast.cache.entry import MANIFEST, CacheKey, DamagedEntry, EntryWriter, disk_errors, open_entry
 
 _WRITING = ".writing-"
-"""Prefix of the folders that writers fill. A writer locks its folder, and its lock is freed when its process ends."""
+"""Prefix of the folders that writers fill. A writer locks its folder until the writer's process ends."""
 _REMOVED = ".removed-"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _ATTEMPTS = 5
@@ -40,7 +40,7 @@ def default_cache_folder() -> Path:
 
 
 class TokenCache:
-    """Entries in one folder, each in a subfolder named by its key. `notes` tell the user about damage."""
+    """Entries in one folder, each in a subfolder named by its key. `notes` are lines to show to the user."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.expanduser()
@@ -62,7 +62,8 @@ class TokenCache:
             remove(entry)
             self.notes.append(f"token cache: {damage}. The entry is removed, and the tokens are made again.")
             return None
-        # `list` and `prune --older-than` read this time. A reader without write access cannot set it.
+        # The manifest's time says when the entry was last used, for `list` and `prune --older-than`. A reader without
+        # write access cannot set it.
         with suppress(OSError):
             os.utime(entry / MANIFEST)
         return replace(found, notes=tuple(self.notes))

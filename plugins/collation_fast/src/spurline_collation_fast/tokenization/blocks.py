@@ -173,7 +173,7 @@ class WorkerPool:
         for process in list(self._processes.values()):
             process.kill()
         # The executor's thread may wait for the second half of a block from a killed worker, and `shutdown` waits for
-        # the thread. The thread sees the end of the pipe when all write ends are closed. This process has one of them.
+        # the thread. The thread sees the end of the pipe when all write ends are closed. One is in this process.
         executor: Any = self._executor
         executor._result_queue._writer.close()
         self._executor.shutdown(cancel_futures=True)

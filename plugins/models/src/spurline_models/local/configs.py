@@ -23,7 +23,7 @@ class LocalBackendConfig(TransformersBackendConfig):
         "ranks": "It runs in one process. To use more: `plugins: [fsdp_backend]`, `backend: {name: fsdp, ranks: N}`.",
         **dict.fromkeys(
             ("tensor", "pipeline"),
-            "The backend 'megatron' has it. To switch to it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
+            "Backend 'megatron' has it. To switch to it: `plugins: [megatron_backend]`, `backend: {name: megatron}`.",
         ),
     }
     beyond: ClassVar[str] = (

@@ -30,7 +30,7 @@ class LeftOut:
 
 
 _Marks = dict[str, LeftOut]
-"""A marker word in each part of a conversation."""
+"""The part of a conversation that contains each marker word."""
 
 
 def find_left_out(

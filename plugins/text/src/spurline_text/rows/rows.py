@@ -149,7 +149,7 @@ class RowView:
 
 
 def absent_column_problem(names: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str | None:
-    """Describe the first name in a `columns` setting that none of the rows has. Return None if there is none."""
+    """Describe the first name in a `columns` setting that no row has. Return None if there is no such name."""
     missing = dict(names)
     seen: dict[str, None] = {}
     count = 0
@@ -177,7 +177,7 @@ def column_paths(row: Mapping[str, Any]) -> Iterable[str]:
 
 
 def unknown_column_problem(names: Mapping[str, str]) -> str | None:
-    """Describe the first key of a `columns` setting that no format reads. Return None if there is none."""
+    """Describe the first key of a `columns` setting that no format reads. Return None if there is no such key."""
     for name, label in names.items():
         if name in EXPECTED_COLUMNS:
             continue

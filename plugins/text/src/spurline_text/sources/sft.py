@@ -243,7 +243,7 @@ class SftSource(BatchSource):
 
 
 def _keys_of_samples(store: TokenStore, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a hash of the tokens of each of these samples. It takes about two microseconds per sample."""
+    """Return a hash of the tokens of each of these samples. This takes about two microseconds per sample."""
     view = store.view(indices)
     return np.array(
         [xxhash.xxh3_64_intdigest(np.ascontiguousarray(view.tokens(i)).data) for i in range(len(view))], np.uint64
