@@ -267,7 +267,7 @@ class PublishProof:
             # Old keys and values show most in the first tokens after the update.
             trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
             if len(is_new):
-                # Old keys and values change all logprobs. One alone may differ because its token went to another expert.
+                # Old keys and values change all logprobs. One alone may differ if its token went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
                 differences.append(difference)
                 if not difference <= self._judge.bar and not faults.get(name):
