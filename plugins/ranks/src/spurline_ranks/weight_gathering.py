@@ -84,7 +84,7 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Return a bucket's weights, or {} on ranks that are not in `destinations`. All ranks call this together."""
+        """Return a bucket's weights on the device, or {} outside of `destinations`. All ranks call this together."""
         groups = self._named.groups[slice(*bucket)]
         whole: dict[str, Tensor] = {}
         # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.
