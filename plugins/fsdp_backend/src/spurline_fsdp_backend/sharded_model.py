@@ -100,8 +100,8 @@ def build_trained(
 ) -> ShardedStreamModel:
     """Build and load a model in training mode. This is a collective. Raises ModelError.
 
-    Without adapters the weights are in fp32. With adapters they are frozen and in `base_dtype`. A critic has a value
-    head instead of the output layer.
+    Without adapters the weights are in fp32. With adapters all other weights are frozen and in `base_dtype`. A critic
+    has a value head, which is trained in fp32, instead of the output layer.
     """
     if config.lora is None:
         causal = _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
@@ -361,5 +361,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass. The last modules keep theirs."""
+    """Return whether gathered weights are freed after the forward pass. The root group and a value head keep theirs."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)
