@@ -76,7 +76,7 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in the files: the region `box` of a tensor of the model. `shape` may lack leading sizes of 1."""
+    """A tensor in the files: the region `box` of a tensor of the model. Its `shape` may lack leading sizes of 1."""
 
     box: Box
     shape: Shape
