@@ -354,7 +354,7 @@ class PooledEngine(ControlledEngine):
     def _check_progress(self) -> None:
         """Kill the engine if a request has waited too long for its next token.
 
-        A request without tokens may be queued behind others. Its wait begins with the last token of any request.
+        A request without tokens may be queued behind others, so its wait begins anew with each token of any request.
         """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:

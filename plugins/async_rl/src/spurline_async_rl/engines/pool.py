@@ -209,9 +209,9 @@ class EnginePool(ControlledEngine):
     async def control(self, command: Command) -> None:
         """Send the command to all engines that take part in its hold.
 
-        The call does not wait for an engine that dies. A new engine replaces it and awaits the weights, so it never
-        generates with old weights. An update does not wait for a very slow engine, which gets the weights later, in a
-        publish of its own. After `Sleep`, no process has device memory, not even a process of a dead engine.
+        The call does not wait for an engine that dies. The engine that replaces it must get the weights before it
+        generates. An update does not wait for a very slow engine, which gets the weights later, in a publish of its
+        own. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.

@@ -52,8 +52,8 @@ class Verdict:
 
     Attributes:
         difference: Mean |logprob of the engine - logprob of the trainer|, in nats per token.
-        delivered: 1 if the engine's weights have changed as the trainer's have, 0 if they have not; None if the change
-            does not exceed the rounding, or if the rounding is not known yet.
+        delivered: About 1 if the engine's weights have changed as the trainer's have, about 0 if they have not; None if
+            the change does not exceed the rounding, or if the rounding is not known yet.
         fault: The reason why the engine is not believed; empty if it is believed.
         is_far: Whether this answer completes the measurement of the difference, and the difference is larger than
             rounding in bf16 explains.

@@ -192,7 +192,7 @@ class Scheduler:
         self._pending = deque(sorted([*self._pending, draw]))
 
     def discard_filtered(self, draw: int) -> None:
-        """Drop a filtered group, so that it is never trained. It cannot start again, since others may have its room."""
+        """Drop a filtered group, so that it is never trained. It cannot start again, since its room may be taken."""
         self._filtered.remove(draw)
         self._num_given_up += 1
 

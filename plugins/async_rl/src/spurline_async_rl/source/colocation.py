@@ -32,8 +32,8 @@ from spurline_rl.protocols.weight_sync import SyncReport
 class Colocation:
     """Passes the memory, and knows which weights the engines have. All methods are called on the training thread.
 
-    They raise RunFailedError if they fail or an earlier call has failed. `engines_have` is the version of the weights
-    in all engines, or None if it is unknown.
+    After a call has failed, later calls raise RunFailedError. `engines_have` is the version of the weights in all
+    engines, or None if it is unknown.
     """
 
     def __init__(

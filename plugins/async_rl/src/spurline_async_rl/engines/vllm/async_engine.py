@@ -62,7 +62,7 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the response in parts of `chunk_tokens` tokens. A part is smaller after a second or before a command.
+        """Yield the response in parts of `chunk_tokens` tokens, or fewer if a second has passed or a command comes.
 
         Closing the generator aborts the request. If the task is cancelled or the engine dies, the generator first
         yields all tokens that have come. Stop texts do not end the response. Requests with the same `salt` share

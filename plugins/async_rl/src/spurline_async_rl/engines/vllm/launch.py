@@ -56,7 +56,7 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
 
     Raises:
         BucketLostError: If a worker did not get a bucket.
-        RunFailedError: If some layers got no weights in the update.
+        RunFailedError: If some layers did not get all of their weights in the update.
     """
     for answer in answers:
         if isinstance(answer, Mapping):
