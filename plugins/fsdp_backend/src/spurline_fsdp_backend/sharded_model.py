@@ -1,4 +1,4 @@
-"""Build a causal language model whose parameters are sharded over the ranks. No rank ever has a whole copy.
+"""Build a causal language model whose parameters are sharded over the ranks. No rank trains with a whole copy.
 
 Data flow: a model folder -> a model on the meta device -> FSDP2 -> each rank reads its parts of the weights ->
 a `ShardedStreamModel`, which computes like any `StreamModel`.
@@ -211,7 +211,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Shard every parameter over the ranks. Each decoder layer is one FSDP2 group. All other parameters are one group.
+    """Shard every parameter in FSDP2 groups: each decoder layer, its divided experts, a value head, and all the rest.
 
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
