@@ -1,7 +1,7 @@
 """Fill a rank's parameters with the weights of a Hugging Face folder. Each rank reads its own values from the files.
 
-With `init: random`, the first rank makes the whole model and broadcasts it tensor by tensor. Files may hold a separate
-tensor for each expert, and the embedding of a tied model under two names.
+With `init: random`, or without safetensors files, the first rank loads the whole model and broadcasts it tensor by
+tensor. Files may hold a separate tensor for each expert, and the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
