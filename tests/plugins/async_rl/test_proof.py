@@ -101,6 +101,6 @@ def test_a_report_of_a_stall_names_the_proof_that_is_open(loop: LoopThread) -> N
     scheduler = Scheduler(SchedulerLimits(1, 2, 2, "window", 8, 4))
     producer: Any = SimpleNamespace(scheduler=scheduler, began_at={})
     observed: Any = ObservedEngine(SimpleNamespace(pause=None, resume=None, close=None))  # type: ignore[arg-type]
-    assert "weights of version 1 wait until engines" in stall_report(producer, observed, proof, 2, 5.0)
+    assert "tokens of version 1 or newer wait for the proof" in stall_report(producer, observed, proof, 2, 5.0)
     proof.settle(score)
-    assert "wait until engines" not in stall_report(producer, observed, proof, 2, 5.0)
+    assert "wait for the proof" not in stall_report(producer, observed, proof, 2, 5.0)

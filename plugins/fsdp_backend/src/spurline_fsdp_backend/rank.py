@@ -120,7 +120,7 @@ class FsdpRank(RankWorker):
         share = RankShare.from_wire(wire)
         with self._playing(role) as model:
             result = logprobs_of(model, self._streams(model, share, ()), share.batch, temperature, self._profile)
-            # Free gathered weights before adapters are switched on, which marks parameters as trained.
+            # Free gathered weights before adapters are switched on again, because that marks parameters as trained.
             give_back(model.causal)
         return result.numpy() if self._counts else None
 

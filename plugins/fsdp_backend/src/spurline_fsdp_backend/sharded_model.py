@@ -1,4 +1,4 @@
-"""Build a causal language model whose parameters are sharded over the ranks. No rank ever has a whole copy.
+"""Build a causal language model whose parameters are sharded over the ranks. No rank trains with a whole copy.
 
 Data flow: a model folder -> a model on the meta device -> FSDP2 -> each rank reads its parts of the weights ->
 a `ShardedStreamModel`, which computes like any `StreamModel`.
@@ -100,8 +100,8 @@ def build_trained(
 ) -> ShardedStreamModel:
     """Build and load a model in training mode. This is a collective. Raises ModelError.
 
-    Without adapters the weights are in fp32. With adapters they are frozen and in `base_dtype`. A critic has a value
-    head instead of the output layer.
+    Without adapters the weights are in fp32. With adapters all other weights are frozen and in `base_dtype`. A critic
+    has a value head, which is trained in fp32, instead of the output layer.
     """
     if config.lora is None:
         causal = _build(model, config, meshes, seed, torch.float32, critic=critic, freezes=True)
@@ -211,7 +211,7 @@ def _without_values(model: ModelConfig, config: FsdpBackendConfig, dtype: torch.
 
 
 def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) -> None:
-    """Shard every parameter over the ranks. Each decoder layer is one FSDP2 group. All other parameters are one group.
+    """Shard every parameter in FSDP2 groups: each decoder layer, its divided experts, a value head, and all the rest.
 
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
@@ -361,5 +361,5 @@ def gathered(causal: nn.Module, config: FsdpBackendConfig) -> Iterator[None]:
 
 
 def _reshards(module: nn.Module | FSDPModule, causal: nn.Module, config: FsdpBackendConfig) -> bool:
-    """Return whether gathered weights are freed after the forward pass. The last modules keep theirs."""
+    """Return whether gathered weights are freed after the forward pass. The root group and a value head keep theirs."""
     return config.reshard_after_forward and module is not causal and not isinstance(module, ValueHead)

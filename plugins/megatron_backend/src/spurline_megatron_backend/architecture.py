@@ -21,7 +21,7 @@ class Architecture:
     """A decoder of equal layers with rotary positions, RMS norms and gated SiLU.
 
     Attributes:
-        key_value_heads: The number of key and value heads. Each is shared by heads / key_value_heads query heads.
+        key_value_heads: The number of key and value heads. Each of them serves heads / key_value_heads query heads.
         tied: Whether the output layer shares the weights of the embedding.
         qk_norm: Whether queries and keys are normalised per head.
         num_experts: The number of experts in each layer. It is 0 for a dense model.

@@ -1,7 +1,7 @@
 """Fill a rank's parameters with the weights of a Hugging Face folder. Each rank reads its own values from the files.
 
-With `init: random`, the first rank makes the whole model and broadcasts it tensor by tensor. Files may hold a separate
-tensor for each expert, and the embedding of a tied model under two names.
+With `init: random`, or without safetensors files, the first rank loads the whole model and broadcasts it tensor by
+tensor. Files may hold a separate tensor for each expert, and the embedding of a tied model under two names.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def load_weights(
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in the files: the region `box` of a tensor of the model. `shape` may lack leading sizes of 1."""
+    """A tensor in the files: the region `box` of a tensor of the model. Its `shape` may lack leading sizes of 1."""
 
     box: Box
     shape: Shape

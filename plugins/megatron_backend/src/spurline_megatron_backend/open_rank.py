@@ -1,7 +1,7 @@
 """Prepare a process for Megatron-core, and make a rank in this process.
 
-Ranks are forked from a process that has imported this module. Importing Megatron-core takes seconds, so this module
-imports it at once if there are no GPUs. With GPUs each rank imports it, since the import looks at the rank's device.
+A rank imports this module before it joins the other ranks, and must not touch a GPU until then. So this module imports
+Megatron-core at once only if there are no GPUs. With GPUs `open_rank` does so, since the import looks at the device.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from spurline_ranks.pieces import Box, Shape
 
 @dataclass(frozen=True)
 class Part:
-    """The values `begin` to `end` of a flattened parameter.
+    """The values `begin` to `end` of a flattened parameter, which are the values in a box of a Hugging Face tensor.
 
-    They are the values in `box` of the tensor `name`, whose shape is `shape`.
+    The tensor is `name`, with this `shape`.
     """
 
     name: str
@@ -193,7 +193,7 @@ class _Rules:
         return HeldParameter((2 * rows, a.hidden), parts, is_divided=True)
 
     def _experts(self, at: str) -> Iterator[tuple[str, HeldParameter]]:
-        """Yield this rank's experts. In one tensor, up projections follow gates."""
+        """Yield this rank's experts. In `gate_up_proj`, the rows of the up projection follow the rows of the gate."""
         a, place = self.architecture, self.place
         count = a.num_experts // self.grid.expert
         rows = a.expert_ffn // self.grid.expert_tensor

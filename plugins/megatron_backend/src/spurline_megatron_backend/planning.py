@@ -109,7 +109,7 @@ def size_problems(config: MegatronBackendConfig, a: Architecture) -> Iterator[Pr
 
 
 def _undivided(key: str, grid: Grid, counts: Mapping[str, int], others: int) -> Iterator[Problem]:
-    """Yield a problem if this size does not divide these counts. `others` is another size that divides a stage."""
+    """Yield a problem if this size does not divide these counts. `others` is another size that divides the ranks."""
     size, common = getattr(grid, key), math.gcd(*counts.values())
     if common % size:
         listed = ", ".join(f"{count} {what}" for what, count in counts.items() if count % size)

@@ -96,8 +96,8 @@ class StagedModel:
     ) -> None:
         """Run all micro-batches forward and backward, or in evaluation mode only forward.
 
-        After a backward pass, a rank has summed gradients of the values that it optimizes. With `whole_gradients`, it
-        has summed gradients of all its parameters.
+        After a backward pass, a rank holds the summed gradients of the values that it optimizes. With
+        `whole_gradients`, it holds the summed gradients of all its parameters.
         """
         unit = self._grid.tensor
         longest = 0

@@ -110,7 +110,7 @@ class TrainedModel:
         """The settings of the optimizer's groups when the optimizer was new."""
         self.updates = 0
         self._shown_while_given: bool | None = None
-        """Whether engines had the device when `show_exact` wrote the fp32 values. None if it has written none."""
+        """Whether engines had the device when `show_exact` wrote the fp32 values. None if it must write them again."""
 
     def owned(self) -> list[Owned]:
         """Return the ranges that this rank optimizes.

@@ -28,7 +28,7 @@ _MISSING = "not installed"
 
 
 def check_machines(run: RunConfig, ask: Callable[..., Mapping[str, Any]]) -> None:
-    """Raise ConfigError unless all machines have equal software and see the run directory. See `reserved_room`."""
+    """Raise ConfigError unless machines have equal software and see the run directory. `reserved_room` yields `ask`."""
     plugins = list(run.plugins)
     modules = sorted({name for need in cluster_needs(run) for name in need.modules})
     _compare({"this machine": software(plugins, modules), **ask(f"{__name__}:software", plugins, modules)})

@@ -210,10 +210,10 @@ def _wish(need: ClusterNeed, bundles: Sequence[Bundle]) -> str:
 
 
 def answers(asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Return the answers of actors that come within the limit, by machine. Answers of dead actors are left out.
+    """Return the answers that come within the limit, by machine. Dead actors give no answers.
 
     Args:
-        asked: By machine, what Ray returned for a call whose answer is a packed outcome.
+        asked: The reference that Ray returned for the call of each actor, by machine. The answers are packed outcomes.
         limit_s: Seconds to wait.
 
     Raises:

@@ -125,7 +125,7 @@ class RankBackendConfig(ModelBackendConfig):
     def counts(self, rank: int) -> bool:
         """Return whether the controller uses this rank's answer. It uses the answer of one rank for each share.
 
-        Sort the ranks whose answers are used by number. The first has share 0, the second share 1, and so on.
+        The lowest of the ranks whose answers are used has share 0, the next one share 1, and so on.
         """
         return True
 

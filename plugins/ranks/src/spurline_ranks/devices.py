@@ -52,7 +52,7 @@ def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:
-    """Return environment variables that limit exchanges to the loopback interface. Variables that are set are kept.
+    """Return environment variables that limit exchanges to the loopback interface, except those that are set already.
 
     Neither gloo nor NCCL authenticates peers, and by default other machines can reach both.
 

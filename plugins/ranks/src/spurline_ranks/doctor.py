@@ -135,7 +135,7 @@ class DoctorRank:
         }
 
     def groups(self, config: Any, place: Place) -> Mapping[str, ProcessGroup | None]:
-        """Return the backend's groups with this rank by name. A group of one rank may be None. All ranks call this."""
+        """Return the backend's groups that hold this rank, by name. A group of one may be None. All ranks call this."""
         return {}
 
     def look(self) -> dict[str, Any]:

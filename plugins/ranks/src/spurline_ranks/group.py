@@ -117,7 +117,7 @@ class MachineOrder:
         node: The name of this machine in messages.
         worker: `module:Class` of the worker. The class takes a `Place` and then the `arguments`.
         store: Host and port of the store that the ranks use to find each other.
-        log_dir: A folder for the logs of the ranks. If None, only errors show their end.
+        log_dir: A folder for the logs of the ranks. If None, only the end of a log is shown, in errors.
     """
 
     request: RankRequest
@@ -184,7 +184,7 @@ class RankProcesses(Protocol):
     def identities(self) -> Mapping[int, Identity]: ...
 
     def send(self, method: str, common: bytes, own: Mapping[int, bytes]) -> None:
-        """Send a call to all ranks without waiting. The arguments are packed tuples, each rank's own and the common."""
+        """Send a call to all ranks without waiting. `common` and `own` of each rank are packed tuples of arguments."""
         ...
 
     def wait(self, timeout_s: float) -> Mapping[int, bytes | Died]:
@@ -204,11 +204,11 @@ class RankProcesses(Protocol):
         ...
 
     def end(self) -> None:
-        """Kill all ranks and wait for their end. It may be called again, and while another thread waits."""
+        """Kill all ranks and wait for their end. Another thread may wait meanwhile. A second call has no effect."""
         ...
 
     def close(self) -> None:
-        """Release connections after the last call. It may be called again."""
+        """Release connections after the last call. A second call has no effect."""
         ...
 
 
@@ -258,7 +258,7 @@ class RankGroup:
                 raise
 
     def close(self) -> None:
-        """Kill all ranks, and wait until they have ended. It may be called again."""
+        """Kill all ranks, and wait until they have ended. A second call has no effect."""
         # A thread in `call` holds the lock. It wakes up when the ranks have ended.
         self._ended = self._ended or "the ranks were closed."
         self._processes.end()
@@ -342,7 +342,7 @@ def _may_follow_from_another(failure: Raised | Died) -> bool:
 
 
 def _of_worker(stack: str) -> str:
-    """Return the stacks without the thread that receives calls, and without the frames that call the worker."""
+    """Return the stacks, without the thread that receives calls and the frames that only call the worker."""
     threads = [thread for thread in stack.split("\n\n") if " in _listen" not in thread]
     lines: list[str] = []
     for thread in threads:

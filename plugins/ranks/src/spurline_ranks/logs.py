@@ -64,7 +64,7 @@ def of_last_process(text: str) -> str:
 def stacks_of(pid: int, limit_s: float) -> str:
     """Make a process write the stacks of its threads to its log. Return the stacks, or why there are none.
 
-    The standard error of the process must be its log, a file, and SIGUSR1 must be registered with `faulthandler`.
+    The process must write standard error to its log file, and must have registered SIGUSR1 with `faulthandler`.
     """
     with suppress(OSError), open(f"/proc/{pid}/fd/2", "rb") as file:
         log = file.fileno()

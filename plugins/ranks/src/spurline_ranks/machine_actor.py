@@ -1,4 +1,4 @@
-"""A process on each machine of a Ray cluster, which starts the machine's ranks or answers questions about the machine.
+"""A Ray actor on each machine of a cluster. It starts the machine's ranks, or answers questions about the machine.
 
 This module imports no torch.
 """

@@ -1,6 +1,6 @@
 """Turn the settings of a run and its objectives into plain data for ranks, and back.
 
-Configs, losses and plugins are never pickled: a rank validates the settings again, and makes the loss from its config.
+Configs, losses and plugins are never pickled: a rank validates the settings again, and makes a loss from its settings.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def unpacked(wire: bytes) -> Any:
 
 
 def read_outcome(said: bytes | Died) -> Outcome:
-    """Return the outcome of a rank. If it cannot be read, that error becomes the outcome."""
+    """Return the outcome of a rank. If it cannot be read, the outcome is the error of reading it."""
     try:
         return said if isinstance(said, Died) else unpacked(said)
     except Exception as error:  # noqa: BLE001 - raised where the call was made

@@ -28,7 +28,7 @@ class LocalRanks:
 
     Args:
         order: The ranks to start.
-        store: The store where the ranks find each other, if this process hosts it. It is kept until `close`.
+        store: The store where the ranks find each other, if this process hosts the store. It is kept until `close`.
     """
 
     def __init__(self, order: MachineOrder, store: object = None) -> None:

@@ -43,7 +43,7 @@ class Gathers(Protocol):
         ...
 
     def owner_of(self, names: Sequence[str]) -> int:
-        """Return the rank to which gathering these tensors sends the fewest bytes. The result is equal on all ranks."""
+        """Return the rank that can gather these tensors with fewest bytes sent. The result is equal on all ranks."""
         ...
 
 
@@ -84,7 +84,7 @@ class WeightGathering:
     def gather(
         self, bucket: Bucket, dtype: torch.dtype | None = None, destinations: Collection[int] = (0,)
     ) -> dict[str, Tensor]:
-        """Return a bucket's weights on the device in `destinations`, else {}. All ranks call this together."""
+        """Return a bucket's weights on the device, or {} outside of `destinations`. All ranks call this together."""
         groups = self._named.groups[slice(*bucket)]
         whole: dict[str, Tensor] = {}
         # Weights without adapters are cast before sending, which halves the bytes. Others are cast after merging.

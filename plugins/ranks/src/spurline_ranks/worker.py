@@ -76,7 +76,7 @@ def clip_factor(grad_norm: float, limit: float | None) -> float | None:
 class RankWorker:
     """The base class of a backend's worker. Every rank makes one worker.
 
-    A subclass sets `_counts` in its constructor and the other attributes below in `build`. It adds these methods:
+    A subclass sets `_saved_model`, `_counts` in its constructor, and the other attributes in `build`. It adds methods:
 
     - build(): loads the models. It is the first call.
     - gradients(wire, plain objective, role): returns (name, whole gradient) of each trained parameter on the first

@@ -1,4 +1,4 @@
-"""Define the commands to an engine. Each layer, from the pool to the engine, passes them on unchanged."""
+"""Define the commands to an engine. Each layer, from the pool to the engine, passes them on."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for an engine that shares none of its `each` GPUs, or None to inherit the variable.
+    """Return CUDA_VISIBLE_DEVICES for an engine that gets `each` GPUs of its own, or None to inherit the variable.
 
     Raises:
         ConfigError: If there are too few GPUs.

@@ -70,11 +70,11 @@ State = Literal["starting", "awaiting", "ready", "dead"]
 """An `awaiting` engine has started, but must not generate before it gets weights."""
 
 _GIVEN_UP_CLOSE_S = 5.0
-"""Time limit in seconds to close an engine that is dead or has not started. Then its processes are killed."""
+"""Time limit in seconds to close an engine that is dead or has not started. After that, its processes are killed."""
 _LOOK_S = 0.01
 """Seconds between two looks at the tokens of a request."""
 _BEGINNING_S = 0.5
-"""Seconds that an update may wait for the first token of a request that begins before it and ends after it."""
+"""Seconds that an update may wait for the first token of the request that crosses it; see `begin_crossing`."""
 _HANDING_OVER_S = 1.0
 """Seconds in which the member of a dead engine may add its last tokens to `Progress`."""
 
@@ -128,7 +128,7 @@ class PooledEngine(ControlledEngine):
         self.is_late = False
         # True if the engine did not generate with the weights that it had confirmed.
         self.is_rejected = False
-        # The newest version for which the engine has proven that it generates with its weights.
+        # The engine has proven that it generates with the weights of this version. -1 means no version.
         self.proven_version = -1
         self.transports = transports
         self._member = member
@@ -304,7 +304,10 @@ class PooledEngine(ControlledEngine):
             self._become("awaiting")
 
     def leave_update(self, answer: asyncio.Future[None]) -> None:
-        """Let the update continue without this engine, which awaits weights again after this answer to a command."""
+        """Let the update continue without this engine. It can get weights again when `answer` is done.
+
+        `answer` is its answer to the current command.
+        """
 
         def rejoin(answer: asyncio.Future[None]) -> None:
             _retrieve(answer)
@@ -351,7 +354,7 @@ class PooledEngine(ControlledEngine):
     def _check_progress(self) -> None:
         """Kill the engine if a request has waited too long for its next token.
 
-        A request without tokens may be queued behind others. Its wait begins with the last token of any request.
+        A request without tokens may be queued behind others, so its wait begins anew with each token of any request.
         """
         now, limit = asyncio.get_running_loop().time(), self._config.generate_timeout_s
         for awaited in self._awaited:

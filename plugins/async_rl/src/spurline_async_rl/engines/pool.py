@@ -27,7 +27,7 @@ from spurline_rl.trajectory import FinishReason
 T = TypeVar("T")
 
 _SLACK = 16
-"""A request goes to the engine that had the prompt before, unless its load exceeds the lowest one by more than this."""
+"""A request goes to the engine that had its prompt, if the load there is at most this much above the lowest load."""
 _REMEMBERED = 8192
 """Number of prompts for which the router remembers the engine."""
 _LONGEST_BREAK_S = 60.0
@@ -164,7 +164,7 @@ class EnginePool(ControlledEngine):
             try:
                 reason = await engine.generate(request, progress)
             except EngineDiedError:
-                # Its replacement answers after its own update.
+                # The engine that replaces this one answers after an update of its own.
                 progress, reason = Progress(), None
             return self._result_of(engine, request, progress, reason)
 
@@ -209,9 +209,9 @@ class EnginePool(ControlledEngine):
     async def control(self, command: Command) -> None:
         """Send the command to all engines that take part in its hold.
 
-        The call does not wait for an engine that dies. A new engine replaces it and awaits the weights, so it never
-        generates with old weights. An update does not wait for a very slow engine, which gets the weights later, in a
-        publish of its own. After `Sleep`, no process has device memory, not even a process of a dead engine.
+        The call does not wait for an engine that dies. The engine that replaces it must get the weights before it
+        generates. An update does not wait for a very slow engine, which gets the weights later, in a publish of its
+        own. After `Sleep`, no process has device memory, not even a process of a dead engine.
 
         Raises:
             RunFailedError: If all engines have failed in an update or sleep.
@@ -309,7 +309,7 @@ class EnginePool(ControlledEngine):
         failed_starts = 0
         try:
             while self._failure is None:
-                # A server may come back after a while.
+                # Wait before another start, because a server may come back after a while.
                 await asyncio.sleep(min(_LONGEST_BREAK_S, 2.0 ** (failed_starts - 1)) if failed_starts else 0)
                 await self._until("a start", lambda: SLEEP not in self._held)
                 engine = self._engines[number]

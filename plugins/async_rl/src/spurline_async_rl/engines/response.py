@@ -57,8 +57,8 @@ def _delta(token_ids: bytes, logprobs: bytes, *rest: Any) -> Delta:
 class Progress:
     """The tokens of one response so far.
 
-    The member adds tokens while it generates, so they are kept if the member dies. The properties are columns of
-    `GenerationResult`, which are copied when they are read. `experts` begin at the first token of the prompt.
+    The member adds tokens while it generates, so they are kept if the member dies. `token_ids`, `logprobs` and
+    `versions` are columns of `GenerationResult`, as copies. `experts` begin at the first token of the prompt.
     """
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Progress:
         return self._versions.count(version)
 
     def cut_beyond(self, version: int, num_tokens: int) -> None:
-        """Drop the tokens after so many tokens of this version, if there are more of it."""
+        """Keep at most `num_tokens` tokens of this version: drop the next token of it, and all tokens after that."""
         own = [index for index, each in enumerate(self._versions) if each == version]
         if len(own) > num_tokens:
             self.cut(own[num_tokens])

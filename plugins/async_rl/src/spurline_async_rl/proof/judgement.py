@@ -31,16 +31,16 @@ _USUAL_BAR = 0.05
 _LARGEST_BAR = 0.5
 """The limit until the difference is measured, and the largest limit. No precision or quantization explains more."""
 _FP32_DIFFERENCE = 1e-4
-"""A measured mean difference up to this means that an engine computes in fp32, if the trainer does."""
+"""If the trainer computes in fp32, a measured mean difference up to this means that the engines do too."""
 _UNCERTAIN = -0.1
-"""Tokens with a logprob below this measure the difference. Likely tokens have little rounding in any precision."""
+"""Only tokens with a logprob below this measure the difference: likely tokens have little rounding in any precision."""
 _MEASURED_TOKENS = 32
 """Number of uncertain tokens that measure the difference."""
 _LEAST_ROUNDING = 1e-6
 _REMEMBERED = 32
-"""Number of publishes for which the trainer's logprobs are remembered, and of answers for which rounding is."""
+"""Number of earlier publishes whose logprobs by the trainer are kept, and of answers whose rounding is kept."""
 _SURE = 0.1
-"""Largest standard deviation with which a projection decides. It is a fifth of the distance from 1 to the limit."""
+"""Largest standard deviation with which a projection decides: a fifth of the distance from 1 to `_HALF_DELIVERED`."""
 _HALF_DELIVERED = 0.5
 _ABOVE_ROUNDING = 16.0
 """A projection decides only if the squared length of the update is more than this many times that of the rounding."""
@@ -52,9 +52,9 @@ class Verdict:
 
     Attributes:
         difference: Mean |logprob of the engine - logprob of the trainer|, in nats per token.
-        delivered: 1 if the engine's weights have changed as the trainer's have, 0 if they have not; None if the change
-            does not exceed the rounding, or if the rounding is not known yet.
-        fault: The reason why the engine is not believed; empty if it is.
+        delivered: About 1 if the engine's weights have changed as the trainer's have, about 0 if they have not; None if
+            the change does not exceed the rounding, or if the rounding is not known yet.
+        fault: The reason why the engine is not believed; empty if it is believed.
         is_far: Whether this answer completes the measurement of the difference, and the difference is larger than
             rounding in bf16 explains.
     """
@@ -68,8 +68,8 @@ class Verdict:
 class Judge:
     """Judges the probes of all engines of a run, publish after publish.
 
-    `in_fp32` says whether the trainer computes in fp32. In bf16 most differences may be tiny, and some large, if the
-    engine computes as the trainer does.
+    `in_fp32` says whether the trainer computes in fp32. If not, a tiny mean difference does not lower the limit to
+    `_FP32_BAR`, because in bf16 most differences may be tiny and a few large.
     """
 
     def __init__(self, *, in_fp32: bool = True) -> None:
@@ -158,16 +158,16 @@ class Judge:
             shared = min(count, len(squares))
             sums[:shared] += squares[:shared]
             counts[:shared] += 1
-        # The mean of all counts as one more measurement of each token. So a token with few measurements, or with only
+        # Each token gets the mean of all tokens as one more measurement. So a token with few measurements, or with only
         # small ones, does not look exact.
         mean = float(np.concatenate(self._squares).mean())
         return np.maximum((sums + mean) / (counts + 1), max(mean / 4, _LEAST_ROUNDING**2))
 
 
 def _score_of_prefix(scored: dict[tuple[int, ...], Logprobs], tokens: Sequence[int]) -> NDArray[np.float64]:
-    """Return the earlier logprobs of the first tokens, up to the first token that differs.
+    """Return the logprobs in `scored` of the longest beginning of `tokens` that one of its answers shares.
 
-    Logprobs depend on the tokens before, so later ones cannot be compared.
+    A logprob depends on all tokens before, so logprobs after the first different token cannot be compared.
     """
     best = np.empty(0)
     for known, values in scored.items():

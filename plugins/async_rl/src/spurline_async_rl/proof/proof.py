@@ -2,9 +2,9 @@
 
 Data flow: publish -> probes to all engines -> answers -> the trainer's logprobs of them -> Judge -> accept or reject.
 
-There are two probes. One is asked after the publish, and takes the path of all requests. Its prompt spans several
-blocks of a prefix cache. The other one crosses the update: it begins before and ends after it, so its last tokens show
-keys and values that should have been computed again.
+There are two probes. One is asked after the publish, and is generated as all requests are. Its prompt spans several
+blocks of a prefix cache. The other one crosses the update: it begins before the update and ends after it, so its last
+tokens show whether keys and values were computed again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ANSWER_TOKENS = 32
 _CROSSING_TOKENS = 256
 """Most tokens of the answer that crosses an update."""
 _CROSSED_TOKENS = 8
-"""Tokens of the new version after which this answer may end."""
+"""The answer that crosses an update ends when it has this many tokens of the new version."""
 _SEED = 20_011
 DIFFERENCE, DELIVERED, REJECTED = "publish/probe_diff", "publish/delivered", "publish/rejected"
 """Metrics: the largest mean difference of logprobs, the smallest `delivered`, and the number of rejected engines."""
@@ -60,7 +60,7 @@ class ProofSettings:
         context: Largest number of tokens of prompt and response, if it is known.
         vocabulary: Number of tokens that the model knows, if the tokenizer may have more.
         in_fp32: Whether the trainer computes in fp32.
-        crosses: Whether engines compute keys and values again after an update.
+        crosses: Whether a probe crosses updates. It needs engines that compute keys and values again after an update.
         restarts: Whether a rejected engine may be replaced. Otherwise the run ends.
         timeout_s: Seconds that the engines may take to answer.
         report_s: Seconds after which a message says that the answers take long.
@@ -85,7 +85,7 @@ def make_probes(
     known = min(len(tokenizer), settings.vocabulary or len(tokenizer))
     ordinary = np.array([token for token in range(known) if token not in special], np.int64)
     room = PROMPT_TOKENS + _CROSSING_TOKENS if settings.context is None else settings.context
-    # In a short context, a third is for the answer, and as much again for the answer that crosses the update.
+    # In a short context, prompt and answer get a third each. The answer that crosses the update may take the rest too.
     answer = max(1, min(ANSWER_TOKENS, room // 3))
     prompt = np.random.default_rng(_SEED).choice(ordinary, max(1, min(PROMPT_TOKENS, room - 2 * answer)))
     asked = GenerationRequest(
@@ -108,7 +108,7 @@ def note_worst(noted: dict[str, float], found: Mapping[str, float]) -> None:
 
 
 class _Asked(NamedTuple):
-    """The probes of one publish. `is_all` says whether all engines got it."""
+    """The probes of one publish. `is_all` says whether all engines got the publish."""
 
     version: int
     is_all: bool
@@ -198,8 +198,8 @@ class PublishProof:
     def settle(self, score: Score) -> Mapping[str, float]:
         """Judge the answers to the last probes, and return metrics.
 
-        The trainer must still have the published weights. Before this, no token of these weights may be trained on.
-        After an error, all later calls raise it too, so that no checkpoint holds what is not proven.
+        The trainer must still have the published weights. Before this call, no token of these weights may be trained
+        on. After an error, all later calls raise it too, so that no checkpoint holds what is not proven.
 
         Raises:
             RunFailedError: If an engine does not have the published weights, and is not replaced.
@@ -239,7 +239,7 @@ class PublishProof:
         if asked.is_all:
             silent |= self._proven.keys() - answers.keys()
         for name in silent:
-            # Nobody knows with which weights it generated last.
+            # Nobody knows with which weights this engine generated last.
             proven = self._proven.pop(name, -1)
             if self._engine.needs_proof:
                 self._loop.call(self._producer.distrust, name, proven)
@@ -267,7 +267,7 @@ class PublishProof:
             # Old keys and values show most in the first tokens after the update.
             trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
             if len(is_new):
-                # Stale keys and values change all tokens. A single one may differ because it went to another expert.
+                # Old keys and values change all logprobs. One alone may differ if its token went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
                 differences.append(difference)
                 if not difference <= self._judge.bar and not faults.get(name):

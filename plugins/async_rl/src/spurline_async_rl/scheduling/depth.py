@@ -25,7 +25,7 @@ Depth = Literal["auto", "full"] | int
 _LACKING = 1e-3
 """The trainer lacked groups if it waited for more than this share of the time."""
 _RISE_PER_WAIT = 2.0
-"""D rises by this many batches if the trainer waited all the time."""
+"""D rises by this many batches, times the share of the time that the trainer waited, and by K / 4."""
 _FALL = 1 / 128
 """D falls by this part of a batch."""
 _MEMORY = 8

@@ -21,8 +21,8 @@ that may train the group, because its oldest tokens can have version v. If batch
 So the batches t, t + 1, ..., d have room for these groups, and no deadline is before t.
 
 Admission keeps (1). A new group has the latest deadline of all, v + S. It is admitted only if there are fewer than
-(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. A restart
-and giving groups back do the same, because these groups are admitted again before all others, with later deadlines.
+(v + S - t + 1) * B untrained groups. Filtering or giving up a group only makes the left side of (1) smaller. So do a
+restart and `give_back`: they make groups pending, which are admitted again before all others, with later deadlines.
 
 After batch t is taken, (1) must hold for t + 1, that is, with d - t in place of d - t + 1.
 - `window` takes the groups with the earliest deadlines first, and waits until (1) would hold for the groups that are
@@ -57,7 +57,7 @@ AtBound = Literal["wait", "mask"]
 
 
 class State(IntEnum):
-    """The state of a drawn prompt. A trained prompt is stored as its positive 1-based step."""
+    """The state of a drawn prompt. The scheduler stores a trained prompt as the 1-based step that trained it."""
 
     PENDING = 0
     RUNNING = -1
@@ -144,7 +144,7 @@ class Scheduler:
         return sorted(self._filtered)
 
     def draw(self) -> int:
-        """Return the pending prompt to start next. It is the earliest that must start again, or else a new prompt."""
+        """Return the prompt to start next: the earliest pending prompt or, if none is pending, a new one."""
         if not self._pending:
             if self.num_drawn == len(self._states):
                 self._states = np.concatenate([self._states, np.zeros_like(self._states)])
@@ -192,7 +192,7 @@ class Scheduler:
         self._pending = deque(sorted([*self._pending, draw]))
 
     def discard_filtered(self, draw: int) -> None:
-        """Drop a filtered group, so that it is never trained. It cannot start again: others may have its room."""
+        """Drop a filtered group, so that it is never trained. It cannot start again, since its room may be taken."""
         self._filtered.remove(draw)
         self._num_given_up += 1
 
@@ -309,7 +309,7 @@ class Scheduler:
     def _has_room(self) -> bool:
         """Return whether `max_running`, the bound and `draw_limit` allow one more group."""
         limits = self.limits
-        # Untrained groups fill all batches up to the last one that may train on tokens of this version.
+        # There is room for untrained groups in all batches up to the last one that may train tokens of this version.
         last = min(self.version + limits.max_staleness, limits.num_batches - 1)
         room = (last - self.taken + 1) * limits.batch_size
         beyond_this_batch = room - limits.batch_size

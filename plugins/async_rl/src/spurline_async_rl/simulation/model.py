@@ -162,7 +162,7 @@ class Model:
         self.scheduler.end(draw, _STATES[outcome])
 
     def _note_work(self, draw: int) -> None:
-        """Add the work of this group since the last call to its work with the current version of the weights."""
+        """Note the work that this group has done since the last call, all with the current version of the weights."""
         group, work, version = self._running[draw], self.work[draw], self.scheduler.version
         if self._done > group.done:
             work[version] = work.get(version, 0.0) + self._done - group.done

@@ -31,7 +31,7 @@ class Figures:
     Attributes:
         staleness: Shares of the trained tokens, by their age in updates.
         trainer_idle: The share of the time in which training waited for a batch.
-        generation_idle: The mean share of the `max_running` places for groups that were empty or paused.
+        generation_idle: The mean share of places that were empty or paused. There are `max_running` places for groups.
         depth: The mean depth D (see depth.py), in groups.
     """
 
@@ -188,9 +188,9 @@ def _bounds(knobs: Knobs) -> list[int]:
 
 
 def recommended(found: Sequence[Prediction]) -> Prediction:
-    """Find the smallest `max_staleness` with nearly the best throughput.
+    """Return the recommended prediction. It has the smallest `max_staleness` that nearly reaches the best throughput.
 
-    Returns the one of its fastest predictions that has the freshest tokens.
+    Among the fastest predictions with this `max_staleness`, it has the freshest tokens.
     """
     best = max(item.per_s for item in found)
     bound = min(item.knobs.max_staleness for item in found if item.per_s >= _GOOD_ENOUGH * best)

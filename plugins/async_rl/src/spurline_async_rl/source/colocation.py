@@ -8,8 +8,8 @@ The engines get the memory in these steps, one after the other:
 The trainer gets the memory back when the engines have freed their cache and weights. So the cache and the optimizer's
 state are never on a device at the same time.
 
-If a step fails, the run ends. If an engine dies, the other engines continue, and the dead engine is started again in
-the engines' next turn.
+If a step fails, the run ends. If an engine dies, the other engines continue, and the dead engine is started again when
+the engines have the memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from spurline_rl.protocols.weight_sync import SyncReport
 class Colocation:
     """Passes the memory, and knows which weights the engines have. All methods are called on the training thread.
 
-    They raise RunFailedError if they fail or an earlier call has failed. `engines_have` is the version of the weights
-    in all engines, or None if it is unknown.
+    After a call has failed, later calls raise RunFailedError. `engines_have` is the version of the weights in all
+    engines, or None if it is unknown.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Colocation:
             self._backend.take_device()
 
     def serve(self, version: int, engines: Sequence[TakesWeights]) -> None:
-        """Publish the weights of this version to engines that were started again while the engines have the memory."""
+        """Publish the weights of this version, in the engines' turn, to `engines`, which were started again."""
         if not self._offloads_trainer:
             with self._passing("engines", "publishing to an engine that was started again"):
                 self._publisher.publish(version, cast("Backend", self._backend), engines)

@@ -70,9 +70,9 @@ class AsyncRolloutsConfig(PromptSourceConfig):
     record_groups: Annotated[bool, OnResume.FREE] = False
     """Keep the trained groups of each step in RUN_DIR/groups. Source `recorded_rollouts` can train on them again."""
     watchdog_s: Annotated[float, OnResume.FREE] = Field(default=300.0, gt=0)
-    """A waiting run reports what it waits for after this many seconds without a finished group or answered request."""
+    """After this many seconds without a finished group or answered request, a waiting run reports what it waits for."""
     stall_timeout_s: Annotated[float, OnResume.FREE] = Field(default=7200.0, gt=0)
-    """A waiting run ends with an error after this many seconds without a finished group or answered request."""
+    """After this many seconds without a finished group or answered request, a waiting run ends with an error."""
 
     @model_validator(mode="before")
     @classmethod

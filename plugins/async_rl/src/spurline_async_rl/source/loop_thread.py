@@ -65,7 +65,7 @@ class LoopThread:
         """Return the result of a future of `start`. Print a message every `every_s` seconds until then.
 
         Raises:
-            RunFailedError: If the future takes longer than `timeout_s`. It is cancelled then.
+            RunFailedError: If the future takes longer than `timeout_s`. The future is then cancelled.
         """
         began = time.monotonic()
         try:
@@ -151,8 +151,8 @@ class QuietCollector:
     """Keeps full garbage collections from stopping the event loop, from `start` to `close`.
 
     A full collection stops all threads, and takes more than a second with 65,536 running attempts. So objects that
-    exist when a run starts, such as imported modules, are frozen. With many attempts, full collections only run between
-    steps, every 100 steps.
+    exist when a run starts, such as imported modules, are never examined (`gc.freeze`). With many attempts, full
+    collections run only between steps, every 100 steps.
     """
 
     def __init__(self, attempts: int) -> None:
@@ -176,7 +176,7 @@ class QuietCollector:
             gc.collect()
 
     def close(self) -> None:
-        """Restore the collector's settings. May be called again."""
+        """Restore the collector's settings. A second call has no effect."""
         if self._before is not None:
             gc.set_threshold(*self._before)
             gc.unfreeze()

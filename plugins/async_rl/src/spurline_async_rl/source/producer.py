@@ -66,7 +66,7 @@ class Producer:
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
         self._failure: BaseException | None = None
-        # For each engine that was distrusted: (a, b) for tokens of versions between a and b.
+        # For each distrusted engine: pairs (a, b). Its tokens of versions above a and below b are not trusted.
         self._distrusted: dict[str, list[tuple[int, float]]] = {}
         self._given_back = 0
         self._stopped = True
@@ -125,7 +125,7 @@ class Producer:
         return collected, costs["retries"]
 
     def distrust(self, engine: str, version: int) -> None:
-        """Generate all groups again that have tokens of this engine with weights newer than this version.
+        """Repeat all groups with tokens that this engine has generated with weights newer than this version.
 
         Running groups are checked when they end.
         """
@@ -141,7 +141,7 @@ class Producer:
         self._admit()
 
     def trust(self, engine: str, version: int) -> None:
-        """Take groups of a distrusted engine again, if it has made them with weights of this version or newer ones."""
+        """Trust again the tokens that a distrusted engine generates with weights of this version or newer ones."""
         if engine in self._distrusted:
             self._distrusted[engine] = [(above, min(below, version)) for above, below in self._distrusted[engine]]
 
@@ -153,7 +153,7 @@ class Producer:
     def _is_tainted(self, group: Group) -> bool:
         if not self._distrusted:
             return False
-        # If another engine has finished a response, the pool has cut the unproven tokens of the engines before.
+        # Only the last engine of a response can have unproven tokens in it: the pool has cut those of earlier engines.
         finished = [(turn.engines[-1], np.asarray(turn.versions)) for turn in turns_of([group]) if turn.engines]
         return any(
             ((above < versions) & (versions < below)).any()

@@ -87,7 +87,7 @@ def choose_sync(
     `given` is the config's `weight_sync`. `on_gpu` is true if the trainer's weights are on GPUs.
 
     Raises:
-        ConfigError: If the engine takes no weights, or does not support the transport.
+        ConfigError: If the engine takes no weights, does not support `given`, or has no transport that works here.
     """
     if not isinstance(engine, TakesWeights):
         raise ConfigError.at(

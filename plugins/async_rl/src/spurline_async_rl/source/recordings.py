@@ -42,7 +42,7 @@ _BLOCK_BYTES = 32 << 20
 
 
 def groups_state(groups: Sequence[Group]) -> dict[str, object]:
-    """Return the state of groups. They must not change until it is written, because blocks are made while writing."""
+    """Return the state of groups. They must not change until the state is written, since blocks are made only then."""
     return {"blocks": StateParts(lambda: map(_block_state, _blocks(groups)), is_frozen=True)}
 
 

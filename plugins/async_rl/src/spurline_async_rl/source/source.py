@@ -184,7 +184,7 @@ class AsyncRolloutSource(PromptSource):
         if ages["staleness/mean"] > 0:
             trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
             ages |= fresh_mismatch(collected.groups, trainer, self._updates)
-        # The engines have answered the last probes meanwhile. After the update it would be too late to judge them.
+        # The answers to the last probes must be judged before the update, which changes the weights of the trainer.
         self._settle_proof()
         proven, self._proven = self._proven, {}
         return replace(batch, info={**batch.info, **ages, **measured, **proven})
@@ -221,7 +221,7 @@ class AsyncRolloutSource(PromptSource):
         return done / self._prompts.prompts_per_epoch
 
     def after_update(self, step: int, backend: Backend) -> Mapping[str, float]:
-        """Publish the weights if they are due. Colocated engines get them at their next turn."""
+        """Publish the weights if a publish is due. Colocated engines get the weights at their next turn."""
         self._timeline.ended("train")
         self._updates = step
         if self._colocation is None and step % self._config.publish_every == 0 and step < self.total_steps:
@@ -325,9 +325,8 @@ class AsyncRolloutSource(PromptSource):
     def _unproven_version(self) -> int | None:
         """Return the oldest version that is not proven, whose tokens must not be taken yet, or None.
 
-        If the engines have answered a probe, their answers are judged first.
-
-        A colocated engine is judged after its turn. If it is rejected, the run ends.
+        If the engines have answered a probe, their answers are judged first. For colocated engines the result is None,
+        since they are judged after their turn, and the run ends if one is rejected.
         """
         if self._proof is None or self._colocation is not None:
             return None
@@ -381,7 +380,7 @@ class AsyncRolloutSource(PromptSource):
         assert self._publisher is not None, "not started"
         report = self._publisher.publish(self._updates, self._backend)
         if self._config.max_staleness == 0:
-            # Nothing else is generated meanwhile, so the probes cannot change the rounding of other requests.
+            # Groups start only after the probes are answered, so probes cannot change the rounding of other requests.
             self._settle_proof()
         self._loop.call(self._producer.publish, self._updates)
         return report

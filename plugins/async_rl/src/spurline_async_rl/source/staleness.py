@@ -64,8 +64,8 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
 def fresh_mismatch(groups: Sequence[Group], trainer: Sequence[NDArray[np.float32]], updates: int) -> dict[str, float]:
     """Return `mismatch/fresh`, the mean difference between the logprobs of trainer and engine on tokens of age 0.
 
-    Both have the same weights for these tokens, so the difference shows their precision, and not how far the policy has
-    moved. If no trained token has age 0, there is no metric.
+    Trainer and engine have the same weights for these tokens, so the difference shows how precisely they compute, and
+    not how far the policy has moved. If no trained token has age 0, there is no metric.
 
     Args:
         groups: The groups of a batch.

@@ -79,7 +79,7 @@ def stall_report(
         *requests,
     ]
     if proof is not None and proof.unproven is not None:
-        lines.append(f"groups with weights of version {proof.unproven} wait until engines have answered its proof")
+        lines.append(f"groups with tokens of version {proof.unproven} or newer wait for the proof of these weights")
     if groups and not requests:
         lines.append("no engine has a request: the environments or rewards of these groups have not returned")
     return "\n  ".join(lines)
@@ -89,7 +89,8 @@ class Watchdog:
     """A watchdog for one wait of the training thread.
 
     After `source.watchdog_s` without progress it prints a report, and after `source.stall_timeout_s` it ends the run.
-    An answered request is progress too. `describe` makes the report from the seconds without progress.
+    Progress is a change (see `wait`) or an answered request. `describe` returns the report, given the seconds without
+    progress.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Watchdog:
         self._moved_at = self._reported_at = time.monotonic()
 
     def wait(self, changed: threading.Event) -> None:
-        """Wait for a change. If none comes in time and no request was answered, report."""
+        """Wait for `changed`. If it is not set in time, and no request was answered, report."""
         if changed.wait(self._patience()):
             self._moved_at = self._reported_at = time.monotonic()
         elif (answered_at := self._engine.answered_at) > self._moved_at:

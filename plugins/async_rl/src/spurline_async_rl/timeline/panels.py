@@ -1,7 +1,7 @@
 """Show the timeline and the staleness of a run of source `async_rollouts` in its report.
 
-The timeline has two plots over the same seconds. One shows groups in lanes, coloured by the age of their oldest token
-when they were trained. The other plot shows what the training loop did.
+The timeline has two plots over the same seconds. One plot shows groups in lanes. The colour of a group is the age of
+its oldest token when the group was trained. The other plot shows what the training loop did.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class BucketSync:
         return SyncReport(version, sent, finishing - sending, time.perf_counter() - began)
 
     def _continue_chain(self, version: int, engines: Sequence[TakesWeights]) -> None:
-        """Begin a new chain of publishes, whose first is whole, if an engine lacks the last version or it is time."""
+        """Begin a chain of publishes with whole weights, if the old one is full or an engine lacks the last version."""
         if self._chain_length >= self._config.whole_every or not _receivers(engines).keys() <= self._up_to_date:
             self._chain, self._chain_length = self._chain + 1, 0
         self._chain_length += 1

@@ -1,6 +1,6 @@
 """Send only what changed in the weights since the last publish, over any transport that moves bytes.
 
-After a step of reinforcement learning most values of 16-bit weights are what they were, and the others differ in their
+After a step of reinforcement learning, most values of 16-bit weights have not changed, and the others differ in their
 last bits. A `ChangesMaker` compares each block of a tensor with the version that it sent before:
 
 - nothing is sent for a block without a change;
@@ -35,7 +35,7 @@ from spurline_models.weight_buckets import BucketMaker, WeightBucket
 
 CHANGES_MAKER = f"{__name__}:ChangesMaker"
 _CHANGES = "changes"
-"""Key of a bucket's `where`, with a `_Sent` of each tensor as plain values."""
+"""Key of a bucket's `where`, with the version and a plain `_Sent` of each tensor. It also names the tensor of bytes."""
 _BLOCK_BYTES = 4 << 20
 """Bytes of a block. Blocks are compared and compressed on several threads."""
 _NUM_THREADS = min(8, os.cpu_count() or 1)
@@ -70,12 +70,12 @@ class _Held:
 
 
 class ChangesMaker:
-    """A `BucketMaker` that gives another maker the changes since the version that it made before.
+    """A `BucketMaker` that makes buckets of changes since the previous version, with another maker.
 
     Args:
         maker: The other maker, as "module:Class".
         settings: Arguments of the other maker.
-        chain: Number of a chain of publishes. A maker with a new number is a new one, whose first publish is whole.
+        chain: Number of the chain of publishes. Each chain has a new maker, which sends whole weights first.
         among: Further arguments of the other maker.
     """
 
@@ -129,11 +129,11 @@ class ChangesReader:
             weights: Its tensors, as the transport's reader returns them.
 
         Returns:
-            `weights`, if the bucket has no changes. Otherwise the weights as views of memory that the next update
-            overwrites, or nothing if the transport's reader returned nothing.
+            `weights`, if no `ChangesMaker` made the bucket. Otherwise the weights, as views of memory that the next
+            update overwrites, or nothing if the transport's reader returned nothing.
 
         Raises:
-            BucketLostError: If this worker has another version than the one that the changes are relative to.
+            BucketLostError: If this worker lacks the version that the changes are relative to, or a digest differs.
         """
         changes = bucket.where.get(_CHANGES)
         if changes is None:

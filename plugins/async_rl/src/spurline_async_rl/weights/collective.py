@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from spurline.config.run_config import RunConfig
 
 _MEETING, _NUMBER, _FAILED = "meeting", "number", "failed"
-"""Keys of a bucket's `where`. It has the `Meeting` and [version, number], or only why the previous bucket was lost."""
+"""Keys of a bucket's `where`: the `Meeting` and [version, number], or only the reason why the last bucket was lost."""
 _JOIN_AND_SEND = 2.5
 """Joining and sending end within this multiple of the time limit, unless a call hangs. NCCL hangs if a process dies."""
 _FAR_AWAY = "192.0.2.1"
@@ -44,8 +44,8 @@ _FAR_AWAY = "192.0.2.1"
 class CollectiveSync(BucketSync):
     """A `WeightSync` that broadcasts buckets.
 
-    After `limit_s` seconds in which not all engines joined the group, or received a bucket, the bucket is sent again to
-    the engines that still run.
+    If an engine does not join the group or receive a bucket within `limit_s` seconds, the bucket is sent again to the
+    engines that still run.
     """
 
     transport = "collective"

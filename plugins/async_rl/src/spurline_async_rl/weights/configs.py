@@ -55,8 +55,8 @@ class ChangesSyncConfig(BucketSyncConfig):
 
     full_every: Annotated[int, OnResume.FREE] = Field(default=1, ge=1)
     """Send all weights with every n-th publish, and with the others only what changed, compressed and exact. 1 always
-    sends all weights. The trainer and each worker of an engine then need host memory for a copy of the weights. New
-    engines always get all weights."""
+    sends all weights. With a larger number, the trainer and each worker of an engine need host memory for a copy of the
+    weights. New engines always get all weights."""
 
     @property
     def whole_every(self) -> int:

@@ -98,7 +98,7 @@ class HandleMaker:
 
 
 def read_handles(bucket: WeightBucket, gpu: CurrentGpu | None = None) -> list[tuple[str, Tensor]]:
-    """Return the weights in the trainer's memory. The trainer frees it when the engine has loaded the bucket.
+    """Return the weights, as views of the trainer's memory. The trainer frees it when the engine has loaded the bucket.
 
     Raises:
         RunFailedError: If no rank has the weights on this GPU.

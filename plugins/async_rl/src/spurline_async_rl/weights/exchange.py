@@ -46,7 +46,7 @@ class Meeting:
         receivers: The number of workers of each engine. The sender has rank 0, and the workers follow in this order.
         device: The device of the sender's weights. Groups use NCCL for `cuda` and gloo for `cpu`.
         limit_s: Time limit in seconds, both for joining a group and for each broadcast.
-        group: Name of the group within the meeting, which has one for each sender.
+        group: Name of the group within the meeting. Each sender has a group of its own.
     """
 
     host: str
@@ -114,7 +114,7 @@ class ExchangeGroup:
         raise lost
 
     def leave(self) -> None:
-        """Leave the group. May be called again."""
+        """Leave the group. A second call has no effect."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None and not isinstance(group, dist.ProcessGroupGloo):
@@ -188,7 +188,7 @@ _LEFT: list[tuple[Any, Any]] = []
 
 
 def _keep_left() -> None:
-    """Keep the groups of `_LEFT` from being freed when the process ends, because that would delay the end."""
+    """Keep the groups of `_LEFT` from being freed when the process ends. Freeing them would delay the end."""
     for group, _ in _LEFT:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

@@ -1,1 +1,1 @@
-"""Rollout engine `vllm`: in process, in Ray actors, or an external server."""
+"""Rollout engine `vllm`: engines on this machine, engines in Ray actors, or external servers."""

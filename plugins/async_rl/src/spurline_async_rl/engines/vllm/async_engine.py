@@ -1,4 +1,4 @@
-"""Run one AsyncLLM of vLLM, which carries out the commands of a pool and yields tokens in chunks."""
+"""Run one AsyncLLM of vLLM: carry out the commands of a pool with it, and yield tokens in chunks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class AsyncEngine:
     async def generate(
         self, request_id: str, request: GenerationRequest, salt: str, *, each_step: bool = False
     ) -> AsyncGenerator[Delta, None]:
-        """Yield the response in parts of `chunk_tokens` tokens. A part is smaller after a second or before a command.
+        """Yield the response in parts of `chunk_tokens` tokens, or fewer if a second has passed or a command comes.
 
         Closing the generator aborts the request. If the task is cancelled or the engine dies, the generator first
         yields all tokens that have come. Stop texts do not end the response. Requests with the same `salt` share
@@ -173,7 +173,7 @@ class AsyncEngine:
         except EngineDiedError:
             raise
         except EngineDeadError as error:
-            raise self._died(f"died during a call to {what}: {error}") from error
+            raise self._died(f"died when it had to {what}: {error}") from error
         except Exception as error:
             raise RunFailedError(f"vLLM could not {what}: {error}") from error
 
@@ -181,7 +181,7 @@ class AsyncEngine:
         return EngineDiedError(f"{self.where} {how}{end_of(self._spec.log)}")
 
     async def _answer_of(self, call: Awaitable[_Result]) -> _Result:
-        """Return the answer of a call. Raises EngineDiedError if the engine dies, since vLLM would never answer."""
+        """Return the answer of a call. Raises EngineDiedError if the engine dies, since then vLLM never answers."""
         answer = asyncio.ensure_future(call)
         dead = asyncio.ensure_future(self.processes.wait_ended())
         try:

@@ -84,7 +84,7 @@ class VllmMember:
 
 
 class VllmEngine(EnginePool):
-    """A pool of vLLM engines. `mode` and `placement` make its members local engines, Ray actors or servers."""
+    """A pool of vLLM engines. They are local engines, Ray actors or servers, as `mode` and `placement` say."""
 
     def __init__(self, config: VllmEngineConfig, run: RunConfig, tokenizer: PreTrainedTokenizerBase):
         """Raise ConfigError if vLLM or Ray is needed and not installed."""

@@ -56,7 +56,7 @@ def check_complete(answers: Sequence[Sequence[str] | Mapping[str, str] | None]) 
 
     Raises:
         BucketLostError: If a worker did not get a bucket.
-        RunFailedError: If some layers got no weights in the update.
+        RunFailedError: If some layers did not get all of their weights in the update.
     """
     for answer in answers:
         if isinstance(answer, Mapping):
@@ -130,7 +130,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     if on_cpu:
-        # With chunked prefill, vLLM resets a random generator. CPUs fail with "CPU Generator does not use offset".
+        # With chunked prefill, vLLM resets a random generator, which CPUs refuse: "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
     elif config.is_colocated:
         # On CPUs vLLM refuses this setting, and ignores sleep and wake.
@@ -282,7 +282,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 def end_of(log: Path | None) -> str:
-    """Return the end of an engine's log for a message, or "" if the log is empty.
+    """Return the end of an engine's log for a message, or "" if there is no log or it is empty.
 
     Each process of vLLM prints a long traceback, and only the first traceback shows the cause. The lines about frames
     are removed, so that the end of the log still contains the first traceback.

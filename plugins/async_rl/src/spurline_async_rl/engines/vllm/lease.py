@@ -156,8 +156,8 @@ class ServerLease:
             except ClaimLostError as error:
                 return str(error)
             except SpurlineError as error:
-                # The server may have closed an idle connection just now. A busy server or a proxy may answer with an
-                # error for a while.
+                # The first failure may be an idle connection that the server has just closed. Errors that a busy
+                # server or a proxy answers with are ignored while the claim lasts.
                 num_failures += 1
                 if not self.is_valid or (isinstance(error, EngineDiedError) and num_failures > 1):
                     return str(error)

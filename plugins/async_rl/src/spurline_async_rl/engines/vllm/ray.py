@@ -102,7 +102,7 @@ class EngineCluster:
             return self._places.pop(0) if self._places else None
 
     def _leave(self) -> None:
-        # A thread of a cancelled start may hold the lock and still reserve places.
+        # Wait for the thread of a cancelled start, which may hold the lock and still reserve places.
         with self._lock:
             for place in self._places or ():
                 self.release(place)

@@ -30,7 +30,7 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
 _ASK_TIMEOUT_S = 5.0
-"""Time limit in seconds for one check of a server while a run waits for its servers."""
+"""Time limit in seconds for one check of a server while a run waits for its servers, and to end a claim."""
 _ASK_AGAIN_S = 2.0
 """Seconds between two checks whether a server answers."""
 _LONGEST_LINE = 1 << 24
@@ -323,7 +323,7 @@ class ServerMember:
             for stream in self._streams:
                 stream.cancel()
             await asyncio.gather(*self._streams, return_exceptions=True)
-            # A run must not pause the server of another run.
+            # This raises an error if the server belongs to another run, which must not be paused.
             await self._lease.call()
             await self._opened.pause()
         if call := worker_call(command):
@@ -361,7 +361,7 @@ class ServerMember:
         return self._api
 
     async def _stream(self, name: str, response: VllmResponse) -> FinishReason | None:
-        """Return why the response has ended, or None if the claim of the server ran out before the response ended."""
+        """Return why the response has ended, or None if this run's claim on the server ran out first."""
         try:
             async with contextlib.aclosing(self._opened.complete(self._served.name, response.rest())) as deltas:
                 async for delta in deltas:

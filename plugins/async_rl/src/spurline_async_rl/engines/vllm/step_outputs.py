@@ -1,8 +1,8 @@
 """Decode the messages of vLLM's engine into arrays, because AsyncLLM would make several Python objects per token.
 
 `StepDecoder` decodes the message of each step. `TokenStreams` keeps the tokens of each request until
-`AsyncEngine.generate` takes them. AsyncLLM gets only the outputs that wake a request: its first token, each full chunk,
-and its end. This module is imported after an engine has started, because it imports vLLM.
+`AsyncEngine.generate` takes them. AsyncLLM gets only the outputs that wake the reader of a request: its first token,
+each full chunk, and its end. This module is imported after an engine has started, because it imports vLLM.
 """
 
 from __future__ import annotations

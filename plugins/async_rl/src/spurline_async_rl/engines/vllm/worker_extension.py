@@ -1,7 +1,7 @@
 """Extend vLLM's worker: load weights in buckets, and end when the process that owns the engine ends.
 
 vLLM imports this module in each worker process. An `EngineMember` calls the methods of `WorkerExtension` through vLLM's
-`collective_rpc`. An update needs memory for one bucket and for the layers that have only a part of their weights yet.
+`collective_rpc`. An update needs memory for one bucket and for the layers that still lack a part of their new weights.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class WorkerExtension:
         return None
 
     def spurline_finish_update(self) -> list[str]:
-        """Finish the update, and return the layers that got no weights."""
+        """Finish the update, and return the layers that did not get all of their weights."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -157,7 +157,7 @@ _CLAIM = WorkerClaim()
 
 
 def _layers_without_weights(model: nn.Module) -> Iterator[str]:
-    """Yield layers that got no new weights. vLLM would only warn, and keep the old weights."""
+    """Yield layers that did not get all of their new weights. vLLM would only warn, and keep the old weights."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
