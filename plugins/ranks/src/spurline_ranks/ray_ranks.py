@@ -86,14 +86,14 @@ class RayRanks:
             is_delivery = ready[0] in self._sent
             machine = (self._sent if is_delivery else self._polls).pop(ready[0])
             try:
-                answer = ray.get(ready[0])
+                answer: Any = ray.get(ready[0])
             except RayError as error:
                 return self._lose(machine, " ".join(str(error).split()))
             if not is_delivery:
                 self._polls[machine.actor.wait.remote()] = machine
                 return answer
             if isinstance(unpacked(answer), Raised):
-                return dict.fromkeys(machine.ranks, answer)
+                return {rank: answer for rank in machine.ranks}
 
     def work(self, ranks: Sequence[int]) -> Mapping[int, Work]:
         return _joined(self._ask("work", ranks, _ANSWER_TIMEOUT_S))
