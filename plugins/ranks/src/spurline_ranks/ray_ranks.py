@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import RayError
@@ -93,7 +93,7 @@ class RayRanks:
                 self._polls[machine.actor.wait.remote()] = machine
                 return answer
             if isinstance(unpacked(answer), Raised):
-                return {rank: answer for rank in machine.ranks}
+                return dict.fromkeys(machine.ranks, cast("bytes", answer))
 
     def work(self, ranks: Sequence[int]) -> Mapping[int, Work]:
         return _joined(self._ask("work", ranks, _ANSWER_TIMEOUT_S))
