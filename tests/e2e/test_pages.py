@@ -229,7 +229,7 @@ def test_a_reader_filters_opens_an_attempt_finds_an_old_token_and_compares(tmp_p
         page.run("location.hash = 'rollouts'")
         page.wait("document.querySelectorAll('#list tbody tr').length === 12")
         prompts = page.run("[...document.querySelectorAll('#list td:nth-child(2)')].map(e => e.textContent)")
-        assert all(prompt.startswith("Sort ") for prompt in prompts)
+        assert all(prompt.startswith(("Sort ", "Write ")) for prompt in prompts)
         page.run(
             "const reward = document.querySelector('[name=max_reward]'); reward.value = '0.3';"
             "document.querySelector('[name=min_reward]').value = '0.2';"
