@@ -129,7 +129,7 @@ def test_one_while_what_was_started_ends_leaves_a_finished_run_finished(
     monkeypatch.setattr(LocalBackend, "close", lambda _: interrupt())
     result = train(base_config)
     assert (result.status, result.signal) == ("finished", None)
-    assert "Ending what the run has started; press Ctrl-C again" in capfd.readouterr().err
+    assert "Training is over: closing what the run has opened; press Ctrl-C again" in capfd.readouterr().err
 
 
 def test_the_end_says_how_to_go_on(spurline: Spurline, base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,8 @@ class OnResume(Enum):
 
 
 BARE = "(as written)"
-"""Key that holds a bare string, such as `packed` in `collator: packed`, after `--set` has added a setting beside it.
-Only the config model, which is built later, knows which setting the string stands for."""
+"""If `--set` adds a setting to a bare string, such as `packed` in `collator: packed`, the string gets this key. Only
+the config model, which is built later, knows which setting the string stands for."""
 
 
 def expand_shorthand(value: Any, setting: str) -> Any:

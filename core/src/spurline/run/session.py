@@ -139,7 +139,7 @@ class Session:
     def words_on_stop(self) -> str:
         """Return words that say how the run reacts to a request to stop."""
         if self._is_over:
-            return "Ending what the run has started"
+            return "Training is over: closing what the run has opened"
         step = self._step_under_way
         if step is not None:
             return f"Finishing step {step:,} and saving"
@@ -167,7 +167,7 @@ class Session:
             self._stack.callback(tracker.close)
 
     def start_batches(self) -> None:
-        """Start the source, and building batches ahead."""
+        """Start the source, and begin to build batches ahead."""
         first = self.state.step + 1
         self.source.start(first, self.backend)
         self.is_started = True
@@ -192,7 +192,7 @@ class Session:
             self.hooks.on_step_end(step=step, metrics=MappingProxyType(metrics))
             self._saving.save(step)
         elif self._resumed.foreign:
-            # Save at once. If this process is killed, the next one needs the state that this run began with in run_dir.
+            # Save at once. If this process is killed, the next one must find the state with which this run began.
             self._saving.save(self.state.step)
 
     def _evaluate_before_training(self) -> None:
@@ -333,5 +333,5 @@ class Session:
             error.add_note(f"{summary} could not be written either: {failure}")
 
     def _go_on(self) -> str:
-        """Return a sentence on how to continue. Permitted changes need no option once a checkpoint has saved them."""
+        """Return a sentence on how to continue. Its command has this command's options until a checkpoint is saved."""
         return go_on(self.loaded, () if self._saving.has_saved else self._options)

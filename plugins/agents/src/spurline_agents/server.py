@@ -185,7 +185,7 @@ class HarnessServer:
         read: Callable[[LiveSession, bytes], tuple[BodyT, Generate]],
         write: Callable[[BodyT, list[Choice]], dict[str, Any]],
     ) -> web.StreamResponse:
-        """Generate the answer to a request and send it. The turns count once all parts but the last are sent."""
+        """Generate the answer to a request and send it. The turns count as soon as all but the last part are sent."""
         session = self._session(request)
         if len(session.calls) >= _MOST_CALLS:
             raise ApiError(

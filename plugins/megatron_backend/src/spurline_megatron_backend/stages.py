@@ -37,7 +37,7 @@ Visit = Callable[[Rows, TokenStream, TokenLossInputs], Tensor]
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """A stream, this rank's part of the stream, and the slice of positions with loss that the part predicts."""
+    """A stream and this rank's part of it. Of the stream's positions with loss, `mine` selects those in this part."""
 
     rows: Rows
     stream: TokenStream
@@ -119,7 +119,7 @@ class StagedModel:
 
         if backward:
             for part in self.runs:
-                # Sums that begin in the last backward pass read this attribute. Later sums get it as an argument.
+                # Gradient sums that begin in the last micro-batch read this attribute. Later ones get an argument.
                 cast(Any, part).force_all_reduce = whole_gradients
         iterators = [iter(microbatches) for _ in self.parts]
         with torch.enable_grad() if backward else evaluation_mode(torch.nn.ModuleList(self.parts)):

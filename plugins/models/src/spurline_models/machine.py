@@ -83,8 +83,8 @@ def check_ray() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
-    glibc keeps the memory of freed tensors of up to 32 MiB. It cannot merge two freed blocks if a smaller tensor lies
-    between them, so a process that reads a model tensor by tensor would need more and more memory.
+    glibc keeps the memory of a freed tensor that has at most 32 MiB. It cannot merge two freed blocks if a
+    smaller tensor lies between them, so a process that reads a model tensor by tensor would need more and more memory.
     """
     with suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -48,7 +48,7 @@ class RolloutEngineConfig(ComponentConfig):
 
     @property
     def offloads_trainer(self) -> bool:
-        """Return whether the backend's weights also leave the devices while a colocated engine generates."""
+        """Return whether weights too, not only the optimizer, leave the devices while a colocated engine generates."""
         return False
 
     @property
@@ -216,8 +216,8 @@ class MaySleep(Protocol):
         """Free the device's memory between two tokens.
 
         Args:
-            keep_weights: Keep the weights in the host's memory until `wake`. If false, an update must bring all of
-                them before `wake` with `cache`.
+            keep_weights: Keep the weights in the host's memory until `wake`. If false, an update must bring all
+                weights before `wake("cache")` is called.
         """
         ...
 
@@ -250,7 +250,8 @@ class TakesWeights(ABC):
             the backend then publishes to `awaiting_weights`.
         crossing: A request that each member begins just before an update, so that it goes on with the new weights; None
             for no such request. Engines without members may ignore it.
-        needs_proof: Whether responses lose a dead member's tokens of versions that it has not proven (see `accept`).
+        needs_proof: Whether a response drops, when its member dies, the member's tokens of versions that the member has
+            not proven (see `accept`).
     """
 
     transports: Sequence[str]
@@ -301,7 +302,7 @@ class TakesWeights(ABC):
         return {"the engine": await cast("RolloutEngine", self).generate(request)}
 
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
-        """End the requests `crossing` of the last update, and return their results by the member's name.
+        """End the request `crossing` on each member that began it before the last update. Return the results by name.
 
         Args:
             num_tokens: A request ends when it has this many tokens of this version. Its result has no later tokens.
@@ -314,7 +315,7 @@ class TakesWeights(ABC):
     def reject(self, name: str, reason: str) -> None:
         """Replace a member that does not generate with the weights of the version that it claims.
 
-        Requests in flight lose the member's tokens of versions later than the last that it has proven.
+        A request in flight keeps this member's tokens up to the last version that the member has proven.
 
         Raises:
             RunFailedError: If it cannot be replaced, or if the last replacement was rejected too.

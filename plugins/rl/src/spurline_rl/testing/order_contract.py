@@ -1,4 +1,4 @@
-"""Check that orders that learn from rewards keep their samples and their state."""
+"""Check that an order that learns from rewards never changes samples that it has given, and resumes exactly."""
 
 from __future__ import annotations
 

@@ -64,7 +64,8 @@ class WorkerExtension:
             method: The name of the method. If it is empty, only the claim is extended.
 
         Returns:
-            The answer of `WorkerClaim.extend`, and the method's result under `answer`.
+            The result of `WorkerClaim.extend`. The key `answer` is added, with the method's result, or None if it was
+            not called.
         """
         answer: dict[str, Any] = _CLAIM.extend(owner, lease_s)
         if method and "claim" in answer:
