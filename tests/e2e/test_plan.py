@@ -236,7 +236,7 @@ def test_what_is_refused_before_weights_are_loaded(
         ),
         (
             ASYNC | {"source.engine": "in_process", "source.weight_sync": "disk"},
-            "weight_sync.name is disk, but the engine supports",
+            "weight_sync.name is disk, but source.engine supports",
         ),
         (
             ASYNC | {"source.engine": "child_process", "source.weight_sync": "cuda_ipc"},

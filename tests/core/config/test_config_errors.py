@@ -166,7 +166,7 @@ def test_value_that_fits_none_of_several_types_is_one_problem_at_its_own_key(fai
 @pytest.mark.parametrize(("text", "state"), [("", "missing"), ("steps: 1\nepochs: 1\n", "given")])
 def test_exactly_one_of_steps_and_epochs_is_needed(failing: Failing, text: str, state: str) -> None:
     (line,) = failing("model: {path: m}\ndata: {train: a}\n" + text)
-    assert f"steps and 'epochs' are both {state}. Set exactly one" in line
+    assert f"steps and epochs are both {state}. Set exactly one" in line
 
 
 def test_cross_field_problems_of_components_are_collected(failing: Failing) -> None:

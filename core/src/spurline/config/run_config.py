@@ -351,7 +351,7 @@ class RunConfig(Section):
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         if (self.steps is None) == (self.epochs is None):
             both = "both given" if self.steps is not None else "both missing"
-            yield Problem("steps", f"and 'epochs' are {both}. Set exactly one, for example `epochs: 3`.")
+            yield Problem("steps", f"and epochs are {both}. Set exactly one, for example `epochs: 3`.")
         for name in self.evaluations:
             if not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or name in _METRICS_OF_DATA_EVAL:
                 allowed = f"letters, digits, dots, dashes and underscores, but not {listing(_METRICS_OF_DATA_EVAL)}"

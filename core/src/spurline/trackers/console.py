@@ -109,9 +109,9 @@ class ConsoleTracker:
             self._training_s.add(training_s)
         if "time/step" in metrics and not self._is_first:
             self._step_s.add(metrics["time/step"])
-        if "rollout/tokens" in metrics and "time/generate" in metrics:
+        if "rollout/tokens" in metrics and (generation_s := seconds_of_generation(metrics)):
             self._generated.add(metrics["rollout/tokens"])
-            self._generation_s.add(seconds_of_generation(metrics))
+            self._generation_s.add(generation_s)
 
     def _fields(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         fields = _progress_fields(metrics)

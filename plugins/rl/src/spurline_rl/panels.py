@@ -239,23 +239,23 @@ class MismatchPanel(Panel):
         heads: list[str] = []
         if of_fresh:
             heads.append(
-                f"{_mean_and_largest(of_fresh)} on tokens of the current weights; engines of another precision show "
-                "0.01 to 0.03"
+                f"{_mean_and_largest(of_fresh)} on tokens of the current weights (engines of another precision show "
+                "0.01 to 0.03)"
             )
         if of_older:
             heads.append(
-                f"{_mean_and_largest(of_older)}, with tokens of older weights, which includes the change of the "
+                f"{_mean_and_largest(of_older)} on tokens of older weights, which includes the change of the "
                 "policy itself (drift)"
             )
         if factors:
-            heads.append(f"mean correction factor {score(sum(factors) / len(factors))}")
+            heads.append(f"Mean correction factor {score(sum(factors) / len(factors))}")
         percentiles = [f"mismatch/ratio_p{percent}" for percent in (1, 50, 99)]
         plots = [
             _differences(record),
             _ratios(record, percentiles, "Trainer / rollout", ("1st to 99th percentile", "median")),
             _token_shares(record, "correction/", "Corrected tokens over steps", without="correction/factor"),
         ]
-        return block(caption("; ".join(heads)), columns(*filter(None, plots)), wide=True)
+        return block(caption(". ".join(heads)), columns(*filter(None, plots)), wide=True)
 
 
 def _fresh_steps(record: RunRecord) -> list[int]:

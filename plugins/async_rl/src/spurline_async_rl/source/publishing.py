@@ -100,7 +100,8 @@ def choose_sync(
         if given.transport not in engine.transports:
             raise ConfigError.at(
                 "source.weight_sync.name",
-                f"is {given.name}, but the engine supports only {supported}. Set one of these, or remove weight_sync.",
+                f"is {given.name}, but source.engine supports only {supported}. Set weight_sync to that, remove it, or "
+                "set another source.engine, such as child_process.",
             )
         return given
     registered = registry.names("weight_sync")

@@ -98,6 +98,7 @@ class AsyncRolloutSource(PromptSource):
         self._synced: dict[str, float] = {}
         self._proven: dict[str, float] = {}
         self._taken_at = time.perf_counter()
+        self._has_resumed = False
 
     def summary(self) -> Mapping[str, object]:
         facts = super().summary()
@@ -151,6 +152,7 @@ class AsyncRolloutSource(PromptSource):
             self._loop.call(self._producer.start)
         self._loop.call(self._load)
         self._taken_at = time.perf_counter()
+        self._has_resumed = step > 1
 
     def build(self, step: int) -> TrainingBatch:
         begin = time.perf_counter()
@@ -167,6 +169,9 @@ class AsyncRolloutSource(PromptSource):
         self._timeline.began("train")
         waited = time.perf_counter() - begin
         generating, self._taken_at = time.perf_counter() - self._taken_at, time.perf_counter()
+        if self._has_resumed:
+            # Another process may have generated these groups, in an unknown time.
+            generating, self._has_resumed = 0.0, False
         masked = 0
         if self._config.at_bound == "mask":
             groups, masked = mask_over_age(collected.groups, self._updates, self._config.max_staleness)
