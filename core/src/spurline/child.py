@@ -250,24 +250,20 @@ def _messages(pipe: int) -> Iterator[list[Any]]:
     """Yield lists of messages that arrived together. A message that a killed sender left incomplete is dropped."""
     # Do not read sys.stdin: if a thread holds the lock of sys.stdin while it reads, the interpreter crashes on exit.
     received = bytearray()
-    # Number of received bytes at which the first message is whole, or 0 if that is not known yet.
-    needed = 0
     while part := os.read(pipe, 1 << 20):
         received += part
-        if len(received) < needed or (needed == 0 and b"\n" not in part):
-            continue
         messages: list[Any] = []
-        begin = needed = 0
-        while (end := received.find(b"\n", begin) + 1) and not needed:
+        begin = 0
+        while end := received.find(b"\n", begin) + 1:
             message = json.loads(received[begin:end])
-            for name, size in message.pop(_ATTACHED, {}).items():
+            attached = message.pop(_ATTACHED, {})
+            if end + sum(attached.values()) > len(received):
+                break
+            for name, size in attached.items():
                 message[name] = bytes(received[end : end + size])
                 end += size
-            if end > len(received):
-                needed = end - begin
-            else:
-                messages.append(message)
-                begin = end
+            messages.append(message)
+            begin = end
         del received[:begin]
         if messages:
             yield messages
