@@ -15,13 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spurline.errors import BucketLostError
 from spurline.protocols.collator import ParallelLayout
-from spurline_async_rl.weights.changes import ChangesReader
-from spurline_async_rl.weights.collective import BroadcastReader
 from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
-from spurline_async_rl.weights.disk import DiskSync, read_file
-from spurline_async_rl.weights.shared_memory import MemoryReader, SharedMemorySync
+from spurline_async_rl.weights.disk import DiskSync
+from spurline_async_rl.weights.reading import BucketReader
+from spurline_async_rl.weights.shared_memory import SharedMemorySync
 from spurline_models.machine import this_machine
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import TakesWeights
@@ -72,9 +70,7 @@ class Taker(TakesWeights):
         self.buckets: list[WeightBucket] = []
         self.version = -1
         self._dtype = dtype
-        self.changes = ChangesReader()
-        self._broadcasts = BroadcastReader()
-        self._readers = {"shared_memory": MemoryReader().read, "disk": read_file, "collective": self._broadcasts.read}
+        self.reader = BucketReader()
 
     @property
     def receivers(self) -> Mapping[str, int]:
@@ -97,17 +93,12 @@ class Taker(TakesWeights):
         read = list(zip(names, bucket.tensors, strict=True)) if bucket.tensors else None
         if read is None:
             sent = WeightBucket.from_plain({**bucket.to_plain(), "receiver": self.name})
-            reader = self._readers[bucket.transport]
-            try:
-                read = await asyncio.to_thread(lambda: list(self.changes.read(sent, reader(sent))))
-            except BucketLostError:
-                self._broadcasts.forget()
-                raise
+            read = await asyncio.to_thread(lambda: list(self.reader.read(sent)))
         assert not self.taken.keys() & {name for name, _ in read}, "a tensor came twice"
         self.taken |= {name: tensor.clone() for name, tensor in read}
 
     async def finish_update(self, version: int) -> None:
-        self._broadcasts.end_update()
+        self.reader.end_update()
         self.version = version
 
     def _begin(self, part: str, version: int) -> None:

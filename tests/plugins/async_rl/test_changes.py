@@ -125,7 +125,7 @@ def test_an_engine_that_was_started_again_under_its_name_is_sent_all_weights() -
     taker = Taker()
     with closing(memory_sync()) as sync:
         publish(sync, first, [taker], 1)
-        taker.changes = ChangesReader()
+        taker.reader.changes = ChangesReader()
         publish(sync, second, [taker], 2)
 
 
@@ -136,7 +136,7 @@ def test_weights_that_were_damaged_in_an_engine_are_noticed_and_sent_again(kind:
     taker = Taker()
     with closing(kind(config(full_every=100))) as sync:
         publish(sync, first, [taker], 1)
-        taker.changes._held["weight"].tensor[7] += 1
+        taker.reader.changes._held["weight"].tensor[7] += 1
         publish(sync, {name: tensor * 2 for name, tensor in first.items()}, [taker], 2)
         assert len(taker.buckets) == 3
 

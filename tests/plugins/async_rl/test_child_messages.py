@@ -51,7 +51,7 @@ class LoopbackMember(ChildMember):
 
     async def start(self) -> None:
         self._server: Any = Child(SimpleNamespace(send=self._arrive))  # type: ignore[arg-type]
-        self._server._readers = {"in_process": lambda bucket: iter(())}
+        self._server._reader = SimpleNamespace(read=lambda bucket: iter(()), end_update=lambda: None)
         self._server.engine = ScriptedEngine(self, self._world)
         send = lambda message: self.is_alive and self._server.take(json.loads(json.dumps(message)))  # noqa: E731
         nothing: Callable[[], None] = lambda: None  # noqa: E731

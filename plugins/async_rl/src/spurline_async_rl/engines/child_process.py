@@ -27,10 +27,7 @@ from spurline_async_rl.engines.gpus import VISIBLE, shared_gpu
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.pool import EnginePool
 from spurline_async_rl.engines.response import Progress
-from spurline_async_rl.weights.changes import ChangesReader
-from spurline_async_rl.weights.collective import BroadcastReader
-from spurline_async_rl.weights.disk import read_file
-from spurline_async_rl.weights.shared_memory import MemoryReader
+from spurline_async_rl.weights.reading import BucketReader
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_rl.concurrency import in_thread
 from spurline_rl.engines.configs import DecodingConfig, InProcessEngineConfig
@@ -175,14 +172,7 @@ class Child:
         self._unsent: list[dict[str, Any]] = []
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.engine: InProcessEngine | None = None
-        self._broadcasts = BroadcastReader()
-        self._changes = ChangesReader()
-        self._readers = {
-            "shared_memory": MemoryReader().read,
-            "disk": read_file,
-            # `_start` may replace the reader.
-            "collective": lambda bucket: self._broadcasts.read(bucket),
-        }
+        self._reader = BucketReader()
 
     async def run(self) -> None:
         messages = self._parent.messages()
@@ -233,23 +223,18 @@ class Child:
         self.engine = made
         await made.load()
         if engine.device == "cuda":
-            self._broadcasts = BroadcastReader(device=torch.device("cuda", torch.cuda.current_device()))
+            self._reader = BucketReader(device=torch.device("cuda", torch.cuda.current_device()))
 
     async def _control(self, command: Command) -> None:
         if isinstance(command, LoadBucket):
             bucket = command.bucket
             # Reading takes a while, so it runs on a thread.
-            read = self._readers[bucket.transport]
-            try:
-                weights = await in_thread(lambda: list(self._changes.read(bucket, read(bucket))))
-            except BucketLostError:
-                self._broadcasts.forget()
-                raise
+            weights = await in_thread(lambda: list(self._reader.read(bucket)))
             places = tuple(TensorPlace.of(name, tensor) for name, tensor in weights)
             command = LoadBucket(WeightBucket("in_process", places, tensors=tuple(tensor for _, tensor in weights)))
         await command.apply(self.engine)
         if isinstance(command, FinishUpdate):
-            self._broadcasts.end_update()
+            self._reader.end_update()
 
     def _tell(self, number: int, news: Written) -> None:
         (version,) = set(news.versions)

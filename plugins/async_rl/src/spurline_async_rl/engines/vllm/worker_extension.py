@@ -10,23 +10,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from spurline.errors import BucketLostError, RunFailedError
 from spurline_async_rl.engines.vllm.adapters import AdapterUpdate
 from spurline_async_rl.engines.vllm.launch import LOST, OWNER
 from spurline_async_rl.engines.vllm.lease import WorkerClaim
-from spurline_async_rl.weights.changes import ChangesReader
-from spurline_async_rl.weights.collective import BroadcastReader
-from spurline_async_rl.weights.cuda_ipc import read_handles
-from spurline_async_rl.weights.disk import read_file
-from spurline_async_rl.weights.shared_memory import MemoryReader
+from spurline_async_rl.weights.reading import BucketReader
 from spurline_models.weight_buckets import WeightBucket
 
 
@@ -87,7 +83,7 @@ class WorkerExtension:
 
         if hasattr(self.model_runner, "lora_manager"):
             raise RunFailedError("This engine was started for adapters, but was sent whole weights.")
-        self._spurline_broadcasts.end_update()
+        self._spurline_buckets.end_update()
         model = self.model_runner.get_model()
         _forget_half_an_update(model)
         with set_current_vllm_config(self.vllm_config):
@@ -96,7 +92,7 @@ class WorkerExtension:
 
     def spurline_begin_adapter_update(self, adapter: Mapping[str, Any]) -> None:
         """Expect the tensors of an adapter; see `TakesWeights.begin_adapter_update`."""
-        self._spurline_broadcasts.end_update()
+        self._spurline_buckets.end_update()
         self._spurline_adapter = AdapterUpdate(self.model_runner, adapter)
 
     def spurline_load_bucket(self, plain: dict[str, Any]) -> dict[str, str] | None:
@@ -104,16 +100,9 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         bucket = WeightBucket.from_plain(plain)
-        readers: dict[str, Callable[[WeightBucket], Iterable[tuple[str, Tensor]]]] = {
-            "collective": self._spurline_broadcasts.read,
-            "shared_memory": _MEMORY.read,
-            "disk": read_file,
-            "cuda_ipc": read_handles,
-        }
         try:
-            weights = self._spurline_changes.read(bucket, readers[bucket.transport](bucket))
+            weights = self._spurline_buckets.read(bucket)
         except BucketLostError as error:
-            self._spurline_broadcasts.forget()
             # The error is returned, because vLLM would change the class of a raised error.
             return {LOST: str(error)}
         with set_current_vllm_config(self.vllm_config):
@@ -132,7 +121,7 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        self._spurline_broadcasts.end_update()
+        self._spurline_buckets.end_update()
         adapter, self._spurline_adapter = self._spurline_adapter, None
         if adapter is not None:
             adapter.install()
@@ -145,15 +134,10 @@ class WorkerExtension:
         return missing
 
     @cached_property
-    def _spurline_broadcasts(self) -> BroadcastReader:
-        return BroadcastReader(self.rank, self.device)
-
-    @cached_property
-    def _spurline_changes(self) -> ChangesReader:
-        return ChangesReader()
+    def _spurline_buckets(self) -> BucketReader:
+        return BucketReader(self.rank, self.device)
 
 
-_MEMORY = MemoryReader()
 _CLAIM = WorkerClaim()
 
 
