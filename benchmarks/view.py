@@ -61,8 +61,8 @@ def write_rollouts(folder: Path, attempts: int) -> None:
         groups = [make_group(rng, tokens, draw, step) for draw in draws]
         num_attempts = len(groups) * SAMPLES
         scores = {
-            "old_logprobs": [rng.normal(0, 0.02, num_attempts * RESPONSE).astype(np.float32) - 0.5],
-            "advantages": [np.repeat(rng.normal(0, 1, num_attempts), RESPONSE).astype(np.float32)],
+            "old_logprobs": rng.normal(0, 0.02, num_attempts * RESPONSE).astype(np.float32) - 0.5,
+            "advantages": np.repeat(rng.normal(0, 1, num_attempts), RESPONSE).astype(np.float32),
         }
         kept = KeptStep(step, groups, [], [], 1000, scores.__getitem__)
         write_step(folder / ROLLOUTS_FOLDER, step, step_table(kept, Words()))

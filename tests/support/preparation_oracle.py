@@ -27,8 +27,9 @@ from spurline_rl.losses.configs import PpoConfig
 from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.rollout_batches import RolloutsCollator
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns, with_turns
+from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns, turns_of, with_turns
 
 Row = dict[str, NDArray[Any]]
 """One row without padding: column -> values [tokens]."""
@@ -178,17 +179,20 @@ def batch_of_records(
     scope: groups that are compared together. carry: names of the groups' numbers to lay out.
     """
     scopes = [groups[start : start + scope] for start in range(0, len(groups), scope)]
-    computed = [group for given in scopes for group in advantage.advantages(given)]
-    batch = _laid_out(computed, merged)
+    computed = np.concatenate([advantage.advantages(ScoredGroups(given))["advantages"] for given in scopes])
+    batch = _laid_out(_with_advantages(groups, computed), merged)
     for name in carry:
-        numbers = [
-            replace(turn, advantages=np.full(len(turn.response_ids), group.columns[name], np.float32))
-            for group in groups
-            for attempt in group.trajectories
-            for turn in attempt.turns
-        ]
-        batch = batch.with_tokens(**{name: _laid_out(with_turns(groups, numbers), merged).tokens["advantages"]})
+        counts = [sum(len(turn.response_ids) for turn in turns_of([group])) for group in groups]
+        numbers = np.repeat([group.columns[name] for group in groups], counts)
+        laid_out = _laid_out(_with_advantages(groups, numbers), merged)
+        batch = batch.with_tokens(**{name: laid_out.tokens["advantages"]})
     return batch
+
+
+def _with_advantages(groups: Sequence[Group], values: NDArray[Any]) -> list[Group]:
+    rest = iter(values.astype(np.float32))
+    turns = turns_of(groups)
+    return with_turns(groups, [replace(turn, advantages=[next(rest) for _ in turn.response_ids]) for turn in turns])
 
 
 def _laid_out(groups: Sequence[Group], merged: bool) -> TrainingBatch:

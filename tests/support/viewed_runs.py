@@ -83,7 +83,7 @@ def write_rollouts(
         gaps.append(np.zeros(sum(len(turn.response_ids) for attempt in made for turn in attempt.turns), np.float32))
     gap = np.concatenate(gaps)
     gap[0] = 2.0
-    scores = {"old_logprobs": [gap - 0.5], "advantages": [np.full(len(gap), 0.3, np.float32)]}
+    scores = {"old_logprobs": gap - 0.5, "advantages": np.full(len(gap), 0.3, np.float32)}
     given_up = [GivenUpPrompt(uid, step, reason) for uid, reason in (lost or {}).items()]
     folder = run_dir / ROLLOUTS_FOLDER
     folder.mkdir(exist_ok=True)

@@ -24,7 +24,8 @@ from spurline_rl.advantages.configs import (
     RlooConfig,
 )
 from spurline_rl.protocols.advantage import Advantage
-from spurline_rl.testing.advantage_contract import AdvantageContract
+from spurline_rl.scored_groups import ScoredGroups
+from spurline_rl.testing.advantage_contract import AdvantageContract, by_attempt
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -77,6 +78,12 @@ def turns(draw: st.DrawFn, length: int) -> Turn:
     return Turn(tokens[:0], tokens, mask, rewards=floats(), values=floats())
 
 
+def computed(advantage: Advantage, groups: Sequence[Group], name: str = "advantages") -> list[np.ndarray]:
+    """A column that the advantage computes, for each attempt."""
+    scored = ScoredGroups(groups)
+    return by_attempt(scored, advantage.advantages(scored)[name])
+
+
 def plain_return(trajectory: Trajectory) -> float:
     return sum(float(reward) for turn in trajectory.turns for reward in field(turn, "rewards"))
 
@@ -103,15 +110,11 @@ def plain_relative(name: str, returns: list[float], position: int) -> float:
 @given(groups=scored_groups())
 @settings(max_examples=40)
 def test_group_relative_advantages_are_their_formulas(name: str, groups: list[Group]) -> None:
-    for before, after in zip(groups, ADVANTAGES[name].advantages(groups), strict=True):
-        returns = [plain_return(trajectory) for trajectory in before.trajectories]
-        for position, trajectory in enumerate(after.trajectories):
-            assert_all(trajectory, plain_relative(name, returns, position))
-
-
-def assert_all(trajectory: Trajectory, expected: float) -> None:
-    for turn in trajectory.turns:
-        np.testing.assert_allclose(field(turn, "advantages"), expected, rtol=2e-5, atol=1e-6)
+    found = iter(computed(ADVANTAGES[name], groups))
+    for group in groups:
+        returns = [plain_return(trajectory) for trajectory in group.trajectories]
+        for position in range(len(returns)):
+            np.testing.assert_allclose(next(found), plain_relative(name, returns, position), rtol=2e-5, atol=1e-6)
 
 
 @given(groups=scored_groups())
@@ -122,10 +125,9 @@ def test_reinforce_pp_divides_centred_returns_by_their_spread_over_all_samples(g
         returns = [plain_return(trajectory) for trajectory in group.trajectories]
         centred.append([plain_relative("dr_grpo", returns, position) for position in range(len(returns))])
     spread = statistics.pstdev([value for values in centred for value in values])
-    result = ReinforcePlusPlus(ReinforcePlusPlusConfig()).advantages(groups)
-    for values, group in zip(centred, result, strict=True):
-        for value, trajectory in zip(values, group.trajectories, strict=True):
-            assert_all(trajectory, value / (spread + 1e-8))
+    result = computed(ReinforcePlusPlus(ReinforcePlusPlusConfig()), groups)
+    for value, found in zip([value for values in centred for value in values], result, strict=True):
+        np.testing.assert_allclose(found, value / (spread + 1e-8), rtol=2e-5, atol=1e-6)
 
 
 def plain_discounted(rewards: list[float], factor: float) -> list[float]:
@@ -156,32 +158,33 @@ def test_reinforce_pp_over_the_batch_whitens_discounted_returns(groups: list[Gro
     counted = np.concatenate(returns)[np.concatenate(masks) != 0]
     # Dividing rounding errors by a spread that consists of them is no comparison.
     assume(len(counted) == 0 or np.ptp(counted) > 1e-3)
-    result = ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=gamma)).advantages(groups)
-    for values, trajectory in zip(plain_whitened(returns, masks), all_trajectories(result), strict=True):
-        np.testing.assert_allclose(joined(trajectory, "advantages"), values, rtol=1e-4, atol=1e-5)
+    result = computed(ReinforcePlusPlus(ReinforcePlusPlusConfig(baseline="batch", gamma=gamma)), groups)
+    for values, found in zip(plain_whitened(returns, masks), result, strict=True):
+        np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-5)
 
 
 @given(groups=scored_groups(), gamma=st.sampled_from([0.0, 0.9, 1.0]), lam=st.sampled_from([0.0, 0.95, 1.0]))
 @settings(max_examples=60)
 def test_gae_is_the_decayed_sum_of_temporal_differences(groups: list[Group], gamma: float, lam: float) -> None:
-    result = Gae(GaeConfig(gamma=gamma, lam=lam, normalize=False)).advantages(groups)
-    for before, after in zip(all_trajectories(groups), all_trajectories(result), strict=True):
+    advantage = Gae(GaeConfig(gamma=gamma, lam=lam, normalize=False))
+    result = zip(computed(advantage, groups), computed(advantage, groups, "returns"), strict=True)
+    for before, (advantages, targets) in zip(all_trajectories(groups), result, strict=True):
         rewards, values = joined(before, "rewards"), joined(before, "values")
         differences = [r + gamma * v1 - v0 for r, v0, v1 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
         expected = plain_discounted(differences, gamma * lam)
-        np.testing.assert_allclose(joined(after, "advantages"), expected, rtol=1e-5, atol=1e-5)
-        targets = [advantage + value for advantage, value in zip(expected, values, strict=True)]
-        np.testing.assert_allclose(joined(after, "returns"), targets, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(targets, np.add(expected, values), rtol=1e-5, atol=1e-5)
 
 
 def test_gae_normalises_the_trained_tokens_and_leaves_the_returns_alone() -> None:
     groups = AdvantageContract().groups(seed=3)
-    plain, result = Gae(GaeConfig(normalize=False)).advantages(groups), Gae(GaeConfig()).advantages(groups)
+    plain, normalized = Gae(GaeConfig(normalize=False)), Gae(GaeConfig())
     masks = [joined(trajectory, "loss_mask") for trajectory in all_trajectories(groups)]
-    expected = plain_whitened([joined(trajectory, "advantages") for trajectory in all_trajectories(plain)], masks)
-    for values, one, other in zip(expected, all_trajectories(result), all_trajectories(plain), strict=True):
-        np.testing.assert_allclose(joined(one, "advantages"), values, rtol=1e-4, atol=1e-5)
-        assert joined(one, "returns") == joined(other, "returns")
+    expected = plain_whitened([values.tolist() for values in computed(plain, groups)], masks)
+    for values, found in zip(expected, computed(normalized, groups), strict=True):
+        np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-5)
+    before, after = (np.concatenate(computed(advantage, groups, "returns")) for advantage in (plain, normalized))
+    assert before.tolist() == after.tolist()
 
 
 def test_gae_without_a_critic_says_what_is_missing() -> None:
@@ -189,7 +192,7 @@ def test_gae_without_a_critic_says_what_is_missing() -> None:
     first = groups[0].trajectories[0]
     bare = replace(first, turns=tuple(replace(turn, values=None) for turn in first.turns))
     with pytest.raises(DataError, match=r"Turn 0 of sample 0 of prompt 'prompt-0' has no values, which the advantage"):
-        Gae(GaeConfig()).advantages([replace(groups[0], trajectories=(bare,))])
+        computed(Gae(GaeConfig()), [replace(groups[0], trajectories=(bare,))])
 
 
 @pytest.mark.parametrize("name", [*RELATIVE, "reinforce_pp"])
@@ -197,7 +200,7 @@ def test_group_of_one_is_refused_with_the_reason_and_the_way_out(name: str) -> N
     (group, *_) = AdvantageContract().groups()
     alone = replace(group, trajectories=group.trajectories[:1])
     with pytest.raises(DataError, match=rf"prompt 'prompt-0' has 1 sample\(s\), but {name} compares .* Set source\."):
-        ADVANTAGES[name].advantages([alone])
+        computed(ADVANTAGES[name], [alone])
 
 
 def test_maxrl_refuses_negative_returns() -> None:
@@ -206,7 +209,7 @@ def test_maxrl_refuses_negative_returns() -> None:
     worse = replace(last, rewards=np.full(len(last.response_ids), -9.0, np.float32))
     changed = replace(group.trajectories[0], turns=(worse,))
     with pytest.raises(DataError, match=r"prompt 'prompt-0' has return -\d+, but for maxrl the mean return"):
-        MaxRl(MaxRlConfig()).advantages([replace(group, trajectories=(changed, *group.trajectories[1:]))])
+        computed(MaxRl(MaxRlConfig()), [replace(group, trajectories=(changed, *group.trajectories[1:]))])
 
 
 def load(config: Any, **source: Any) -> object:

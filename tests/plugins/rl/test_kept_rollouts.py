@@ -80,7 +80,7 @@ def make_step(step: int, *, prompts: int = 3, turns: int = 1, per_token: bool = 
         ],
     }
     lost = [GivenUpPrompt("rows:99@99", 99, "row 99: the judge is gone")] if step == 2 else []
-    return KeptStep(step, trained, groups[prompts:], lost, 4, lambda name: values[name])
+    return KeptStep(step, trained, groups[prompts:], lost, 4, lambda name: np.concatenate(values[name]))
 
 
 def write(folder: Path, tokenizer: PreTrainedTokenizerBase, steps: Sequence[KeptStep], most: int = 10 * MB) -> None:
@@ -167,7 +167,7 @@ def test_texts_are_those_of_the_tokens_without_a_tokenizer(tmp_path: Path, token
         },
     )
     group = replace(group, trajectories=(replace(first, turns=(turn,)), second))
-    column = [np.zeros(len(item.response_ids), np.float32) for item in turns_of([group])]
+    column = np.zeros(sum(len(item.response_ids) for item in turns_of([group])), np.float32)
     write(tmp_path, tokenizer, [replace(step, groups=[group], column=lambda _: column)])
     kept = next(KeptRollouts(tmp_path).attempts()).turns[0]
     assert kept.response_text == "Grüße 😀<|im_end|>"

@@ -33,9 +33,11 @@ class Plan:
 
 
 async def run(places: Places, what: str, work: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    call = places.start(what, work)
+    ended = asyncio.Event()
+    call = places.start(what, work, lambda _: ended.set())
     try:
-        return await call.outcome
+        await ended.wait()
+        return call.result()
     finally:
         await places.end([call], what)
 

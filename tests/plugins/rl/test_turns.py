@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -49,7 +48,7 @@ def assert_says(flat: FlatTurns, attempts: Sequence[Trajectory]) -> None:
     """Walk along the flat arrays turn by turn."""
     assert flat.attempt_turns.tolist() == [len(attempt.turns) for attempt in attempts]
     turns = [turn for attempt in attempts for turn in attempt.turns]
-    token = response = 0
+    tokens, token, response = flat.tokens(), 0, 0
     named = [(attempt.uid, attempt.sample, number) for attempt in attempts for number in range(len(attempt.turns))]
     assert [*zip(flat.uids, flat.samples.tolist(), flat.numbers.tolist(), strict=True)] == named
     assert [*flat.finish_reasons] == [turn.finish_reason for turn in turns]
@@ -57,7 +56,7 @@ def assert_says(flat: FlatTurns, attempts: Sequence[Trajectory]) -> None:
     for turn, num_prompt, num_response in zip(turns, flat.num_prompt, flat.num_response, strict=True):
         assert (num_prompt, num_response) == (len(turn.prompt_ids), len(turn.response_ids))
         stop = token + num_prompt + num_response
-        assert flat.tokens[token:stop].tolist() == [*turn.prompt_ids, *turn.response_ids]
+        assert tokens[token:stop].tolist() == [*turn.prompt_ids, *turn.response_ids]
         if flat.routed_experts is not None:
             np.testing.assert_array_equal(flat.routed_experts[token:stop], turn.routed_experts)
         for name, values in flat.columns.items():
@@ -65,7 +64,7 @@ def assert_says(flat: FlatTurns, attempts: Sequence[Trajectory]) -> None:
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected, err_msg=name)
         token, response = stop, response + num_response
-    assert len(flat.tokens) == token
+    assert len(tokens) == token
     given = {name for name in RESPONSE_FIELDS if all(getattr(turn, name) is not None for turn in turns)}
     assert set(flat.columns) == (given if turns else {"loss_mask"})
     assert (flat.routed_experts is None) == (not turns or any(turn.routed_experts is None for turn in turns))
@@ -94,7 +93,7 @@ def test_a_group_in_one_block_is_the_same_group_and_in_memory_once(shape, seed, 
                 if field.name in block.flat.columns and len(found):
                     assert np.shares_memory(found, block.flat.columns[field.name])
             if len(new.prompt_ids):
-                assert np.shares_memory(new.prompt_ids, block.flat.tokens)
+                assert np.shares_memory(new.prompt_ids, block.flat.prompts)
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=6), min_size=1, max_size=4))
@@ -111,7 +110,7 @@ def test_versions_are_counted_over_trained_tokens(turns):
 def test_an_array_with_gaps_is_joined_by_its_values() -> None:
     response = np.arange(8, dtype=np.int32)[::2]
     attempts = [Trajectory("p", 0, (Turn(np.array([7], np.int32), response, np.ones(4, np.uint8)),))]
-    assert FlatTurns.of(attempts).tokens.tolist() == [7, 0, 2, 4, 6]
+    assert FlatTurns.of(attempts).tokens().tolist() == [7, 0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -141,6 +140,16 @@ def going_on(shapes: list[tuple[int, int]], seed: int = 0) -> Trajectory:
         turns.append(replace(turn, prompt_ids=np.concatenate([seen, turn.prompt_ids])))
         seen = np.concatenate([turns[-1].prompt_ids, turn.response_ids])
     return replace(trajectory, turns=tuple(turns))
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4), st.integers(1, 4))
+def test_a_group_holds_the_prompt_of_all_attempts_once_and_that_of_an_attempts_turns_once(shape, count):
+    alone = [shape[:1]] * count
+    attempts = [replace(going_on(turns, 7), sample=sample) for sample, turns in enumerate([*alone, shape, *alone])]
+    block = in_one_block(Group("p", 0, tuple(attempts))).flat
+    assert_says(block, attempts)
+    # The last turn's prompt contains those before, and only the attempts after it need another copy of the first.
+    assert len(block.prompts) == len(attempts[count].turns[-1].prompt_ids) + (len(shape) > 1) * shape[0][0]
 
 
 @given(
@@ -219,9 +228,10 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes
     batch = collator.collate_rollouts(kept).without_padding_rows()
     columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], [Group("p", 0, tuple(kept))])
     written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
-    column = columns.join("advantages", written)
+    column = columns.join("advantages", np.concatenate(written))
     for found, expected in zip(columns.split(column), written, strict=True):
         np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(columns.flatten(column), np.concatenate(written))
     for tokens, turn in zip(columns.split(batch.tokens["input_ids"].float()), turns, strict=True):
         np.testing.assert_array_equal(tokens, turn.response_ids)
-    assert torch.equal(column != 0, columns.responses() != 0), "exactly the response tokens are written"
+    assert int((column != 0).sum()) == columns.num_tokens, "exactly the response tokens are written"

@@ -6,14 +6,17 @@ row_gradient    l = -w A log p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from spurline.errors import DataError
 from spurline.protocols.loss import TokenLossInputs
-from spurline_rl.advantages.shared import Returns, relative_to_group, spread_over_tokens
+from spurline_rl.advantages.shared import Returns, relative_to_group
 from spurline_rl.losses.policy_loss import PolicyLoss
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.trajectory import Group
 from spurline_sources_and_columns.config import RowGradientConfig, RowWeightConfig
 
@@ -26,11 +29,10 @@ class RowWeight:
     def __init__(self, config: RowWeightConfig) -> None:
         self._column = config.column
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return [
-            spread_over_tokens(group, self._weight(group) * relative_to_group(group, "row_weight", _standardized))
-            for group in groups
-        ]
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
+        found = relative_to_group(scored, "row_weight", _standardized)
+        weights = [self._weight(group) for group in scored.groups]
+        return scored.spread([weight * values for weight, values in zip(weights, found, strict=True)])
 
     def _weight(self, group: Group) -> float:
         if self._column not in group.columns:

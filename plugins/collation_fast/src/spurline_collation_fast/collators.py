@@ -38,10 +38,13 @@ def flat_samples(view: TokenView) -> FlatSegments:
     # No prediction exists for the first token of a sample, so its mask is skipped.
     skips = np.minimum(lengths, 1)
     nothing = np.zeros(len(indices), np.int32)
+    tokens = _read_only(store.tokens)
     return FlatSegments(
-        tokens=_read_only(store.tokens),
+        tokens=tokens,
         begins=begins,
         lengths=lengths,
+        # All tokens of a sample are in one place.
+        rest=FlatColumn(tokens, begins, lengths),
         values={"loss_weights": FlatColumn(_read_only(store.loss_mask), begins + skips, skips)},
         uids=lambda positions: np.array([store.uid(index) for index in indices[positions].tolist()], object),
         samples=nothing,
@@ -52,7 +55,7 @@ def flat_samples(view: TokenView) -> FlatSegments:
 def flat_turns(turns: FlatTurns) -> FlatSegments:
     """Describe turns as segments."""
     prompts, lengths = turns.num_prompt, turns.lengths
-    begins, response_begins = _starts(lengths), _starts(turns.num_response)
+    response_begins = _starts(turns.num_response)
     # No prediction exists for the first token of a segment, even if it is not a prompt token.
     skips = np.maximum(prompts, np.minimum(lengths, 1))
     values = {"loss_weights": FlatColumn(turns.columns["loss_mask"], response_begins + (skips - prompts), skips)}
@@ -61,12 +64,13 @@ def flat_turns(turns: FlatTurns) -> FlatSegments:
             values[name] = FlatColumn(turns.columns[field], response_begins, prompts)
     if turns.routed_experts is not None:
         # Prompt tokens have routed experts too, so nothing is skipped.
-        values["routed_experts"] = FlatColumn(turns.routed_experts, begins, np.zeros_like(begins))
+        values["routed_experts"] = FlatColumn(turns.routed_experts, _starts(lengths), np.zeros_like(lengths))
     uids = list(turns.uids)
     return FlatSegments(
-        tokens=turns.tokens,
-        begins=begins,
+        tokens=turns.prompts,
+        begins=turns.prompt_starts,
         lengths=lengths,
+        rest=FlatColumn(turns.responses, response_begins, prompts),
         values=values,
         uids=lambda positions: np.array([uids[position] for position in positions.tolist()], object),
         samples=turns.samples,

@@ -49,9 +49,10 @@ class FlatSegments(NamedTuple):
     """Flat arrays that describe n segments before they are placed in rows. The kernels only read them.
 
     Attributes:
-        tokens: int32 [T]; segment i is `tokens[begins[i] : begins[i] + lengths[i]]`.
+        tokens: int32 [T]; segment i begins with the tokens from `tokens[begins[i]]` on.
         begins: int64 [n].
         lengths: int64 [n].
+        rest: The tokens of each segment after its first `rest.skips[i]` tokens.
         values: `loss_weights` and optional columns, by name.
         uids: Returns the uids of the segments at given positions. A batch keeps this function, so the function must not
             keep the tokens of rollouts alive.
@@ -62,6 +63,7 @@ class FlatSegments(NamedTuple):
     tokens: NDArray[np.int32]
     begins: Table
     lengths: Table
+    rest: FlatColumn
     values: Mapping[str, FlatColumn]
     uids: Callable[[Table], NDArray[Any]]
     samples: NDArray[np.int32]
@@ -174,6 +176,7 @@ class RowWriter:
         num_tokens = write_rows(
             segments.tokens,
             segments.begins,
+            *segments.rest,
             segments.lengths,
             positions,
             place.columns,

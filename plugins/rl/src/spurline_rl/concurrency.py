@@ -163,11 +163,14 @@ async def all_or_none(
 
 @dataclass(eq=False, slots=True)
 class Call(Generic[T]):
-    """A call that `Places` runs.
+    """A call that `Places` runs. It has no future of its own, since its caller waits for many calls at once.
 
     Attributes:
         what: Name of the call in messages.
-        outcome: Gets the result or the error. If this future is cancelled before the call begins, the call is not made.
+        work: Makes the coroutine. If the call is over before it begins, `work` is not called.
+        on_end: Called on the event loop when the call has a result or an error.
+        is_over: Whether the call has a result or an error, or nobody waits for it any more.
+        error: The error of a call that has failed.
         task: The task that makes the call; None before the call begins and after it has ended.
         end: The end of the time limit, on the clock of `Places`, which stands still while no engine can generate.
         is_late: Whether the call was cancelled because it was late.
@@ -175,14 +178,25 @@ class Call(Generic[T]):
 
     what: str
     work: Callable[[], Coroutine[Any, Any, T]]
-    outcome: asyncio.Future[T]
+    on_end: Callable[[Call[T]], None]
+    is_over: bool = False
+    error: BaseException | None = None
     task: asyncio.Task[T] | None = None
     end: float = 0.0
     is_late: bool = False
+    _result: T | None = None
 
-    def fail(self, error: BaseException) -> None:
-        if not self.outcome.done():
-            self.outcome.set_exception(error)
+    def result(self) -> T:
+        """Return the result, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        return cast("T", self._result)
+
+    def finish(self, result: T | None = None, error: BaseException | None = None) -> None:
+        """Note the result or the error, unless the call is over."""
+        if not self.is_over:
+            self.is_over, self._result, self.error = True, result, error
+            self.on_end(self)
 
 
 class Places:
@@ -208,13 +222,15 @@ class Places:
         self._running: dict[asyncio.Task[Any], Call[Any]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def start(self, what: str, work: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
+    def start(
+        self, what: str, work: Callable[[], Coroutine[Any, Any, T]], on_end: Callable[[Call[T]], None]
+    ) -> Call[T]:
         """Call `work()` as soon as fewer than `count` coroutines run. Every call must be passed to `end` later.
 
-        If the coroutine raises an error, the outcome gets it. The outcome gets AttemptFailedError if the coroutine
-        takes too long or is cancelled by its own code, and RunFailedError if it still runs after it was cancelled.
+        The call's error is that of the coroutine; AttemptFailedError if the coroutine takes too long or is cancelled by
+        its own code; or RunFailedError if it still runs after it was cancelled.
         """
-        call = Call(what, work, asyncio.get_running_loop().create_future())
+        call = Call(what, work, on_end)
         self._waiting.append(call)
         self._fill()
         return call
@@ -222,16 +238,14 @@ class Places:
     async def end(self, calls: Sequence[Call[Any]], what: str) -> None:
         """Cancel the calls that have not ended, and wait for them. Raises RunFailedError if one still runs."""
         for call in calls:
-            call.outcome.cancel()
-            # asyncio would log an unread error.
-            _ = call.outcome.cancelled() or call.outcome.exception()
+            call.is_over = True
         if running := [call.task for call in calls if call.task is not None]:
             await end_tasks(running, what)
 
     def _fill(self) -> None:
         while self._num_free and self._waiting:
             call = self._waiting.popleft()
-            if call.outcome.done():
+            if call.is_over:
                 continue
             self._num_free -= 1
             call.end = self._clock() + self._timeout_s
@@ -242,7 +256,7 @@ class Places:
                 self._end_late()
 
     def _take(self, task: asyncio.Task[Any]) -> None:
-        """Give the outcome of a task to its call, and the place to another call."""
+        """Give the result of a task to its call, and the place to another call."""
         # Read the error, because asyncio would log an unread error.
         error = None if task.cancelled() else task.exception()
         if (call := self._running.pop(task, None)) is None:
@@ -251,14 +265,15 @@ class Places:
         call.task = None
         self._num_free += 1
         if call.is_late:
-            call.fail(AttemptFailedError(f"{call.what} did not end within {self._timeout_s:g} s ({self._setting})."))
+            limit = f"{self._timeout_s:g} s ({self._setting})"
+            call.finish(error=AttemptFailedError(f"{call.what} did not end within {limit}."))
         elif task.cancelled():
             # A CancelledError would end the run without a message.
-            call.fail(AttemptFailedError(f"{call.what} was cancelled by its own code."))
+            call.finish(error=AttemptFailedError(f"{call.what} was cancelled by its own code."))
         elif error is not None:
-            call.fail(error)
-        elif not call.outcome.done():
-            call.outcome.set_result(task.result())
+            call.finish(error=error)
+        else:
+            call.finish(task.result())
         self._fill()
 
     def _end_late(self) -> None:
@@ -281,7 +296,7 @@ class Places:
             del self._running[call.task]
             call.task = None
             self._num_free += 1
-            call.fail(_still_runs(call.what, CANCEL_TIMEOUT_S))
+            call.finish(error=_still_runs(call.what, CANCEL_TIMEOUT_S))
             self._fill()
 
     def _clock(self) -> float:

@@ -25,6 +25,8 @@ from spurline_rl.protocols.environment import AttemptFailedError, Environment, P
 from spurline_rl.trajectory import Group, Trajectory
 from spurline_text.rows.rows import explain_bad_row
 
+_OnEnd = Callable[[Call[Trajectory]], None]
+
 _SHOWN_REASONS = 5
 _LONGEST_TAG = 200
 _MOST_TAGS = 32
@@ -155,27 +157,42 @@ class GroupRunner:
 
     async def _attempt_all(self, tasks: Sequence[Task], what: str) -> list[Trajectory]:
         """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
-        calls = [self._start(task, 0) for task in tasks]
+        # Waking this coroutine once, and not for each attempt, saves a tenth of the controller's time.
+        num_open, has_news = len(tasks), asyncio.Event()
+
+        def on_end(call: Call[Trajectory]) -> None:
+            nonlocal num_open
+            num_open -= 1
+            if call.error is not None or not num_open:
+                has_news.set()
+
+        calls = [self._start(task, 0, on_end) for task in tasks]
         attempts = [0] * len(calls)
         try:
-            while True:
-                try:
-                    return await asyncio.gather(*(call.outcome for call in calls))
-                except Exception:  # noqa: BLE001 - each failure is judged by itself
-                    self._repeat_failed(tasks, calls, attempts)
+            while num_open:
+                await has_news.wait()
+                has_news.clear()
+                num_open += self._repeat_failed(tasks, calls, attempts, on_end)
+            return [call.result() for call in calls]
         finally:
             await self._places.end(calls, what)
-            # The traceback of an error refers to this frame, and the frame would keep the outcomes alive.
+            # The traceback of an error refers to this frame, and the frame would keep the results alive.
             calls.clear()
 
-    def _start(self, task: Task, attempt: int) -> Call[Trajectory]:
+    def _start(self, task: Task, attempt: int, on_end: _OnEnd) -> Call[Trajectory]:
         name = f"{type(self.environment).__name__}.run for {_name(task)}"
-        return self._places.start(name, partial(self._attempt, task, attempt))
+        return self._places.start(name, partial(self._attempt, task, attempt), on_end)
 
-    def _repeat_failed(self, tasks: Sequence[Task], calls: list[Call[Trajectory]], attempts: list[int]) -> None:
-        """Replace the failed calls by calls with other seeds. Raises an error if one of them must not be repeated."""
+    def _repeat_failed(
+        self, tasks: Sequence[Task], calls: list[Call[Trajectory]], attempts: list[int], on_end: _OnEnd
+    ) -> int:
+        """Replace the failed calls by calls with other seeds, and return their number.
+
+        Raises an error if one of them must not be repeated.
+        """
+        count = 0
         for number, (task, call) in enumerate(zip(tasks, calls, strict=True)):
-            if call.outcome.done() and (error := call.outcome.exception()) is not None:
+            if (error := call.error) is not None:
                 attempt = attempts[number]
                 if isinstance(error, PrefixError):
                     raise _GiveUp(_explain_failure(task, attempt, error)) from error
@@ -189,7 +206,9 @@ class GroupRunner:
                     raise _GiveUp(_explain_failure(task, attempt, error)) from error
                 self._count_retry(task, attempt, error)
                 attempts[number] += 1
-                calls[number] = self._start(task, attempts[number])
+                calls[number] = self._start(task, attempts[number], on_end)
+                count += 1
+        return count
 
     def _count_retry(self, task: Task, attempt: int, error: Exception) -> None:
         """Count a retry. Print the reason of the run's first retry, since a prompt may be given up only much later."""

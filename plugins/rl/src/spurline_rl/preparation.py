@@ -7,7 +7,7 @@ Data flow: scored groups -> rows (one per turn, or one per attempt) -> logprobs 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,10 +25,11 @@ from spurline.protocols.source import SourceContext
 from spurline_rl.configs import PromptSourceConfig
 from spurline_rl.losses.corrections import compare
 from spurline_rl.losses.policy_loss import kl_estimate
-from spurline_rl.metrics import advantage_metrics, all_returns
-from spurline_rl.protocols.advantage import Advantage, ComparesSamples
+from spurline_rl.metrics import advantage_metrics
+from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutCollator
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.trajectory import (
     FlatTurns,
     Group,
@@ -63,6 +64,7 @@ class TurnColumns:
         # A turn's prompt is its whole context, so the response begins `num_prompt` tokens after the row's first token.
         starts = first[rows] + _joined(groups, "num_prompt")
         stops = starts + _joined(groups, "num_response")
+        self.num_tokens = int((stops - starts).sum())
         bounds = zip(rows.tolist(), starts.tolist(), stops.tolist(), strict=True)
         self._places = [(row, slice(start, stop)) for row, start, stop in bounds]
 
@@ -71,18 +73,21 @@ class TurnColumns:
         values = column.numpy()
         return [values[place] for place in self._places]
 
-    def responses(self) -> Tensor:
-        """Return float32 `[rows, length]`: 1 on every response token, 0 elsewhere."""
-        return self.join("loss_weights", [1.0] * len(self._places))
+    def flatten(self, column: Tensor) -> NDArray[Any]:
+        """Return the values of all response tokens [A], turn after turn, given a column `[rows, length]`."""
+        return joined(self.split(column), column.numpy().dtype)
 
-    def join(self, name: str, values: Iterable[NDArray[np.float32] | float]) -> Tensor:
-        """Return the column `name`. `values` has an array or a number for each turn's response; the rest is 0."""
+    def join(self, name: str, values: NDArray[Any]) -> Tensor:
+        """Return the column `name`, given a value for each response token [A], turn after turn. The rest is 0."""
         dtype = torch.empty(0, dtype=OPTIONAL_TOKEN_COLUMNS.get(name, torch.float32)).numpy().dtype
         # numpy asks the kernel for huge pages, torch does not.
         column = torch.from_numpy(np.zeros(self._shape, dtype))
-        target = column.numpy()
-        for place, found in zip(self._places, values, strict=True):
-            target[place] = found
+        target, start = column.numpy(), 0
+        for row, place in self._places:
+            stop = start + place.stop - place.start
+            target[row, place] = values[start:stop]
+            start = stop
+        assert start == len(values), f"{name} has {len(values)} values for {start} response tokens"
         return column
 
 
@@ -164,13 +169,11 @@ class Preparation:
         scored = self._score_tokens(laid_out, columns, backend)
         seconds = time.perf_counter() - begin
         computed: dict[str, Tensor] = {}
-        if "values" in scored:
-            values = zip(turns_of(groups), columns.split(scored["values"]), strict=True)
-            groups = with_turns(groups, [replace(turn, values=found) for turn, found in values])
-        groups, charged = self._charge_kl(groups, columns, scored)
+        values = {"values": columns.flatten(scored["values"])} if "values" in scored else {}
+        attempts, charged = self._charge_kl(ScoredGroups(groups, values), columns, scored)
         if charged or "rewards" not in batch.tokens:
-            computed["rewards"] = columns.join("rewards", _fields(groups, "rewards"))
-        computed |= self._advantages(groups, columns)
+            computed["rewards"] = columns.join("rewards", attempts.column("rewards"))
+        computed |= {name: columns.join(name, found) for name, found in self._advantages(attempts).items()}
         carried = _join_carried(groups, self._config.carry, columns)
         batch = batch.with_tokens(**scored, **computed, **carried)
         batch, compared = compare(batch, self._correction)
@@ -217,13 +220,13 @@ class Preparation:
         if self._needs_values:
             # Values are also needed for response tokens without loss.
             weights = torch.zeros_like(padded.tokens["loss_weights"])
-            weights[~padded.is_padding_row] = columns.responses()
+            weights[~padded.is_padding_row] = columns.join("loss_weights", np.ones(columns.num_tokens, np.float32))
             found["values"] = backend.logprobs(padded.with_tokens(loss_weights=weights), "critic")
         return found
 
     def _charge_kl(
-        self, groups: Sequence[Group], columns: TurnColumns, scored: Mapping[str, Tensor]
-    ) -> tuple[Sequence[Group], Mapping[str, float]]:
+        self, groups: ScoredGroups, columns: TurnColumns, scored: Mapping[str, Tensor]
+    ) -> tuple[ScoredGroups, Mapping[str, float]]:
         """Lower each token's reward by its KL to the reference model. Returns the groups with new rewards, and metrics.
 
         This is the KL-in-reward of InstructGPT (Ouyang et al. 2022, arXiv:2203.02155). The estimator k1 is unbiased.
@@ -233,47 +236,22 @@ class Preparation:
         if penalty is None:
             return groups, {}
         old, reference = scored["old_logprobs"].double(), scored["reference_logprobs"].double()
-        kl = columns.split(kl_estimate(old, reference, penalty.estimator))
-        charged: list[Turn] = []
-        trained = [np.empty(0)]
-        for turn, turn_kl in zip(turns_of(groups), kl, strict=True):
-            assert turn.rewards is not None, "a turn was not scored"
-            charged.append(replace(turn, rewards=turn.rewards - penalty.coefficient * turn_kl))
-            trained.append(turn_kl[turn.loss_mask != 0])
-        groups, of_trained = with_turns(groups, charged), np.concatenate(trained)
+        kl = columns.flatten(kl_estimate(old, reference, penalty.estimator))
+        rewards = (groups.column("rewards") - penalty.coefficient * kl).astype(np.float32)
+        charged = replace(groups, computed={**groups.computed, "rewards": rewards})
+        of_trained = kl[groups.column("loss_mask") != 0]
         # This mean is not multiplied by the coefficient.
         metrics = {"kl_reward/mean": float(of_trained.mean())} if len(of_trained) else {}
-        return groups, {**metrics, "reward/after_kl": float(all_returns(groups).mean())}
+        return charged, {**metrics, "reward/after_kl": float(np.concatenate(charged.returns).mean())}
 
-    def _advantages(self, groups: Sequence[Group], columns: TurnColumns) -> dict[str, Tensor]:
-        """Return the column `advantages`, and `returns` if a critic is trained."""
-        size = len(groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
+    def _advantages(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
+        """Return `advantages` [A], and `returns` [A] if a critic is trained."""
+        size = len(scored.groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
-        scopes = [groups[start : start + size] for start in range(0, len(groups), max(1, size))]
-        samples = self._sample_advantages(scopes)
-        if samples is not None:
-            # Do not use `group.flat` here: if KL was subtracted, the groups are new, and would compute `flat` again.
-            attempt_turns = [len(attempt.turns) for attempt in trajectories_of(groups)]
-            return {"advantages": columns.join("advantages", np.repeat(samples, attempt_turns).tolist())}
-        groups = [group for scope in scopes for group in self._advantage.advantages(scope)]
-        names = ["advantages"]
-        if groups and turns_of(groups[:1])[0].returns is not None:
-            names.append("returns")
-        return {name: columns.join(name, _fields(groups, name)) for name in names}
-
-    def _sample_advantages(self, scopes: Sequence[Sequence[Group]]) -> NDArray[np.float64] | None:
-        """Return one advantage per attempt; None if tokens of an attempt may have different advantages."""
-        if not isinstance(self._advantage, ComparesSamples) or not _speaks_for(
-            self._advantage, "sample_advantages", "advantages"
-        ):
-            return None
-        found = [np.empty(0)]
-        for scope in scopes:
-            samples = self._advantage.sample_advantages(scope)
-            if samples is None:
-                return None
-            found += samples
-        return np.concatenate(found)
+        found = [self._advantage.advantages(scope) for scope in scored.cut(max(1, size))]
+        if not found:
+            return {"advantages": np.zeros(0, np.float32)}
+        return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
 
 
 def _speaks_for(component: object, shortcut: str, method: str) -> bool:
@@ -285,10 +263,6 @@ def _speaks_for(component: object, shortcut: str, method: str) -> bool:
 
 def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:
     return joined([getattr(group.flat, name) for group in groups], np.int64)
-
-
-def _fields(groups: Sequence[Group], name: str) -> list[Any]:
-    return [getattr(turn, name) for turn in turns_of(groups)]
 
 
 def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
@@ -306,7 +280,7 @@ def _check_experts(batch: TrainingBatch, groups: Sequence[Group]) -> None:
 
 def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnColumns) -> dict[str, Tensor]:
     """Return a column per name. Each response token gets the number from its prompt's row."""
-    turns = [len(turns_of([group])) for group in groups]
+    tokens = [int(group.flat.num_response.sum()) for group in groups]
     for group in groups:
         for name in names:
             if name not in group.columns:
@@ -314,6 +288,4 @@ def _join_carried(groups: Sequence[Group], names: Sequence[str], columns: TurnCo
                     f"The recorded group of prompt '{group.uid}' has no column '{name}' of source.carry. Record with "
                     "the same `carry`, or remove the name."
                 )
-    return {
-        name: columns.join(name, np.repeat([group.columns[name] for group in groups], turns).tolist()) for name in names
-    }
+    return {name: columns.join(name, np.repeat([group.columns[name] for group in groups], tokens)) for name in names}

@@ -292,8 +292,8 @@ class PromptSource(BatchSource):
         columns, tokens = self._preparation.turn_columns(batch, collected.groups), batch.tokens
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
-        per_epoch, split = self._prompts.prompts_per_epoch, lambda name: columns.split(tokens[name])
-        self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, split))
+        per_epoch, flatten = self._prompts.prompts_per_epoch, lambda name: columns.flatten(tokens[name])
+        self._kept.keep(KeptStep(step, collected.groups, filtered, collected.lost, per_epoch, flatten))
 
     def flush(self) -> None:
         self._kept.flush()

@@ -109,7 +109,7 @@ def with_fields(record: _Record, **fields: Any) -> _Record:
 
 
 _ARRAYS: Mapping[str, np.dtype[Any]] = {
-    **dict.fromkeys(("samples", "numbers", "tokens"), np.dtype(np.int32)),
+    **dict.fromkeys(("samples", "numbers", "prompts", "responses"), np.dtype(np.int32)),
     **dict.fromkeys(("attempt_turns", "num_prompt", "num_response"), np.dtype(np.int64)),
 }
 
@@ -118,16 +118,20 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
 class FlatTurns:
     """The n turns of m attempts in flat arrays, from which collators make batches.
 
-    Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only.
+    Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only. A
+    prompt that several turns have in common is stored once, and so are prompts that begin other prompts.
 
     Attributes:
         uids, samples, numbers, finish_reasons: One entry per turn: the prompt's uid, the attempt's number, the turn's
             number in the attempt, and how the turn ended.
         attempt_turns: int64 [m], turns of each attempt.
         num_prompt, num_response: int64 [n], tokens of each turn.
-        tokens: int32 [T], the prompt and the response of each turn.
+        prompts: int32 [P]. A turn's prompt is the `num_prompt` tokens from its entry of `prompt_starts` on.
+        prompt_starts: int64 [n].
+        responses: int32 [A], the response of each turn, one after another.
         columns: Arrays [A] over all response tokens, by field name of Turn. A field is left out if any turn lacks it.
-        routed_experts: int16 [T, layers, top_k], or None if any turn lacks them.
+        routed_experts: int16 [T, layers, top_k], of the prompt and the response of each turn, or None if any turn lacks
+            them.
     """
 
     uids: Sequence[str]
@@ -137,7 +141,9 @@ class FlatTurns:
     attempt_turns: NDArray[np.int64]
     num_prompt: NDArray[np.int64]
     num_response: NDArray[np.int64]
-    tokens: NDArray[np.int32]
+    prompts: NDArray[np.int32]
+    prompt_starts: NDArray[np.int64]
+    responses: NDArray[np.int32]
     columns: Mapping[str, NDArray[Any]]
     routed_experts: NDArray[np.int16] | None = None
 
@@ -148,7 +154,7 @@ class FlatTurns:
         counts = [len(trajectory.turns) for trajectory in trajectories]
         prompts, responses = [turn.prompt_ids for turn in turns], [turn.response_ids for turn in turns]
         num_prompt, num_response = [*map(len, prompts)], [*map(len, responses)]
-        both = [part for pair in zip(prompts, responses, strict=True) for part in pair]
+        stored, prompt_starts = share_prompts(prompts)
         columns: dict[str, NDArray[Any]] = {}
         for name, dtype in RESPONSE_FIELDS.items():
             parts = _given([getattr(turn, name) for turn in turns])
@@ -167,7 +173,9 @@ class FlatTurns:
             attempt_turns=np.array(counts, np.int64),
             num_prompt=np.array(num_prompt, np.int64),
             num_response=np.array(num_response, np.int64),
-            tokens=_join_parts(both, np.dtype(np.int32)),
+            prompts=stored,
+            prompt_starts=prompt_starts,
+            responses=_join_parts(responses, np.dtype(np.int32)),
             columns=columns,
             routed_experts=None if experts is None else _join_experts(experts),
         )
@@ -181,9 +189,11 @@ class FlatTurns:
         if len(blocks) == 1:
             return blocks[0]
         experts = _given([block.routed_experts for block in blocks])
+        moved = np.cumsum([0, *(len(block.prompts) for block in blocks[:-1])])
         return cls(
             uids=[uid for block in blocks for uid in block.uids],
             finish_reasons=[reason for block in blocks for reason in block.finish_reasons],
+            prompt_starts=np.concatenate([block.prompt_starts + by for block, by in zip(blocks, moved, strict=True)]),
             columns={
                 name: _join_parts([block.columns[name] for block in blocks], RESPONSE_FIELDS[name])
                 for name in RESPONSE_FIELDS
@@ -200,6 +210,19 @@ class FlatTurns:
     def lengths(self) -> NDArray[np.int64]:
         """Return the number of tokens of each turn, prompt included: int64 [n]."""
         return self.num_prompt + self.num_response
+
+    def places(self) -> list[tuple[slice, slice]]:
+        """Return the places of each turn's prompt in `prompts`, and of its response in `responses` and `columns`."""
+        prompt_stops, stops = self.prompt_starts + self.num_prompt, np.cumsum(self.num_response)
+        bounds = (self.prompt_starts, prompt_stops, stops - self.num_response, stops)
+        every = zip(*(each.tolist() for each in bounds), strict=True)
+        return [(slice(first, last), slice(start, stop)) for first, last, start, stop in every]
+
+    def tokens(self) -> NDArray[np.int32]:
+        """Return the prompt and the response of each turn, int32 [T]. This repeats shared prompts."""
+        prompts, responses = self.prompts, self.responses
+        parts = [part for prompt, response in self.places() for part in (prompts[prompt], responses[response])]
+        return _join_parts(parts, np.dtype(np.int32))
 
     @cached_property
     def trained_versions(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -295,15 +318,15 @@ def with_turns(groups: Sequence[Group], turns: Sequence[Turn]) -> list[Group]:
 def in_one_block(group: Group) -> Group:
     """Return the group with turns whose arrays are views of `group.flat`. This frees the separate arrays."""
     flat = group.flat
-    ends = np.cumsum(flat.num_response).tolist()
-    places = zip(ends, flat.num_response.tolist(), np.cumsum(flat.lengths).tolist(), flat.lengths.tolist(), strict=True)
+    arrays = {"response_ids": flat.responses, **flat.columns}
     turns: list[Turn] = []
-    for turn, (end, num_response, stop, length) in zip(turns_of([group]), places, strict=True):
-        fields: dict[str, Any] = {name: values[end - num_response : end] for name, values in flat.columns.items()}
+    num_tokens = 0
+    for turn, (prompt, response) in zip(turns_of([group]), flat.places(), strict=True):
+        fields: dict[str, Any] = {name: values[response] for name, values in arrays.items()}
         if flat.routed_experts is not None:
-            fields["routed_experts"] = flat.routed_experts[stop - length : stop]
-        prompt, response = flat.tokens[stop - length : stop - num_response], flat.tokens[stop - num_response : stop]
-        turns.append(with_fields(turn, prompt_ids=prompt, response_ids=response, **fields))
+            begin, num_tokens = num_tokens, num_tokens + len(turn.prompt_ids) + len(turn.response_ids)
+            fields["routed_experts"] = flat.routed_experts[begin:num_tokens]
+        turns.append(with_fields(turn, prompt_ids=flat.prompts[prompt], **fields))
     [block] = with_turns([group], turns)
     block.__dict__["flat"] = flat
     return block
@@ -314,26 +337,38 @@ _RELATIVE_TOLERANCE = 1e-6
 
 def trajectory_return(trajectory: Trajectory) -> float:
     """Return the undiscounted sum of the token rewards of all turns."""
-    place = f"sample {trajectory.sample} of prompt '{trajectory.uid}'"
     total = 0.0
     for number, turn in enumerate(trajectory.turns):
-        assert turn.rewards is not None, f"turn {number} of {place} was not scored"
+        assert turn.rewards is not None, f"turn {number} of {_place(trajectory)} was not scored"
         total += float(turn.rewards.sum(dtype=np.float64))
+    return finite_return(trajectory, total)
+
+
+def finite_return(trajectory: Trajectory, total: float) -> float:
+    """Return the sum of an attempt's rewards. Raises DataError if it is not finite."""
     if not np.isfinite(total):
         raise DataError(
-            f"The rewards of {place} sum up to {total}. The reward function must return finite numbers, or raise an "
-            "exception for an answer that it cannot judge."
+            f"The rewards of {_place(trajectory)} sum up to {total}. The reward function must return finite numbers, "
+            "or raise an exception for an answer that it cannot judge."
         )
     return total
 
 
+def _place(trajectory: Trajectory) -> str:
+    return f"sample {trajectory.sample} of prompt '{trajectory.uid}'"
+
+
 def has_equal_returns(group: Group) -> bool:
-    """Return whether all samples have the same return, so that group-relative advantages are 0.
+    """Return whether all samples have the same return, so that group-relative advantages are 0."""
+    return are_equal(group.returns)
+
+
+def are_equal(returns: NDArray[np.float64]) -> bool:
+    """Return whether all returns are equal but for rounding.
 
     Sums of the same rewards in different orders can differ in their last bits. Division by the standard deviation would
-    turn these differences into large advantages, so returns that differ only by rounding are equal.
+    turn these differences into large advantages.
     """
-    returns = group.returns
     return bool(len(returns) == 0 or np.ptp(returns) <= _RELATIVE_TOLERANCE * np.abs(returns).max())
 
 
@@ -390,6 +425,24 @@ def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
         between = len(after.prompt_ids) - len(before.prompt_ids) - len(before.response_ids)
         parts += [np.zeros(between, column.dtype), column]
     return np.concatenate(parts)
+
+
+def share_prompts(prompts: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the prompts without repetitions, int32 [P], and the position of each prompt in them, int64 [n].
+
+    A prompt is stored unless the prompt that was stored last begins with it. The last prompts come first, because the
+    prompts of an attempt grow from turn to turn.
+    """
+    stored: list[bytes] = [b""]
+    starts = np.empty(len(prompts), np.int64)
+    start = stop = 0
+    for number in range(len(prompts) - 1, -1, -1):
+        prompt = prompts[number].tobytes()
+        if not stored[-1].startswith(prompt):
+            stored.append(prompt)
+            start, stop = stop, stop + len(prompts[number])
+        starts[number] = start
+    return np.frombuffer(b"".join(stored), np.int32), starts
 
 
 def _given(parts: list[NDArray[Any] | None]) -> list[NDArray[Any]] | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 from fake_plugins import FakePlugins
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -14,12 +16,12 @@ from spurline.plugins.host import PluginHost
 from spurline.plugins.registry import ComponentRegistrar
 from spurline.protocols.loss import Loss, TokenLossInputs
 from spurline_models.testing import LossContract
-from spurline_rl.advantages.shared import relative_to_group, spread_over_tokens
+from spurline_rl.advantages.shared import relative_to_group
 from spurline_rl.losses.configs import KlConfig, PolicyLossConfig
 from spurline_rl.losses.policy_loss import PolicyLoss, ratio_to_old
 from spurline_rl.protocols.advantage import Advantage, AdvantageConfig
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.testing.advantage_contract import AdvantageContract
-from spurline_rl.trajectory import Group
 
 
 class BestOfConfig(AdvantageConfig):
@@ -32,8 +34,8 @@ class BestOf:
     def __init__(self, config: BestOfConfig):
         self.config = config
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return [spread_over_tokens(g, relative_to_group(g, "best_of", lambda r: r - r.max())) for g in groups]
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
+        return scored.spread(relative_to_group(scored, "best_of", lambda returns: returns - returns.max()))
 
     def describe(self) -> str:
         return "Best of: how far each sample stays behind its prompt's best."
@@ -81,8 +83,7 @@ def host() -> PluginHost:
 def test_the_plugins_algorithms_are_built_like_cores_own(host: PluginHost) -> None:
     assert {"best_of", "grpo", "gae"} <= set(host.registry.names("advantage"))
     advantage = host.registry.create("advantage", BestOfConfig())
-    result = advantage.advantages(AdvantageContract().groups())
-    assert max(float(t.turns[-1].advantages[0]) for t in result[0].trajectories) == 0
+    assert advantage.advantages(ScoredGroups(AdvantageContract().groups()[:1]))["advantages"].max() == 0
 
 
 def test_kl_penalty_and_entropy_bonus_come_with_the_base_class(host: PluginHost) -> None:

@@ -1,7 +1,8 @@
 """Record the groups that a run trained on, and train on them again.
 
 Checkpoints and recordings store groups as plain arrays and JSON, which are read back bit for bit. Groups are written in
-blocks, so that only one block is in memory twice. A block joins the arrays of all its turns into a few long arrays.
+blocks, so that only one block is in memory twice. A block joins the arrays of all its turns into a few long arrays, and
+holds a prompt that several turns have in common once.
 
 A run with source `recorded_rollouts` generates nothing. It depends only on its config and the recording. It can show
 the effect of another loss on the same data. With the settings of the recorded run, it trains the same weights, bit for
@@ -31,10 +32,10 @@ from spurline_rl.configs import HeldOutConfig
 from spurline_rl.draws import Draw
 from spurline_rl.group_runner import Outcome
 from spurline_rl.prompt_source import Collected, PromptSource
-from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
+from spurline_rl.trajectory import Group, Trajectory, Turn, share_prompts, turns_of
 
-_FIELDS = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
-"""The stored fields of a turn. Fields that the preparation for training adds are not stored."""
+_FIELDS = ("response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
+"""The stored fields of a turn besides its prompt. Fields that the preparation for training adds are not stored."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""
@@ -57,7 +58,7 @@ def _blocks(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
     num_bytes = 0
     for group in groups:
         block.append(group)
-        arrays = (getattr(turn, name) for turn in turns_of([group]) for name in _FIELDS)
+        arrays = (getattr(turn, name) for turn in turns_of([group]) for name in ("prompt_ids", *_FIELDS))
         num_bytes += sum(array.nbytes for array in arrays if array is not None)
         if num_bytes >= _BLOCK_BYTES:
             yield block
@@ -68,7 +69,9 @@ def _blocks(groups: Sequence[Group]) -> Iterator[Sequence[Group]]:
 
 def _block_state(groups: Sequence[Group]) -> dict[str, object]:
     turns = turns_of(groups)
+    prompts, starts = share_prompts([turn.prompt_ids for turn in turns])
     return {
+        "prompts": {"values": prompts, "starts": starts, "lengths": np.array([len(turn.prompt_ids) for turn in turns])},
         "groups": [
             {
                 "uid": group.uid,
@@ -93,6 +96,9 @@ def _engines(stored: str | Sequence[str]) -> tuple[str, ...]:
 def _groups_of_block(state: Mapping[str, object]) -> list[Group]:
     fields = cast("Mapping[str, Mapping[str, Any]]", state["fields"])
     columns = {name: iter(_split(joined)) for name, joined in fields.items()}
+    # Earlier recordings have the prompt of each turn among the fields.
+    if "prompts" in state:
+        columns["prompt_ids"] = iter(_split_prompts(**cast("Mapping[str, Any]", state["prompts"])))
     reasons = cast("Sequence[Any]", state["finish_reasons"])
     # Earlier checkpoints and recordings have no engines.
     engines = cast("Sequence[str | Sequence[str]]", state.get("engines", [()] * len(reasons)))
@@ -152,6 +158,15 @@ def _split(joined: Mapping[str, Any]) -> list[NDArray[Any] | None]:
         None if length == _ABSENT or values is None else values[end - length : end].copy()
         for length, end in zip(lengths, ends, strict=True)
     ]
+
+
+def _split_prompts(
+    values: NDArray[np.int32], starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> list[NDArray[np.int32]]:
+    """Return a copy of each turn's prompt. Turns with the same prompt share one copy."""
+    places = [*zip(starts.tolist(), lengths.tolist(), strict=True)]
+    copies = {(start, length): values[start : start + length].copy() for start, length in {*places}}
+    return [copies[place] for place in places]
 
 
 def recorded_step(run_dir: Path, step: int) -> Path:

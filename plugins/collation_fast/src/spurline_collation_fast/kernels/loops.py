@@ -61,10 +61,25 @@ def count_up(out):
         out[place] = place
 
 
-def write_rows(tokens, begins, lengths, positions, columns, row_offsets, pad, input_ids, segment_ids, position_ids):
+def write_rows(
+    tokens,
+    begins,
+    rest,
+    rest_begins,
+    heads,
+    lengths,
+    positions,
+    columns,
+    row_offsets,
+    pad,
+    input_ids,
+    segment_ids,
+    position_ids,
+):
     """Fill three columns [R, L] and return the number of tokens.
 
-    `input_ids` receives the tokens of each segment, from `tokens[begins[sample]]` on, and `pad` on padding.
+    `input_ids` receives the tokens of each segment, and `pad` on padding. The first `heads[sample]` tokens are those
+    from `tokens[begins[sample]]` on, the others those from `rest[rest_begins[sample]]` on.
     `segment_ids` receives 1, 2, ... on the segments of each row, `position_ids` 0, 1, 2, ... in each segment. Both are
     0 on padding.
     """
@@ -74,14 +89,15 @@ def write_rows(tokens, begins, lengths, positions, columns, row_offsets, pad, in
         free = 0
         first = row_offsets[row]
         for segment in range(first, row_offsets[row + 1]):
-            fetch_ahead(tokens, begins, lengths, positions, segment)
+            fetch_ahead(tokens, begins, heads, positions, segment)
             sample = positions[segment]
             start, length = columns[segment], lengths[sample]
-            stop = start + length
+            middle, stop = start + heads[sample], start + length
             fill(ids[free:start], pad)
             zero(numbers[free:start])
             zero(places[free:start])
-            copy(tokens[begins[sample] :], ids[start:stop])
+            copy(tokens[begins[sample] :], ids[start:middle])
+            copy(rest[rest_begins[sample] :], ids[middle:stop])
             fill(numbers[start:stop], segment - first + 1)
             count_up(places[start:stop])
             free = stop

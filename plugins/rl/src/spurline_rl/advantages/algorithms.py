@@ -19,27 +19,20 @@ success. The gradient of log p is the gradient of p divided by p, so rarely solv
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from spurline.errors import DataError
 from spurline_rl.advantages import configs
-from spurline_rl.advantages.shared import (
-    Returns,
-    center,
-    discounted_sums,
-    normalized,
-    read_tokens,
-    relative_to_group,
-    spread_over_groups,
-    write_tokens,
-)
+from spurline_rl.advantages.shared import Returns, center, discounted_sums, normalized, relative_to_group
 from spurline_rl.protocols.advantage import AdvantageConfig
-from spurline_rl.trajectory import Group
+from spurline_rl.scored_groups import ScoredGroups
+from spurline_rl.trajectory import are_equal
 
+Column = NDArray[np.float32]
 Config = TypeVar("Config", bound=AdvantageConfig)
 
 
@@ -53,15 +46,12 @@ class _Configured(Generic[Config]):
 class _GroupRelative(_Configured[Config], ABC):
     formula: ClassVar[str]
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        return spread_over_groups(groups, self.sample_advantages(groups))
-
-    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns]:
-        return [relative_to_group(group, self.config.name, partial(self._compare, uid=group.uid)) for group in groups]
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
+        return scored.spread(relative_to_group(scored, self.config.name, self._compare))
 
     @abstractmethod
-    def _compare(self, returns: Returns, uid: str) -> Returns:
-        """Return the advantages for these returns, which are not all equal. `uid` names the prompt in errors."""
+    def _compare(self, returns: Returns) -> Returns:
+        """Return the advantages for the returns of a group, which are not all equal."""
 
     def describe(self) -> str:
         return self.formula
@@ -72,7 +62,7 @@ class Grpo(_GroupRelative[configs.GrpoConfig]):
 
     formula = "GRPO: each sample's return minus the mean of its prompt's samples"
 
-    def _compare(self, returns: Returns, uid: str) -> Returns:
+    def _compare(self, returns: Returns) -> Returns:
         spread = returns.std(ddof=1) + self.config.eps if self.config.normalize_std else 1.0
         return center(returns) / spread
 
@@ -85,7 +75,7 @@ class DrGrpo(_GroupRelative[configs.DrGrpoConfig]):
 
     formula = "Dr. GRPO: each sample's return minus the mean of its prompt's samples."
 
-    def _compare(self, returns: Returns, uid: str) -> Returns:
+    def _compare(self, returns: Returns) -> Returns:
         return center(returns)
 
 
@@ -94,7 +84,7 @@ class Rloo(_GroupRelative[configs.RlooConfig]):
 
     formula = "RLOO: each sample's return minus the mean of its prompt's other samples."
 
-    def _compare(self, returns: Returns, uid: str) -> Returns:
+    def _compare(self, returns: Returns) -> Returns:
         return len(returns) / (len(returns) - 1) * center(returns)
 
 
@@ -103,12 +93,16 @@ class MaxRl(_GroupRelative[configs.MaxRlConfig]):
 
     formula = "MaxRL: each sample's return minus the mean of its prompt's samples, divided by that mean."
 
-    def _compare(self, returns: Returns, uid: str) -> Returns:
-        if returns.min() < 0:
-            raise DataError(
-                f"A sample of prompt '{uid}' has return {returns.min():g}, but for maxrl the mean return is a "
-                "probability of success. Use rewards between 0 and 1, or choose advantage: grpo."
-            )
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
+        for group, returns in zip(scored.groups, scored.returns, strict=True):
+            if returns.min(initial=0.0) < 0 and not are_equal(returns):
+                raise DataError(
+                    f"A sample of prompt '{group.uid}' has return {returns.min():g}, but for maxrl the mean return is "
+                    "a probability of success. Use rewards between 0 and 1, or choose advantage: grpo."
+                )
+        return super().advantages(scored)
+
+    def _compare(self, returns: Returns) -> Returns:
         return center(returns) / (returns.mean() + self.config.eps)
 
 
@@ -130,19 +124,15 @@ class ReinforcePlusPlus(_Configured[configs.ReinforcePlusPlusConfig]):
     divides by the count, not by the count minus 1.
     """
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
-        samples = self.sample_advantages(groups)
-        if samples is not None:
-            return spread_over_groups(groups, samples)
-        returns = discounted_sums(read_tokens(groups, "rewards"), self.config.gamma)
-        return write_tokens(groups, advantages=normalized(returns, read_tokens(groups, "loss_mask"), self.config.eps))
-
-    def sample_advantages(self, groups: Sequence[Group]) -> list[Returns] | None:
-        if self.config.baseline == "batch":
-            return None
-        centred = [relative_to_group(group, "reinforce_pp", center) for group in groups]
-        std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
-        return [values / (std + self.config.eps) for values in centred]
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
+        eps = self.config.eps
+        if self.config.baseline == "group":
+            centred = relative_to_group(scored, "reinforce_pp", center)
+            std = np.concatenate([np.zeros(0), *centred]).std() if centred else 0.0
+            return scored.spread([values / (std + eps) for values in centred])
+        rewards = scored.column("rewards").astype(np.float64)
+        returns = discounted_sums(rewards, scored.attempt_tokens, self.config.gamma)
+        return {"advantages": normalized(returns, scored.column("loss_mask"), eps).astype(np.float32)}
 
     def describe(self) -> str:
         if self.config.baseline == "group":
@@ -163,18 +153,19 @@ class Gae(_Configured[configs.GaeConfig]):
 
     needs = frozenset({"values"})
 
-    def advantages(self, groups: Sequence[Group]) -> list[Group]:
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, Column]:
         gamma = self.config.gamma
-        rewards, values = read_tokens(groups, "rewards"), read_tokens(groups, "values")
-        surprises = [
-            reward + gamma * np.append(value[1:], 0.0)[: len(value)] - value
-            for reward, value in zip(rewards, values, strict=True)
-        ]
-        advantages = discounted_sums(surprises, gamma * self.config.lam)
-        returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+        rewards, values = (scored.column(name).astype(np.float64) for name in ("rewards", "values"))
+        following = np.append(values[1:], 0.0)[: len(values)]
+        if len(values):
+            # An attempt without tokens marks the end of the attempt before it, or the last of all ends.
+            following[np.cumsum(scored.attempt_tokens) - 1] = 0.0
+        surprises = rewards + gamma * following - values
+        advantages = discounted_sums(surprises, scored.attempt_tokens, gamma * self.config.lam)
+        returns = advantages + values
         if self.config.normalize:
-            advantages = normalized(advantages, read_tokens(groups, "loss_mask"), self.config.eps)
-        return write_tokens(groups, advantages=advantages, returns=returns)
+            advantages = normalized(advantages, scored.column("loss_mask"), self.config.eps)
+        return {"advantages": advantages.astype(np.float32), "returns": returns.astype(np.float32)}
 
     def describe(self) -> str:
         normalized_too = ", normalised over all tokens" if self.config.normalize else ""

@@ -72,8 +72,8 @@ class KeptStep:
             place (`zero_variance: refill`).
         lost: Prompts that were given up because their attempts failed.
         prompts_per_epoch: Number of prompts in a pass over the data.
-        column: Returns the values of a token column of the batch for each turn of `groups`. The writing thread calls
-            this function.
+        column: Returns a token column of the batch for the response tokens of `groups`, turn after turn. The writing
+            thread calls this function.
     """
 
     step: int
@@ -81,17 +81,17 @@ class KeptStep:
     filtered: Sequence[Group]
     lost: Sequence[GivenUpPrompt]
     prompts_per_epoch: int
-    column: Callable[[str], Sequence[NDArray[Any]]]
+    column: Callable[[str], NDArray[Any]]
 
 
 class TokenTexts:
     """The text of each token that occurs in some groups."""
 
     def __init__(self, pieces: TokenPieces, groups: Sequence[Group]) -> None:
-        last = max((int(group.flat.tokens.max()) for group in groups), default=-1)
-        is_used = np.zeros(last + 1, np.bool_)
-        for group in groups:
-            is_used[group.flat.tokens] = True
+        arrays = [array for group in groups for array in (group.flat.prompts, group.flat.responses)]
+        is_used = np.zeros(1 + max((int(array.max(initial=-1)) for array in arrays), default=-1), np.bool_)
+        for array in arrays:
+            is_used[array] = True
         self._ids = np.flatnonzero(is_used).tolist()
         self._bytes = pieces.of_all(self._ids)
         self._special = [token_id for token_id in self._ids if pieces.is_special(token_id)]
@@ -130,7 +130,7 @@ def step_table(kept: KeptStep, pieces: TokenPieces) -> pa.Table:
     if kept.filtered:
         tables.insert(0, _attempts_table(kept, "filtered", kept.filtered, {}, texts))
     if kept.groups:
-        scores = {name: np.concatenate(kept.column(name)) for name in ("old_logprobs", "advantages")}
+        scores = {name: kept.column(name) for name in ("old_logprobs", "advantages")}
         tables.insert(0, _attempts_table(kept, "trained", kept.groups, scores, texts))
     return pa.concat_tables(tables).replace_schema_metadata(texts.as_metadata())
 
@@ -173,7 +173,7 @@ def _attempts_table(
         "turn_prompt": _lists(flat.num_prompt, turn_ends, _INT),
         "turn_response": _lists(flat.num_response, turn_ends, _INT),
         "turn_finish": _lists(flat.finish_reasons, turn_ends, DETAILS["turn_finish"]),
-        "ids": _lists(flat.tokens, _ends(flat.lengths)[turn_ends], _INT),
+        "ids": _lists(flat.tokens(), _ends(flat.lengths)[turn_ends], _INT),
     }
     starts = token_ends[:-1]
     if "versions" in token_columns:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from spurline.config.section import ComponentConfig
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from spurline_rl.trajectory import Group
+    from spurline_rl.scored_groups import ScoredGroups
 
 
 class Advantage(Protocol):
-    """Set `advantages` on every turn of scored groups.
+    """Compute an advantage for each response token of scored groups.
 
     Factory: `Class(config)`. Implementations are pure functions and use only numpy.
 
     Attributes:
-        needs: Fields of a turn that the algorithm reads besides `rewards`, such as `values` of a critic.
+        needs: Columns that the algorithm reads besides `rewards`, such as `values` of a critic.
     """
 
     needs: frozenset[str]
 
-    def advantages(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """Return copies of the groups, in order, with `advantages` float32 per response token.
+    def advantages(self, scored: ScoredGroups) -> Mapping[str, NDArray[np.float32]]:
+        """Return the column `advantages`: float32 [A], for the response tokens in the order of `scored.column`.
 
-        Algorithms with a critic also set `returns`, the critic's target. The groups are the whole batch or one
+        Algorithms with a critic also return `returns` [A], the critic's target. The groups are the whole batch or one
         mini-batch. A statistic over several groups is computed over the groups of one call only.
 
         Raises:
@@ -38,23 +38,6 @@ class Advantage(Protocol):
 
     def describe(self) -> str:
         """Describe the advantage in one sentence, for `spurline plan`."""
-        ...
-
-
-@runtime_checkable
-class ComparesSamples(Advantage, Protocol):
-    """An advantage that may be one number per attempt, the same for all response tokens of the attempt.
-
-    Sources then write the numbers to the batch without making an array for every turn. If a subclass overrides only
-    `advantages`, sources call `advantages`.
-    """
-
-    def sample_advantages(self, groups: Sequence[Group]) -> Sequence[NDArray[np.float64]] | None:
-        """Return the advantages of each group's attempts, float64 [n] per group.
-
-        `advantages` gives the same numbers, and raises the same errors. If the settings can give different advantages
-        to the tokens of one attempt, the result is None.
-        """
         ...
 
 

@@ -7,13 +7,12 @@ from dataclasses import fields, replace
 from typing import ClassVar
 
 import numpy as np
-import pytest
+from numpy.typing import NDArray
 
-from spurline_rl.protocols.advantage import Advantage, ComparesSamples
+from spurline_rl.protocols.advantage import Advantage
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import Group, Trajectory, Turn, turns_of
-
-_WRITTEN = ("advantages", "returns")
+from spurline_rl.trajectory import RESPONSE_FIELDS, Group, Trajectory, Turn, turns_of
 
 
 class AdvantageContract:
@@ -47,66 +46,58 @@ class AdvantageContract:
             groups.append(Group(f"prompt-{draw}", draw, attempts, columns))
         return groups
 
-    def test_it_describes_itself_and_the_fields_of_a_turn_that_it_needs(self) -> None:
+    def computed(self, groups: Sequence[Group]) -> list[NDArray[np.float32]]:
+        """Return the advantages of each attempt's response tokens."""
+        return by_attempt(ScoredGroups(groups), self.make_advantage().advantages(ScoredGroups(groups))["advantages"])
+
+    def test_it_describes_itself_and_the_columns_that_it_needs(self) -> None:
         text = self.make_advantage().describe()
         assert len(text.split()) >= 3
         assert text.endswith(".")
         needs = self.make_advantage().needs
         assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
-        assert needs <= {field.name for field in fields(Turn)}, f"a turn has no field {sorted(needs)}"
+        assert needs <= RESPONSE_FIELDS.keys(), f"response tokens have no {sorted(needs - RESPONSE_FIELDS.keys())}"
 
     def test_every_response_token_gets_a_finite_float32(self) -> None:
-        assert list(self.make_advantage().advantages([])) == []
-        for turn in turns_of(self.make_advantage().advantages(self.groups())):
-            for name in _WRITTEN:
-                values = getattr(turn, name)
-                assert values is not None or name != "advantages"
-                if values is not None:
-                    assert (values.dtype, values.shape) == (np.float32, turn.response_ids.shape)
-                    assert np.isfinite(values).all()
+        assert len(self.make_advantage().advantages(ScoredGroups([]))["advantages"]) == 0
+        scored = ScoredGroups(self.groups())
+        columns = self.make_advantage().advantages(scored)
+        assert {"advantages"} <= columns.keys() <= {"advantages", "returns"}
+        for values in columns.values():
+            assert (values.dtype, len(values)) == (np.float32, scored.attempt_tokens.sum())
+            assert np.isfinite(values).all()
 
-    def test_all_else_stays_as_it_was_and_where_it_was(self) -> None:
+    def test_the_groups_are_not_changed(self) -> None:
         groups, untouched = self.groups(), self.groups()
-        result = self.make_advantage().advantages(groups)
-        for group, expected in zip(result, groups, strict=True):
-            assert (group.uid, group.draw) == (expected.uid, expected.draw)
-            names, wanted = ([(t.uid, t.sample, len(t.turns)) for t in one.trajectories] for one in (group, expected))
-            assert names == wanted
-        for before, given, after in zip(turns_of(untouched), turns_of(groups), turns_of(result), strict=True):
-            assert _same(before, given, [field.name for field in fields(Turn)]), "the groups passed in were changed"
-            assert _same(before, after, [field.name for field in fields(Turn) if field.name not in _WRITTEN])
+        self.computed(groups)
+        for before, after in zip(turns_of(untouched), turns_of(groups), strict=True):
+            for field in fields(Turn):
+                assert np.array_equal(getattr(before, field.name), getattr(after, field.name)), field.name
 
     def test_order_of_groups_and_samples_does_not_matter(self) -> None:
         groups = self.groups()
         turned = [replace(group, trajectories=group.trajectories[::-1]) for group in groups[::-1]]
-        result = self.make_advantage().advantages(turned)
-        result = [replace(group, trajectories=group.trajectories[::-1]) for group in result][::-1]
-        for one, other in zip(turns_of(self.make_advantage().advantages(groups)), turns_of(result), strict=True):
-            np.testing.assert_allclose(_advantages(one), _advantages(other), rtol=1e-5, atol=1e-6)
-
-    def test_numbers_per_sample_are_those_that_its_turns_get(self) -> None:
-        advantage, groups = self.make_advantage(), self.groups()
-        samples = advantage.sample_advantages(groups) if isinstance(advantage, ComparesSamples) else None
-        if samples is None:
-            pytest.skip("its advantages are computed token by token")
-        for group, values in zip(advantage.advantages(groups), samples, strict=True):
-            for trajectory, value in zip(group.trajectories, values.tolist(), strict=True):
-                for turn in trajectory.turns:
-                    assert _advantages(turn).tolist() == [np.float32(value)] * len(turn.response_ids)
+        for one, other in zip(self.computed(groups), self.computed(turned)[::-1], strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
     def test_a_better_sample_never_has_the_lower_advantage(self) -> None:
-        for group in self.make_advantage().advantages(_one_token_groups(self.carry)):
-            rewards = np.array([_advantages(t.turns[0])[0] for t in group.trajectories])
-            assert (np.diff(rewards) >= 0).all(), rewards
+        groups = _one_token_groups(self.carry)
+        for advantages in np.split(np.concatenate(self.computed(groups)), len(groups)):
+            assert (np.diff(advantages) >= 0).all(), advantages
 
     def test_group_with_equal_rewards_has_advantage_zero(self) -> None:
         if not self.compares_samples:
             return
         first, *others = self.groups()
         copies = tuple(replace(first.trajectories[0], sample=sample) for sample in range(3))
-        result = self.make_advantage().advantages([replace(first, trajectories=copies), *others])
-        assert all(not _advantages(turn).any() for turn in turns_of(result[:1]))
-        assert any(_advantages(turn).any() for turn in turns_of(result[1:]))
+        result = self.computed([replace(first, trajectories=copies), *others])
+        assert not np.concatenate(result[:3]).any()
+        assert np.concatenate(result[3:]).any()
+
+
+def by_attempt(scored: ScoredGroups, column: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    """Split a column [A] into the tokens of each attempt."""
+    return np.split(column, np.cumsum(scored.attempt_tokens)[:-1])
 
 
 def _one_token_groups(carry: Sequence[str]) -> list[Group]:
@@ -127,12 +118,3 @@ def _one_token_groups(carry: Sequence[str]) -> list[Group]:
         )
         for draw, uid in enumerate(rewards)
     ]
-
-
-def _advantages(turn: Turn) -> np.ndarray:
-    assert turn.advantages is not None
-    return turn.advantages
-
-
-def _same(one: Turn, other: Turn, names: Sequence[str]) -> bool:
-    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in names)

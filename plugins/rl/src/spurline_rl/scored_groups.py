@@ -1,0 +1,102 @@
+"""Scored groups with their numbers in flat arrays, from which advantages are computed. This module imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spurline.data.token_store import joined
+from spurline.errors import DataError
+from spurline_rl.trajectory import RESPONSE_FIELDS, Group, finite_return, trajectories_of
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroups:
+    """Scored groups, and columns with one number per response token of all their turns.
+
+    The tokens are in the order of `turns_of(groups)`, and include tokens that are not trained on.
+
+    Attributes:
+        groups: The groups as the environment and the rewards made them.
+        computed: Columns [A] that were computed for this batch, by field name of `Turn`: `values` of a critic, and
+            `rewards` after a KL penalty.
+    """
+
+    groups: Sequence[Group]
+    computed: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column [A], such as `rewards`, `loss_mask` or `values`.
+
+        Raises:
+            DataError: If a turn lacks it.
+        """
+        if name in self.computed:
+            return self.computed[name]
+        for group in self.groups:
+            if name not in group.flat.columns:
+                raise _lacking(group, name)
+        return joined([group.flat.columns[name] for group in self.groups], RESPONSE_FIELDS[name])
+
+    @cached_property
+    def attempt_tokens(self) -> NDArray[np.int64]:
+        """Return the number of response tokens of each attempt: int64 [m]."""
+        turns = self._turns("attempt_turns")
+        # An attempt has at least one turn.
+        return np.add.reduceat(self._turns("num_response"), np.cumsum(turns) - turns) if len(turns) else turns
+
+    @cached_property
+    def returns(self) -> list[NDArray[np.float64]]:
+        """Return the returns of each group's attempts: float64 [n] per group.
+
+        Raises:
+            DataError: If a return is not finite.
+        """
+        if "rewards" not in self.computed:
+            return [group.returns for group in self.groups]
+        turns, sizes = self._turns("attempt_turns"), [len(group.trajectories) for group in self.groups]
+        of_turns = np.split(self.computed["rewards"], np.cumsum(self._turns("num_response"))[:-1])
+        sums = iter(float(rewards.sum(dtype=np.float64)) for rewards in of_turns)
+        attempts = zip(trajectories_of(self.groups), turns.tolist(), strict=True)
+        returns = [finite_return(attempt, sum(next(sums) for _ in range(count))) for attempt, count in attempts]
+        return np.split(np.array(returns, np.float64), np.cumsum(sizes)[:-1]) if sizes else []
+
+    def cut(self, size: int) -> list[ScoredGroups]:
+        """Return parts of `size` groups each."""
+        tokens = np.cumsum([0, *(int(group.flat.num_response.sum()) for group in self.groups)]).tolist()
+        parts: list[ScoredGroups] = []
+        for start in range(0, len(self.groups), size):
+            stop = min(start + size, len(self.groups))
+            columns = {name: values[tokens[start] : tokens[stop]] for name, values in self.computed.items()}
+            parts.append(ScoredGroups(self.groups[start:stop], columns))
+        return parts
+
+    def spread(self, advantages: Sequence[NDArray[np.float64]]) -> dict[str, NDArray[np.float32]]:
+        """Give all response tokens of an attempt its advantage. Returns the column `advantages` [A].
+
+        Args:
+            advantages: For each group, the advantages of its attempts: float64 [n].
+        """
+        samples = joined([*advantages], np.float64).astype(np.float32)
+        return {"advantages": np.repeat(samples, self.attempt_tokens)}
+
+    def _turns(self, name: str) -> NDArray[np.int64]:
+        return joined([getattr(group.flat, name) for group in self.groups], np.int64)
+
+
+def _lacking(group: Group, name: str) -> DataError:
+    sample, number = next(
+        (attempt.sample, number)
+        for attempt in group.trajectories
+        for number, turn in enumerate(attempt.turns)
+        if getattr(turn, name) is None
+    )
+    return DataError(
+        f"Turn {number} of sample {sample} of prompt '{group.uid}' has no {name}, which the advantage needs. Choose "
+        "another `advantage`, or a `source` that provides them."
+    )
