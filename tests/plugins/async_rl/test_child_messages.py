@@ -158,7 +158,7 @@ def test_messages_bring_what_was_written_with_its_version_whichever_engine_dies_
 ) -> None:
     world = World(deaths)
     requests = [
-        GenerationRequest([10 + number, 11], Sampling(max_new_tokens=length), number, f"train:{number}@0 sample 0")
+        GenerationRequest([10 + number // 2, 11], Sampling(max_new_tokens=length), number, f"train:{number}@0 sample 0")
         for number, length in enumerate(lengths)
     ]
     results = asyncio.run(results_of(world, engines, requests, publishes, pauses))

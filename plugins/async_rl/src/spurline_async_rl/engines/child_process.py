@@ -63,6 +63,7 @@ class ChildMember:
         self._ids = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._progress: dict[int, Progress] = {}
+        self._last_prompt: list[int] | None = None
 
     async def start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -81,7 +82,10 @@ class ChildMember:
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         try:
             prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
-            plain = {**vars(request), "prompt_ids": prompt, "sampling": vars(request.sampling)}
+            # The attempts of a group come one after another, so the child keeps the prompt of the last request.
+            sent = None if prompt == self._last_prompt else prompt
+            self._last_prompt = prompt
+            plain = {**vars(request), "prompt_ids": sent, "sampling": vars(request.sampling)}
             return await self._call("generate", progress, request=plain)
         except EngineDiedError:
             raise
@@ -173,6 +177,7 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.engine: InProcessEngine | None = None
         self._reader = BucketReader()
+        self._last_prompt: list[int] = []
 
     async def run(self) -> None:
         messages = self._parent.messages()
@@ -189,6 +194,9 @@ class Child:
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
+        if message["do"] == "generate":
+            request = message["request"]
+            request["prompt_ids"] = self._last_prompt = request["prompt_ids"] or self._last_prompt
         self._tasks[number] = asyncio.create_task(self._answer(message))
         self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number))
 
