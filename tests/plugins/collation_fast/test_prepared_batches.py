@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from preparation_oracle import FakeBackend, batch_of_records, make_groups
 
 from spurline.data.batch import TrainingBatch
+from spurline.errors import PluginError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD
 from spurline_collation_fast.collators import FastRolloutsCollator
@@ -25,6 +27,7 @@ from spurline_rl.preparation import Preparation
 from spurline_rl.protocols.environment import EnvironmentConfig
 from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 from spurline_rl.rollout_batches import RolloutsCollator
+from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Trajectory
 
@@ -135,3 +138,17 @@ def test_what_a_subclass_overrides_is_not_passed_by() -> None:
     )
     assert bool(whole.tokens["loss_weights"].any())
     assert not bool(unweighted.tokens["loss_weights"].any())
+
+
+@pytest.mark.parametrize("odd", [{}, {"advantages": 3}, {"advantages": 0, "loss_weights": 0}])
+def test_an_advantage_with_other_columns_or_lengths_is_named(odd: dict[str, int]) -> None:
+    """odd: how many values too many each returned column has."""
+
+    class Odd(Grpo):
+        def advantages(self, scored: ScoredGroups) -> dict[str, Any]:
+            count = int(scored.attempt_tokens.sum())
+            return {name: np.zeros(count + more, np.float32) for name, more in odd.items()}
+
+    preparation = make_preparation(FastRolloutsCollator, Odd(GrpoConfig()), 2, 1)
+    with pytest.raises(PluginError, match=r"^Odd\.advantages returned \{.*each of the \d+ response tokens"):
+        preparation.prepare(make_groups(2, 3, seed=1), cast("Any", FakeBackend(RANKS)))

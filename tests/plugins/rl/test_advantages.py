@@ -191,7 +191,7 @@ def test_gae_without_a_critic_says_what_is_missing() -> None:
     groups = AdvantageContract().groups()
     first = groups[0].trajectories[0]
     bare = replace(first, turns=tuple(replace(turn, values=None) for turn in first.turns))
-    with pytest.raises(DataError, match=r"Turn 0 of sample 0 of prompt 'prompt-0' has no values, which the advantage"):
+    with pytest.raises(DataError, match=r"Turn 0 of sample 0 of prompt 'prompt-0' has no values\. Choose"):
         computed(Gae(GaeConfig()), [replace(groups[0], trajectories=(bare,))])
 
 

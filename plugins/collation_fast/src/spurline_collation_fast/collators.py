@@ -54,7 +54,8 @@ def flat_samples(view: TokenView) -> FlatSegments:
 
 def flat_turns(turns: FlatTurns) -> FlatSegments:
     """Describe turns as segments."""
-    prompts, lengths = turns.num_prompt, turns.lengths
+    # numba would compile the loops again for read-only lengths, which only joined blocks have.
+    prompts, lengths = turns.num_prompt.copy(), turns.lengths
     response_begins = _starts(turns.num_response)
     # No prediction exists for the first token of a segment, even if it is not a prompt token.
     skips = np.maximum(prompts, np.minimum(lengths, 1))

@@ -52,7 +52,7 @@ class FlatSegments(NamedTuple):
         tokens: int32 [T]; segment i begins with the tokens from `tokens[begins[i]]` on.
         begins: int64 [n].
         lengths: int64 [n].
-        rest: The tokens of each segment after its first `rest.skips[i]` tokens.
+        rest: The tokens of each segment after its first `rest.skips[i]` tokens, which are those in `tokens`.
         values: `loss_weights` and optional columns, by name.
         uids: Returns the uids of the segments at given positions. A batch keeps this function, so the function must not
             keep the tokens of rollouts alive.

@@ -187,7 +187,8 @@ class Call(Generic[T]):
     _result: T | None = None
 
     def result(self) -> T:
-        """Return the result, or raise the error."""
+        """Return the result of a call that is over, or raise its error."""
+        assert self.is_over, f"{self.what} has not ended"
         if self.error is not None:
             raise self.error
         return cast("T", self._result)

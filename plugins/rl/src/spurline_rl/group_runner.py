@@ -157,7 +157,7 @@ class GroupRunner:
 
     async def _attempt_all(self, tasks: Sequence[Task], what: str) -> list[Trajectory]:
         """Return the trajectory of the first successful attempt at each task. `what` names the tasks in errors."""
-        # Waking this coroutine once, and not for each attempt, saves a tenth of the controller's time.
+        # One event for all attempts takes less of the controller's time than a future for each.
         num_open, has_news = len(tasks), asyncio.Event()
 
         def on_end(call: Call[Trajectory]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spurline.data.batch import OPTIONAL_TOKEN_COLUMNS, ROUTED_EXPERTS, TOKEN_COLUMNS, TrainingBatch
 from spurline.data.token_store import joined
-from spurline.errors import ConfigError, DataError
+from spurline.errors import ConfigError, DataError, PluginError
 from spurline.protocols.backend import Backend, Role
 from spurline.protocols.loss import Loss
 from spurline.protocols.source import SourceContext
@@ -166,16 +166,16 @@ class Preparation:
         batch = laid_out.without_padding_rows()
         columns = self.turn_columns(batch, groups)
         begin = time.perf_counter()
-        scored = self._score_tokens(laid_out, columns, backend)
+        scores = self._score_tokens(laid_out, columns, backend)
         seconds = time.perf_counter() - begin
         computed: dict[str, Tensor] = {}
-        values = {"values": columns.flatten(scored["values"])} if "values" in scored else {}
-        attempts, charged = self._charge_kl(ScoredGroups(groups, values), columns, scored)
+        values = {"values": columns.flatten(scores["values"])} if "values" in scores else {}
+        scored, charged = self._charge_kl(ScoredGroups(groups, values), columns, scores)
         if charged or "rewards" not in batch.tokens:
-            computed["rewards"] = columns.join("rewards", attempts.column("rewards"))
-        computed |= {name: columns.join(name, found) for name, found in self._advantages(attempts).items()}
+            computed["rewards"] = columns.join("rewards", scored.column("rewards"))
+        computed |= {name: columns.join(name, found) for name, found in self._advantages(scored).items()}
         carried = _join_carried(groups, self._config.carry, columns)
-        batch = batch.with_tokens(**scored, **computed, **carried)
+        batch = batch.with_tokens(**scores, **computed, **carried)
         batch, compared = compare(batch, self._correction)
         metrics = {**compared, **charged, **advantage_metrics(batch)}
         info = {**batch.info, **metrics, "time/look_back": seconds}
@@ -225,7 +225,7 @@ class Preparation:
         return found
 
     def _charge_kl(
-        self, groups: ScoredGroups, columns: TurnColumns, scored: Mapping[str, Tensor]
+        self, scored: ScoredGroups, columns: TurnColumns, scores: Mapping[str, Tensor]
     ) -> tuple[ScoredGroups, Mapping[str, float]]:
         """Lower each token's reward by its KL to the reference model. Returns the groups with new rewards, and metrics.
 
@@ -234,12 +234,12 @@ class Preparation:
         """
         penalty = self._config.kl_in_reward
         if penalty is None:
-            return groups, {}
-        old, reference = scored["old_logprobs"].double(), scored["reference_logprobs"].double()
+            return scored, {}
+        old, reference = scores["old_logprobs"].double(), scores["reference_logprobs"].double()
         kl = columns.flatten(kl_estimate(old, reference, penalty.estimator))
-        rewards = (groups.column("rewards") - penalty.coefficient * kl).astype(np.float32)
-        charged = replace(groups, computed={**groups.computed, "rewards": rewards})
-        of_trained = kl[groups.column("loss_mask") != 0]
+        rewards = (scored.column("rewards") - penalty.coefficient * kl).astype(np.float32)
+        charged = replace(scored, computed={**scored.computed, "rewards": rewards})
+        of_trained = kl[scored.column("loss_mask") != 0]
         # This mean is not multiplied by the coefficient.
         metrics = {"kl_reward/mean": float(of_trained.mean())} if len(of_trained) else {}
         return charged, {**metrics, "reward/after_kl": float(np.concatenate(charged.returns).mean())}
@@ -248,9 +248,17 @@ class Preparation:
         """Return `advantages` [A], and `returns` [A] if a critic is trained."""
         size = len(scored.groups) if self._config.advantage_scope == "batch" else self._prompts_per_minibatch
         assert size is not None, "the config refuses advantage_scope: minibatch if the size is not known"
-        found = [self._advantage.advantages(scope) for scope in scored.cut(max(1, size))]
-        if not found:
-            return {"advantages": np.zeros(0, np.float32)}
+        found: list[Mapping[str, NDArray[np.float32]]] = []
+        for scope in scored.cut(max(1, size)):
+            columns, wanted = self._advantage.advantages(scope), int(scope.attempt_tokens.sum())
+            shapes = {name: np.shape(values) for name, values in columns.items()}
+            if not {"advantages"} <= shapes.keys() <= {"advantages", "returns"} or {*shapes.values()} != {(wanted,)}:
+                raise PluginError(
+                    f"{type(self._advantage).__name__}.advantages returned {shapes}. Return a mapping with "
+                    f"`advantages`, and `returns` for a critic, each with a number for each of the {wanted} response "
+                    "tokens."
+                )
+            found.append(columns)
         return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
 
 

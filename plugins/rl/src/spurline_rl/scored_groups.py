@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spurline.data.token_store import joined
-from spurline.errors import DataError
+from spurline.errors import DataError, PluginError
 from spurline_rl.trajectory import RESPONSE_FIELDS, Group, finite_return, trajectories_of
 
 
@@ -22,13 +22,18 @@ class ScoredGroups:
     The tokens are in the order of `turns_of(groups)`, and include tokens that are not trained on.
 
     Attributes:
-        groups: The groups as the environment and the rewards made them.
+        groups: The groups as the environment and the rewards made them. Their turns and their own `returns` lack what
+            is in `computed`, so algorithms read `column` and `returns` of this object.
         computed: Columns [A] that were computed for this batch, by field name of `Turn`: `values` of a critic, and
-            `rewards` after a KL penalty.
+            `rewards` after a KL penalty. They become read-only.
     """
 
     groups: Sequence[Group]
     computed: Mapping[str, NDArray[np.float32]] = field(default_factory=dict[str, NDArray[np.float32]])
+
+    def __post_init__(self) -> None:
+        for values in self.computed.values():
+            values.flags.writeable = False
 
     def column(self, name: str) -> NDArray[Any]:
         """Return a column [A], such as `rewards`, `loss_mask` or `values`.
@@ -38,17 +43,17 @@ class ScoredGroups:
         """
         if name in self.computed:
             return self.computed[name]
-        for group in self.groups:
+        groups = [group for group in self.groups if group.trajectories]
+        for group in groups:
             if name not in group.flat.columns:
                 raise _lacking(group, name)
-        return joined([group.flat.columns[name] for group in self.groups], RESPONSE_FIELDS[name])
+        return joined([group.flat.columns[name] for group in groups], RESPONSE_FIELDS[name])
 
     @cached_property
     def attempt_tokens(self) -> NDArray[np.int64]:
         """Return the number of response tokens of each attempt: int64 [m]."""
-        turns = self._turns("attempt_turns")
-        # An attempt has at least one turn.
-        return np.add.reduceat(self._turns("num_response"), np.cumsum(turns) - turns) if len(turns) else turns
+        ends = np.append(0, np.cumsum(self._turns("num_response")))
+        return np.diff(ends[np.append(0, np.cumsum(self._turns("attempt_turns")))])
 
     @cached_property
     def returns(self) -> list[NDArray[np.float64]]:
@@ -64,10 +69,14 @@ class ScoredGroups:
         sums = iter(float(rewards.sum(dtype=np.float64)) for rewards in of_turns)
         attempts = zip(trajectories_of(self.groups), turns.tolist(), strict=True)
         returns = [finite_return(attempt, sum(next(sums) for _ in range(count))) for attempt, count in attempts]
-        return np.split(np.array(returns, np.float64), np.cumsum(sizes)[:-1]) if sizes else []
+        of_all = np.array(returns, np.float64)
+        of_all.flags.writeable = False
+        return np.split(of_all, np.cumsum(sizes)[:-1]) if sizes else []
 
     def cut(self, size: int) -> list[ScoredGroups]:
-        """Return parts of `size` groups each."""
+        """Return parts of `size` groups each. The last part may have fewer."""
+        if size >= len(self.groups):
+            return [self]
         tokens = np.cumsum([0, *(int(group.flat.num_response.sum()) for group in self.groups)]).tolist()
         parts: list[ScoredGroups] = []
         for start in range(0, len(self.groups), size):
@@ -81,7 +90,16 @@ class ScoredGroups:
 
         Args:
             advantages: For each group, the advantages of its attempts: float64 [n].
+
+        Raises:
+            PluginError: If their numbers are not those of the attempts.
         """
+        given, wanted = [*map(len, advantages)], [len(group.trajectories) for group in self.groups]
+        if given != wanted:
+            raise PluginError(
+                f"Advantages for {given} attempts were given to groups of {wanted} attempts. Give each group a number "
+                "for each of its attempts."
+            )
         samples = joined([*advantages], np.float64).astype(np.float32)
         return {"advantages": np.repeat(samples, self.attempt_tokens)}
 
@@ -97,6 +115,6 @@ def _lacking(group: Group, name: str) -> DataError:
         if getattr(turn, name) is None
     )
     return DataError(
-        f"Turn {number} of sample {sample} of prompt '{group.uid}' has no {name}, which the advantage needs. Choose "
-        "another `advantage`, or a `source` that provides them."
+        f"Turn {number} of sample {sample} of prompt '{group.uid}' has no {name}. Choose an `advantage` that does not "
+        "need them, or a `source` that provides them."
     )

@@ -1,7 +1,7 @@
 """The records of reinforcement learning: prompts, responses and rewards, as objects and as flat arrays.
 
-Data flow: environment -> Trajectory -> Group (with rewards) -> returns -> advantages -> FlatTurns -> collator ->
-TrainingBatch. This module uses numpy. It imports no torch and does no I/O.
+Data flow: environment -> Trajectory -> Group (with rewards) -> FlatTurns -> collator -> TrainingBatch.
+This module uses numpy. It imports no torch and does no I/O.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ _ARRAYS: Mapping[str, np.dtype[Any]] = {
 class FlatTurns:
     """The n turns of m attempts in flat arrays, from which collators make batches.
 
-    Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only. A
-    prompt that several turns have in common is stored once, and so are prompts that begin other prompts.
+    Copying a few long arrays is much faster than copying thousands of short ones. All token arrays are read-only.
+    Neighboring turns share a prompt, or its beginning; see `share_prompts`.
 
     Attributes:
         uids, samples, numbers, finish_reasons: One entry per turn: the prompt's uid, the attempt's number, the turn's
@@ -211,7 +211,7 @@ class FlatTurns:
         """Return the number of tokens of each turn, prompt included: int64 [n]."""
         return self.num_prompt + self.num_response
 
-    def places(self) -> list[tuple[slice, slice]]:
+    def slices(self) -> list[tuple[slice, slice]]:
         """Return the places of each turn's prompt in `prompts`, and of its response in `responses` and `columns`."""
         prompt_stops, stops = self.prompt_starts + self.num_prompt, np.cumsum(self.num_response)
         bounds = (self.prompt_starts, prompt_stops, stops - self.num_response, stops)
@@ -221,7 +221,7 @@ class FlatTurns:
     def tokens(self) -> NDArray[np.int32]:
         """Return the prompt and the response of each turn, int32 [T]. This repeats shared prompts."""
         prompts, responses = self.prompts, self.responses
-        parts = [part for prompt, response in self.places() for part in (prompts[prompt], responses[response])]
+        parts = [part for prompt, response in self.slices() for part in (prompts[prompt], responses[response])]
         return _join_parts(parts, np.dtype(np.int32))
 
     @cached_property
@@ -320,12 +320,12 @@ def in_one_block(group: Group) -> Group:
     flat = group.flat
     arrays = {"response_ids": flat.responses, **flat.columns}
     turns: list[Turn] = []
-    num_tokens = 0
-    for turn, (prompt, response) in zip(turns_of([group]), flat.places(), strict=True):
+    end = 0
+    for turn, (prompt, response) in zip(turns_of([group]), flat.slices(), strict=True):
         fields: dict[str, Any] = {name: values[response] for name, values in arrays.items()}
         if flat.routed_experts is not None:
-            begin, num_tokens = num_tokens, num_tokens + len(turn.prompt_ids) + len(turn.response_ids)
-            fields["routed_experts"] = flat.routed_experts[begin:num_tokens]
+            begin, end = end, end + len(turn.prompt_ids) + len(turn.response_ids)
+            fields["routed_experts"] = flat.routed_experts[begin:end]
         turns.append(with_fields(turn, prompt_ids=flat.prompts[prompt], **fields))
     [block] = with_turns([group], turns)
     block.__dict__["flat"] = flat
@@ -428,16 +428,17 @@ def _join_column(turns: Sequence[Turn], name: str) -> NDArray[Any] | None:
 
 
 def share_prompts(prompts: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Return the prompts without repetitions, int32 [P], and the position of each prompt in them, int64 [n].
+    """Return the prompts, most of them once, int32 [P], and the position of each prompt in them, int64 [n].
 
     A prompt is stored unless the prompt that was stored last begins with it. The last prompts come first, because the
-    prompts of an attempt grow from turn to turn.
+    prompts of an attempt grow from turn to turn. So attempts with one turn share the prompt of their group, and the
+    turns of one attempt share its longest prompt.
     """
     stored: list[bytes] = [b""]
     starts = np.empty(len(prompts), np.int64)
     start = stop = 0
     for number in range(len(prompts) - 1, -1, -1):
-        prompt = prompts[number].tobytes()
+        prompt = prompts[number].astype(np.int32, copy=False).tobytes()
         if not stored[-1].startswith(prompt):
             stored.append(prompt)
             start, stop = stop, stop + len(prompts[number])

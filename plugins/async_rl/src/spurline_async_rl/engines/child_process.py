@@ -63,7 +63,8 @@ class ChildMember:
         self._ids = count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._progress: dict[int, Progress] = {}
-        self._last_prompt: list[int] | None = None
+        # The prompt of all requests until another one is sent.
+        self._prompt: list[int] | None = None
 
     async def start(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -82,10 +83,11 @@ class ChildMember:
     async def generate(self, request: GenerationRequest, progress: Progress) -> FinishReason:
         try:
             prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
-            # The attempts of a group come one after another, so the child keeps the prompt of the last request.
-            sent = None if prompt == self._last_prompt else prompt
-            self._last_prompt = prompt
-            plain = {**vars(request), "prompt_ids": sent, "sampling": vars(request.sampling)}
+            if self._child is not None and prompt != self._prompt:
+                # The attempts of a group have the same prompt, and mostly come one after another.
+                self._child.send({"do": "prompt", "prompt_ids": prompt})
+                self._prompt = prompt
+            plain = {**vars(request), "prompt_ids": None, "sampling": vars(request.sampling)}
             return await self._call("generate", progress, request=plain)
         except EngineDiedError:
             raise
@@ -177,7 +179,7 @@ class Child:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self.engine: InProcessEngine | None = None
         self._reader = BucketReader()
-        self._last_prompt: list[int] = []
+        self._prompt: Sequence[int] = ()
 
     async def run(self) -> None:
         messages = self._parent.messages()
@@ -188,15 +190,17 @@ class Child:
             await self.engine.close()
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Start a task for this message, or cancel the task of an earlier message."""
+        """Start a task for this message, cancel an earlier task, or note the prompt of later requests."""
+        if message["do"] == "prompt":
+            self._prompt = message["prompt_ids"]
+            return
         number = message["id"]
         if message["do"] == "abort":
             if number in self._tasks:
                 self._tasks[number].cancel()
             return
         if message["do"] == "generate":
-            request = message["request"]
-            request["prompt_ids"] = self._last_prompt = request["prompt_ids"] or self._last_prompt
+            message["request"]["prompt_ids"] = self._prompt
         self._tasks[number] = asyncio.create_task(self._answer(message))
         self._tasks[number].add_done_callback(lambda _: self._tasks.pop(number))
 

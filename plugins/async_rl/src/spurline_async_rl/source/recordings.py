@@ -2,7 +2,7 @@
 
 Checkpoints and recordings store groups as plain arrays and JSON, which are read back bit for bit. Groups are written in
 blocks, so that only one block is in memory twice. A block joins the arrays of all its turns into a few long arrays, and
-holds a prompt that several turns have in common once.
+holds a prompt that neighboring turns have in common once.
 
 A run with source `recorded_rollouts` generates nothing. It depends only on its config and the recording. It can show
 the effect of another loss on the same data. With the settings of the recorded run, it trains the same weights, bit for
@@ -35,7 +35,7 @@ from spurline_rl.prompt_source import Collected, PromptSource
 from spurline_rl.trajectory import Group, Trajectory, Turn, share_prompts, turns_of
 
 _FIELDS = ("response_ids", "loss_mask", "logprobs", "versions", "rewards", "routed_experts")
-"""The stored fields of a turn besides its prompt. Fields that the preparation for training adds are not stored."""
+"""The stored fields of a turn besides its prompt."""
 _ABSENT = -1
 RECORDED_GROUPS = "groups"
 """Folder of the recorded groups, in the run directory."""

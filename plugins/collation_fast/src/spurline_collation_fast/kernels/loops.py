@@ -89,6 +89,7 @@ def write_rows(
         free = 0
         first = row_offsets[row]
         for segment in range(first, row_offsets[row + 1]):
+            # The rest of a segment follows the rest before it in memory, so the processor fetches it by itself.
             fetch_ahead(tokens, begins, heads, positions, segment)
             sample = positions[segment]
             start, length = columns[segment], lengths[sample]

@@ -1,1 +1,1 @@
-"""Compute advantages: scored groups in, the same groups with advantages out. This package uses numpy and no torch."""
+"""Compute advantages: scored groups in, flat columns of their tokens out. This package uses numpy and no torch."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import RESPONSE_FIELDS, Group, Trajectory, Turn, turns_of
+from spurline_rl.trajectory import RESPONSE_FIELDS, Group, Trajectory, Turn, turns_of, with_turns
 
 
 class AdvantageContract:
@@ -73,6 +73,16 @@ class AdvantageContract:
         for before, after in zip(turns_of(untouched), turns_of(groups), strict=True):
             for field in fields(Turn):
                 assert np.array_equal(getattr(before, field.name), getattr(after, field.name)), field.name
+
+    def test_rewards_that_were_computed_for_the_batch_count(self) -> None:
+        """KL in the reward gives such rewards."""
+        groups = self.groups()
+        sizes = [len(turn.response_ids) for turn in turns_of(groups)]
+        rewards = np.random.default_rng(9).random(sum(sizes), np.float32)
+        parts = zip(turns_of(groups), np.split(rewards, np.cumsum(sizes)[:-1]), strict=True)
+        charged = with_turns(groups, [replace(turn, rewards=part) for turn, part in parts])
+        found = self.make_advantage().advantages(ScoredGroups(groups, {"rewards": rewards}))["advantages"]
+        np.testing.assert_array_equal(found, np.concatenate(self.computed(charged)))
 
     def test_order_of_groups_and_samples_does_not_matter(self) -> None:
         groups = self.groups()
