@@ -22,9 +22,10 @@ from spurline_text.tokenizer import load_tokenizer
 class FakeVllmServer:
     """tokens_given: by all requests so far. calls: paths of the calls that change anything, in order.
 
-    extension: the worker extension it says it runs. key: what a proxy before it asks for at all paths. strangers: what
-    that does with those who have none: `refuse` them, send them to `log in`, or `hang up`. has_lora: whether it was
-    started with `--enable-lora`. num_replicas: servers behind a load balancer, which answer by turns. claims: of each.
+    extension, transfer: the worker extension and the backend of weight transfer it says it has. key: what a proxy
+    before it asks for at all paths. strangers: what that does with those who have none: `refuse` them, send them to
+    `log in`, or `hang up`. has_lora: whether it was started with `--enable-lora`. num_replicas: servers behind a load
+    balancer, which answer by turns. claims: of each.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class FakeVllmServer:
         logprobs_mode: str = "processed_logprobs",
         has_dev_endpoints: bool = True,
         extension: str = WORKER_EXTENSION,
+        transfer: str | None = None,
         has_lora: bool = False,
         key: str | None = None,
         strangers: str = "refuse",
@@ -43,7 +45,7 @@ class FakeVllmServer:
         self.calls: list[str] = []
         self.missing: list[str] = []
         self.is_broken = self.says_nonsense = False
-        self._extension = extension
+        self._extension, self._transfer = extension, transfer
         self._key = key
         self._strangers = strangers
         self._has_lora = has_lora
@@ -100,6 +102,7 @@ class FakeVllmServer:
                 "tensor_parallel_size": 2,
                 "pipeline_parallel_size": 1,
             },
+            "weight_transfer_config": None if self._transfer is None else {"backend": self._transfer},
             "lora_config": {"max_lora_rank": 16} if self._has_lora else None,
         }
         return web.json_response({"vllm_config": config})

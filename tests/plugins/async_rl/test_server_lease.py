@@ -48,7 +48,7 @@ async def publish(engine: VllmEngine, model: Path, folder: Path, version: int = 
     await disk(folder).publish(version, backend, [engine])
 
 
-def test_a_second_run_is_refused_and_neither_stops_nor_changes_the_server(
+def test_a_second_run_is_refused_and_neither_stops_nor_changes_the_server_until_the_first_has_ended(
     spurline_tiny_model: Path, tmp_path: Path
 ) -> None:
     async def main() -> None:
@@ -61,6 +61,11 @@ def test_a_second_run_is_refused_and_neither_stops_nor_changes_the_server(
             await other.close()
             assert server.calls == calls
             assert len((await engine.generate(request([5] * 10, max_new_tokens=3))).token_ids) == 3
+            await engine.close()
+            other = server_engine(server.url, spurline_tiny_model, run_dir=OTHER)
+            async with asyncio.timeout(lease.LEASE_S / 4):
+                await publish(other, spurline_tiny_model, tmp_path / "other")
+            await other.close()
 
     asyncio.run(main())
 
@@ -125,19 +130,6 @@ def test_a_run_does_not_resume_a_server_that_has_been_taken_over(spurline_tiny_m
             await engine.resume()
             await engine.close()
             assert server.calls == calls
-
-    asyncio.run(main())
-
-
-def test_a_server_is_free_as_soon_as_its_run_has_ended(spurline_tiny_model: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with serving(spurline_tiny_model) as (server, engine):
-            await publish(engine, spurline_tiny_model, tmp_path)
-            await engine.close()
-            other = server_engine(server.url, spurline_tiny_model, run_dir=OTHER)
-            async with asyncio.timeout(lease.LEASE_S / 4):
-                await publish(other, spurline_tiny_model, tmp_path / "other")
-            await other.close()
 
     asyncio.run(main())
 

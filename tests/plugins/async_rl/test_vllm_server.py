@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ def test_responses_go_on_across_an_update_without_a_token_lost_or_of_the_wrong_v
             while server.tokens_given < given + 150:
                 await asyncio.sleep(0)
             await publish(version)
+        (receivers,) = (each.receivers.values() for each in engine._engines)
+        assert (engine.transports, engine.weights_dtype, *receivers) == (("collective", "disk"), "bfloat16", 2)
         return asked, await writing, server.calls
 
     asked, results, calls = drive(use)
@@ -142,17 +145,6 @@ def test_weights_that_are_not_all_there_end_the_run(drive: Callable[..., Any]) -
     drive(use)
 
 
-def test_a_server_tells_its_workers_and_its_dtype(drive: Callable[..., Any]) -> None:
-    async def use(engine: Any, server: FakeVllmServer, publish: Any) -> Any:
-        (receivers,) = (each.receivers for each in engine._engines)
-        return engine.transports, engine.weights_dtype, receivers
-
-    transports, dtype, receivers = drive(use)
-    assert transports == ("collective", "disk")
-    assert dtype == "bfloat16"
-    assert list(receivers.values()) == [2]
-
-
 @pytest.mark.parametrize(
     ("key", "strangers"),
     [(None, "refuse"), ("of the proxy", "refuse"), ("of the proxy", "log in"), ("of the proxy", "hang up")],
@@ -174,23 +166,13 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
     assert ("change its weights" in capsys.readouterr().err) == (key is None)
 
 
-@pytest.mark.parametrize(
-    ("url", "is_here"),
-    [
-        ("http://127.0.0.1:8000", True),
-        ("http://[::1]:8000", True),
-        ("http://localhost:8000/base", True),
-        ("http://192.0.2.7:8000", False),
-        ("http://node1:8000", False),
-    ],
-)
-def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str, is_here: bool) -> None:
-    async def main() -> bool:
-        api = ServerApi(url, 1.0)
-        await api.close()
-        return api.is_here
+def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback() -> None:
+    def is_here(url: str) -> bool:
+        is_here_of: Any = ServerApi.is_here.fget
+        return is_here_of(SimpleNamespace(url=url))
 
-    assert asyncio.run(main()) == is_here
+    assert all(map(is_here, ("http://127.0.0.1:8000", "http://[::1]:8000", "http://localhost:8000/base")))
+    assert not any(map(is_here, ("http://192.0.2.7:8000", "http://node1:8000")))
 
 
 @pytest.mark.parametrize(
@@ -201,13 +183,18 @@ def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback(url: str,
         ({"extension": "theirs.Extension"}, r"urls.*theirs\.Extension.*--worker-extension-cls"),
         ({"has_dev_endpoints": False}, r"urls.*no endpoint.*VLLM_SERVER_DEV_MODE=1"),
         ({"has_lora": True}, r"urls.*--enable-lora"),
+        ({"extension": "", "transfer": "nccl"}, r"urls.*--worker-extension-cls.*weight_sync: vllm_native\."),
+        ({"is_stock": True}, r"urls.*weight transfer 'None'.*--weight-transfer-config '{"),
+        ({"is_stock": True, "transfer": "ipc"}, r"urls.*weight transfer 'ipc', not nccl"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(
-    drive: Callable[..., Any], fake: dict[str, Any], message: str
+    drive: Callable[..., Any], fake: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def use(*_: Any) -> None: ...
 
+    is_stock = fake.pop("is_stock", False)
+    monkeypatch.setattr(VllmEngineConfig, "uses_stock_servers", lambda *_: is_stock)
     with pytest.raises((ConfigError, RunFailedError), match=message):
         drive(use, **fake)
 

@@ -78,7 +78,7 @@ class Section(BaseModel):
         """
         return ()
 
-    def await_services(self, progress: Progress) -> None:
+    def await_services(self, run: Any, progress: Progress) -> None:
         """Wait until the services that this section names, such as servers, answer. By default, do nothing.
 
         A run calls this at its start, after the data is read and before the model loads. Raises UserError if a service

@@ -137,7 +137,7 @@ def build_components(
     assert data is not None, "the data was not built"
     assert trackers is not None, "the trackers were not built"
     for _, section in sections_within(loaded.config):
-        section.await_services(progress)
+        section.await_services(loaded.config, progress)
     # Reserve resources before anything loads. Otherwise ranks could take the part of a cluster that engines need.
     for name, section in loaded.host.registry.sections.items():
         if section.held is not None:

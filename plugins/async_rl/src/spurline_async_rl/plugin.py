@@ -21,6 +21,7 @@ def register_components(registry: ComponentRegistrar) -> None:
     add(weights.SharedMemorySyncConfig, f"{package}.weights.shared_memory:SharedMemorySync")
     add(weights.DiskSyncConfig, f"{package}.weights.disk:DiskSync")
     add(weights.CollectiveSyncConfig, f"{package}.weights.collective:CollectiveSync")
+    add(weights.VllmNativeSyncConfig, f"{package}.weights.vllm_native:NativeSync")
     add(weights.CudaIpcSyncConfig, f"{package}.weights.cuda_ipc:CudaIpcSync")
     panel = "spurline_insight.report_panel:ReportPanelConfig"
     registry.add_to("report_panel", panel, f"{package}.timeline.panels:TimelinePanel", name="rollout_timeline")

@@ -244,8 +244,9 @@ class VllmEngineConfig(PoolConfig):
     urls: Annotated[tuple[str, ...], OnResume.FREE] = ()
     """Base URL of each server for `mode: server`, such as `http://node1:8000`. Start each server with
     VLLM_SERVER_DEV_MODE=1, `--logprobs-mode processed_logprobs` and
-    `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`. If they need a key, it is
-    read from the environment variable VLLM_API_KEY."""
+    `--worker-extension-cls spurline_async_rl.engines.vllm.worker_extension.WorkerExtension`, or for `weight_sync:
+    vllm_native` with `--weight-transfer-config '{"backend": "nccl"}'` instead. If they need a key, it is read from the
+    environment variable VLLM_API_KEY."""
 
     @classmethod
     def defaults_beside(cls, given: Mapping[str, Any], file: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -345,7 +346,12 @@ class VllmEngineConfig(PoolConfig):
         if self.kv_cache == "keep":
             yield Problem("kv_cache", "is keep, but servers always compute keys and values again. Remove it.")
 
-    def await_services(self, progress: Progress) -> None:
+    def uses_stock_servers(self, run: RunConfig) -> bool:
+        """Return whether the servers get weights by vLLM's own weight transfer, without our worker extension."""
+        return run.source.facts.transport == "vllm_native"
+
+    def await_services(self, run: RunConfig, progress: Progress) -> None:
         if self.mode == "server":
             # A config must not import an HTTP client.
-            resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")(self, progress)
+            await_servers = resolve("spurline_async_rl.engines.vllm.server:await_servers", "servers")
+            await_servers(self, progress, is_stock=self.uses_stock_servers(run))

@@ -82,8 +82,8 @@ class BucketSync:
             whose = "" if run is None else f" '{run.backend.name}'"
             raise ConfigError.at(
                 "source.weight_sync.name",
-                f"is {self.transport}, which works only on GPUs, but backend{whose} has its weights on CPUs. Set "
-                "weight_sync: shared_memory.",
+                f"is {self.transport}, which works only on GPUs, but backend{whose} has its weights on CPUs. Choose "
+                "another weight_sync, such as shared_memory or disk.",
             )
         self._config = config
         self.timeout_s = config.timeout_s

@@ -25,7 +25,7 @@ from torch import Tensor
 from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline.threads import call_on_daemon
 from spurline_async_rl.weights.buckets import BucketSync, end_of, pack, room, unpack, weights_on_gpu
-from spurline_async_rl.weights.configs import CollectiveSyncConfig
+from spurline_async_rl.weights.configs import CollectiveSyncConfig, VllmNativeSyncConfig
 from spurline_async_rl.weights.exchange import ExchangeGroup, Meeting, address_towards
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 from spurline_ranks.store import open_store
@@ -53,7 +53,7 @@ class CollectiveSync(BucketSync):
     made_by = "owners"
     makes_ahead = True
 
-    def __init__(self, config: CollectiveSyncConfig, run: RunConfig | None = None) -> None:
+    def __init__(self, config: CollectiveSyncConfig | VllmNativeSyncConfig, run: RunConfig | None = None) -> None:
         super().__init__(config, run)
         engine_limit_s = None if run is None else run.source.facts.update_limit_s
         # A bucket must be given up before the engines that wait for it would be killed.

@@ -86,6 +86,15 @@ class CollectiveSyncConfig(ChangesSyncConfig):
     """Host name or IP address of this machine in the network of ranks and engines; null finds it automatically."""
 
 
+class VllmNativeSyncConfig(BucketSyncConfig):
+    """Send the weights with NCCL to stock vLLM servers, over vLLM's own weight transfer."""
+
+    needs_gpu = True
+    name: str = "vllm_native"
+    address: Annotated[str | None, OnResume.FREE] = None
+    """Host name or IP address of this machine in the network of ranks and servers; null finds it automatically."""
+
+
 class CudaIpcSyncConfig(BucketSyncConfig):
     """Send handles of GPU memory to engines on the trainer's GPUs."""
 

@@ -57,11 +57,15 @@ class Meeting:
     limit_s: float
     group: str = ""
 
-    def end(self, store: Any, why: str) -> None:
-        """Make all groups of the meeting fail for this reason, unless one has failed already."""
+    def end(self, store: Any, why: str, receiver: str = "") -> None:
+        """Make all groups of the meeting fail for this reason, or that of one receiver, unless they have failed."""
+        if self.failure(store, receiver) is None:
+            PrefixStore(self.name, store).set(_FAILED + receiver, why)
+
+    def failure(self, store: Any, receiver: str = "") -> str | None:
+        """Return the reason that `end` was given, or None."""
         keys = PrefixStore(self.name, store)
-        if not keys.check([_FAILED]):
-            keys.set(_FAILED, why)
+        return keys.get(_FAILED + receiver).decode() if keys.check([_FAILED + receiver]) else None
 
     @property
     def members(self) -> list[str]:

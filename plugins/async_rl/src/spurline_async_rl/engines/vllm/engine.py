@@ -91,12 +91,15 @@ class VllmEngine(EnginePool):
         self._vllm_config = config
         self._run = run
         self._spec = engine_spec(config, run)
+        self._is_stock = config.uses_stock_servers(run)
         self._cluster = None
         # The number of connections to each server so far. A new connection has a new name.
         self._connections: Counter[str] = Counter()
         if config.mode == "server":
             config = config.model_copy(update={"engines": len(config.urls)})
-            transports = ("collective", "disk")
+            transports = ("vllm_native",) if self._is_stock else ("collective", "disk")
+            if self._is_stock:
+                _require("vllm", "gets weights by vllm_native", "Install it: pip install 'spurline-async-rl[vllm]'.")
         else:
             _require(
                 "vllm",
@@ -133,7 +136,7 @@ class VllmEngine(EnginePool):
         return f"{self._run.run_dir.absolute()} on {socket.gethostname()}"
 
     def _api_of(self, url: str) -> ServerApi:
-        return ServerApi(url, connect_timeout_s=self._vllm_config.pause_timeout_s)
+        return ServerApi(url, connect_timeout_s=self._vllm_config.pause_timeout_s, is_stock=self._is_stock)
 
     def _make(self, number: int) -> EngineMember:
         config = self._vllm_config

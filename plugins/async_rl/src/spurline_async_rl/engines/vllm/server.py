@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.response import Delta, Progress, VllmResponse
 from spurline_async_rl.engines.vllm.launch import WORKER_EXTENSION, check_complete, worker_call
 from spurline_async_rl.engines.vllm.lease import ServerLease
+from spurline_async_rl.engines.vllm.stock import StockWorkers
 from spurline_rl.protocols.rollout_engine import GenerationRequest
 from spurline_rl.trajectory import FinishReason
 
@@ -33,14 +35,17 @@ _ASK_TIMEOUT_S = 5.0
 """Time limit in seconds for one check of a server while a run waits for its servers, and to end a claim."""
 _ASK_AGAIN_S = 2.0
 """Seconds between two checks whether a server answers."""
+_KINDS = ("tensor", "pipeline", "data")
 _LONGEST_LINE = 1 << 24
 """Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
 API_KEY = "VLLM_API_KEY"
 """The environment variable with the key of the servers."""
-START_HINT = (
+_START_HINT = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
-    f"--logprobs-mode processed_logprobs --scheduling-policy priority --worker-extension-cls {WORKER_EXTENSION}."
+    "--logprobs-mode processed_logprobs --scheduling-policy priority"
 )
+_BACKEND = "nccl"
+"""The backend of vLLM's weight transfer that weight sync `vllm_native` speaks to."""
 _OPEN = (
     "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
     f"machines of this run to reach its port. Or use a proxy that requires the key of {API_KEY} on all paths."
@@ -61,10 +66,15 @@ class ServerApi:
     """The HTTP calls to one server.
 
     They raise EngineDiedError if the server fails or cannot be reached, and DataError if it refuses a request.
+    `is_stock` means that it gets weights by vLLM's own weight transfer, without our worker extension. `workers` calls a
+    method of the extension in every worker, or of `StockWorkers`. It raises RunFailedError if the method fails.
     """
 
-    def __init__(self, url: str, connect_timeout_s: float):
+    def __init__(self, url: str, connect_timeout_s: float, *, is_stock: bool = False):
         self.url = server_url(url)
+        self.start_hint = start_hint(is_stock=is_stock)
+        self.workers = StockWorkers(self._ask).call if is_stock else self._call_workers
+        self._is_stock = is_stock
         api_key = os.environ.get(API_KEY)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
         self._has_priorities = False
@@ -72,7 +82,8 @@ class ServerApi:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            connector=aiohttp.TCPConnector(limit=0),
+            # A load balancer before stock servers is noticed only if each call may reach another server.
+            connector=aiohttp.TCPConnector(limit=0, force_close=is_stock),
             read_bufsize=_LONGEST_LINE,
         )
 
@@ -83,21 +94,26 @@ class ServerApi:
             config = (await self._call("GET", "/server_info", params={"config_format": "json"}))["vllm_config"]
             model, parallel = config["model_config"], config["parallel_config"]
             mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
+            transfer = (config.get("weight_transfer_config") or {}).get("backend")
             self._has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
             served = ServedModel(
                 name=first["id"],
                 max_model_len=int(first["max_model_len"]),
-                num_workers=int(parallel["tensor_parallel_size"]) * int(parallel.get("pipeline_parallel_size", 1)),
+                num_workers=math.prod(int(parallel.get(f"{kind}_parallel_size", 1)) for kind in _KINDS),
                 weights_dtype=str(model["dtype"]).removeprefix("torch."),
                 is_open=not self.is_here and await self._obeys_strangers(),
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {START_HINT}"
+            text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {self.start_hint}"
             raise self._config_error(text) from error
         if mode != "processed_logprobs":
-            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {START_HINT}")
-        if extension != WORKER_EXTENSION:
-            raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {START_HINT}")
+            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {self.start_hint}")
+        if self._is_stock and transfer != _BACKEND:
+            raise self._config_error(f"has weight transfer '{transfer}', not {_BACKEND}. {self.start_hint}")
+        if not self._is_stock and extension != WORKER_EXTENSION:
+            other = " Or set source.weight_sync: vllm_native." if transfer == _BACKEND else ""
+            text = f"has worker extension '{extension}', not {WORKER_EXTENSION}. {self.start_hint}{other}"
+            raise self._config_error(text)
         if config.get("lora_config") is not None:
             raise self._config_error(
                 "was started with --enable-lora, but this run sends merged weights to it. Start it without this option."
@@ -140,13 +156,16 @@ class ServerApi:
         except (aiohttp.ClientError, OSError) as error:
             raise self._lost(error) from error
 
-    async def workers(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method in every worker, and return the answers. Raises RunFailedError if the method fails."""
+    async def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
         body = {"method": method, "args": list(arguments)}
-        answer = await self._call("POST", "/collective_rpc", body=body, on_failure=RunFailedError)
-        if "results" not in answer:
-            raise RunFailedError(f"{self.url} answered to a call of its workers, but not as vLLM does. {START_HINT}")
-        return answer["results"]
+        return await self._ask("POST", "/collective_rpc", body, "results")
+
+    async def _ask(self, verb: str, path: str, body: Any, key: str) -> Any:
+        """Return the value of this key in the answer. Raises RunFailedError if the call fails."""
+        answer = await self._call(verb, path, body=body, on_failure=RunFailedError)
+        if key not in answer:
+            raise RunFailedError(f"{self.url} answered to {path}, but not as vLLM does. {self.start_hint}")
+        return answer[key]
 
     async def pause(self) -> None:
         """Abort all requests, and drop all cached keys and values."""
@@ -170,7 +189,7 @@ class ServerApi:
         try:
             async with self._session.request(verb, self.url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self._config_error(f"has no endpoint {path}. {START_HINT}")
+                    raise self._config_error(f"has no endpoint {path}. {self.start_hint}")
                 await self._check(answer, on_failure)
                 try:
                     return await answer.json()
@@ -228,7 +247,13 @@ class ServerApi:
         return ConfigError.at("source.engine.urls", f"names {self.url}, which {text}")
 
 
-def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None:
+def start_hint(*, is_stock: bool) -> str:
+    """Return how to start a server. See `ServerApi` for `is_stock`."""
+    transfer = f"""--weight-transfer-config '{{"backend": "{_BACKEND}"}}'"""
+    return f"{_START_HINT} {transfer if is_stock else f'--worker-extension-cls {WORKER_EXTENSION}'}."
+
+
+def await_servers(config: VllmEngineConfig, tell: Callable[[str], None], *, is_stock: bool = False) -> None:
     """Wait until all servers answer. Call `tell` once if some do not answer yet.
 
     Raises:
@@ -236,7 +261,7 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
     """
 
     async def problem_of(url: str) -> str:
-        api = ServerApi(url, _ASK_TIMEOUT_S)
+        api = ServerApi(url, _ASK_TIMEOUT_S, is_stock=is_stock)
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 await api.model()
@@ -250,15 +275,16 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None]) -> None
 
     async def wait() -> None:
         limit = f"within {config.start_timeout_s:g} s (source.engine.start_timeout_s)"
+        hint = start_hint(is_stock=is_stock)
         deadline = time.monotonic() + config.start_timeout_s
         has_told = False
         while problems := "; ".join(filter(None, await asyncio.gather(*map(problem_of, config.urls)))):
             if time.monotonic() >= deadline:
                 raise ConfigError.at(
-                    "source.engine.urls", f"names servers that did not answer {limit}: {problems}. {START_HINT}"
+                    "source.engine.urls", f"names servers that did not answer {limit}: {problems}. {hint}"
                 )
             if not has_told:
-                tell(f"waiting for servers to answer {limit}: {problems}. {START_HINT.rstrip('.')}")
+                tell(f"waiting for servers to answer {limit}: {problems}. {hint.rstrip('.')}")
                 has_told = True
             await asyncio.sleep(_ASK_AGAIN_S)
 
