@@ -90,33 +90,16 @@ def _byte_of_sign() -> dict[int, int]:
 def shown(pieces: Iterable[bytes]) -> Iterator[str]:
     """Yield a text for each piece, in order.
 
-    Whole characters are shown unchanged. The first bytes of a character are shown as `<F0 9F>`, the bytes that complete
-    it as `<98 80 = 😀>`, and bytes that are not UTF-8 as `\\xff`.
+    A character is shown in the piece that completes it. A piece that ends within a character ends with `⋯`. Bytes that
+    are not UTF-8 are shown as `\\xff`.
     """
-    pending = b""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     for piece in pieces:
-        whole, head = pending + piece, ""
-        text, used = codecs.utf_8_decode(whole, "backslashreplace", False)
-        if pending and not used:
-            # The character is not complete yet.
-            pending = whole
-            yield f"<{_hex(piece)}>"
-            continue
-        if pending and whole.startswith(text[0].encode()):
-            size = len(text[0].encode())
-            head, text = f"<{_hex(piece[: size - len(pending)])} = {text[0]}>", text[1:]
-        elif pending:
-            # The pending bytes are not the beginning of a character, so they were decoded to backslashes.
-            whole = piece
-            text, used = codecs.utf_8_decode(piece, "backslashreplace", False)
-        pending = whole[used:]
-        yield head + text + (f"<{_hex(pending)}>" if pending else "")
+        text = decoder.decode(piece)
+        begun, _ = decoder.getstate()
+        yield f"{text}⋯" if begun else text
 
 
 def text_of(pieces: Iterable[bytes]) -> str:
     """Return the text of a sequence. Bytes that are not UTF-8 are shown as `\\xff`."""
     return b"".join(pieces).decode(errors="backslashreplace")
-
-
-def _hex(piece: bytes) -> str:
-    return piece.hex(" ").upper()
