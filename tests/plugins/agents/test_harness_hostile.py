@@ -23,13 +23,14 @@ from harness_runs import Harness, attempt, client
 from rl_attempts import says
 
 from spurline.errors import ConfigError, DataError
-from spurline_agents import responses, server
+from spurline_agents import server
 from spurline_agents.agents import Session
 from spurline_agents.bodies import ChatBody
 from spurline_agents.sessions import SMALL_BYTES
 from spurline_rl import chat_front
 from spurline_rl.testing.environment_contract import ScriptedEngine
 from spurline_rl.trajectory import Trajectory
+from spurline_text import prompts
 
 LONG = "long " * SMALL_BYTES
 LIMIT_S = 30.0
@@ -273,7 +274,7 @@ def watch_encoding(monkeypatch: pytest.MonkeyPatch, wait: Callable[[str], Any] =
         return encode(tokenizer, batch, is_chat)
 
     monkeypatch.setattr(chat_front, "encode_batch", watched)
-    monkeypatch.setattr(responses, "encode_batch", watched)
+    monkeypatch.setattr(prompts, "encode_batch", watched)
     return texts
 
 

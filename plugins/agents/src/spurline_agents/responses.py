@@ -26,7 +26,7 @@ from spurline_rl.chat_front import PrefixError, Reply
 from spurline_rl.concurrency import all_or_none
 from spurline_rl.environments.tools import ToolCall, parse_calls
 from spurline_rl.protocols.rollout_engine import GenerationResult, Sampling
-from spurline_text.encoding import encode_batch
+from spurline_text.prompts import encode_prompt
 from spurline_text.rows.messages import read_messages, read_tools
 from spurline_text.rows.rows import BadRowError
 
@@ -160,12 +160,7 @@ class Answering:
                 text = f"prompt: {bad} is not the id of a token. The tokenizer has {self._vocabulary} tokens."
                 raise ApiError(400, text, param="prompt")
             return prompt
-        [encoding] = encode_batch(self._tokenizer, [prompt], is_chat=False)
-        ids = list(encoding.ids)
-        # Some tokenizers add an end token to every text. The model could not continue the text after it.
-        if ids and ids[-1] == self._tokenizer.eos_token_id and encoding.special_tokens_mask[-1]:
-            ids.pop()
-        return ids
+        return encode_prompt(self._tokenizer, prompt, is_chat=False)
 
     def write_chat(self, body: ChatBody, choices: Sequence[Choice]) -> dict[str, Any]:
         written: list[dict[str, Any]] = []
