@@ -111,7 +111,6 @@ def save(
             "updates": trained.updates,
             "initial_weights": trained.initial_weights,
             "frozen_weights": trained.frozen_weights,
-            "weights": list(weights),
             "optimizer": state.facts(),
             "layout": dict(layout),
         }

@@ -139,11 +139,7 @@ class RankWorker:
         }
 
     def load(self, path: str) -> CheckpointError | None:
-        """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing.
-
-        Raises:
-            CheckpointError: If values cannot be read. The models are then changed in part.
-        """
+        """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing."""
         self._place.doing("reading a checkpoint")
         try:
             saved = self._saved_model.read_fitting(Path(path), self._trained)
