@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
-import torch
 from every_run import SOAK
 from listening import listening, reachable
 from publish_proofs import ProvenPublishes, drop_updates, keep_caches, moved_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from vllm_engines import (
     OneEngine,
@@ -40,7 +39,7 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.protocols.weight_sync import SyncReport, WeightSync
 from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract
-from spurline_rl.testing.backend_cases import minibatch
+from spurline_rl.testing.backend_cases import minibatch, weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
 from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
@@ -269,7 +268,7 @@ def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a
                 backend.update(*minibatch("packed", layout, version))
             folder = tmp_path / str(version)
             shutil.copytree(models.old, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-            backend.write_weights(folder, torch.float32, 1 << 30)
+            save_file(weights_of(backend), folder / "model.safetensors", {"format": "pt"})
 
         async def use(engine: Any) -> list[GenerationResult]:
             sync = collective(full_every=2)
