@@ -150,12 +150,13 @@ def read_metrics(run_dir: PathLike[str] | str) -> list[dict[str, Any]]:
 
 
 def deterministic(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines without times, and without the proofs of publishes, which begin again when a run resumes."""
+    """Return the lines without times, and without what begins again on resume: proofs and comparisons of engines."""
     return [
         {
             name: value
             for name, value in line.items()
-            if not name.startswith(("time/", "controller/", "publish/")) and not name.endswith("/time")
+            if not name.startswith(("time/", "controller/", "publish/", "mismatch/worst_engine"))
+            and not name.endswith("/time")
         }
         for line in metrics
     ]

@@ -62,7 +62,7 @@ def test_a_line_holds_what_ended_since_the_line_before(tmp_path: Path) -> None:
     timeline.group_began(3, 0)
     one_step(timeline, clock, 1)
     clock.now += 0.25
-    timeline.group_ended(3, "filtered", tokens=5, oldest=0, newest=1)
+    timeline.group_ended(3, "filtered", tokens=5, oldest=0, newest=1, engines=("engine 1",))
     timeline.write(2)
     first, second = read_timeline(tmp_path / "timeline.jsonl")
     assert first == StepRecord(
@@ -72,7 +72,7 @@ def test_a_line_holds_what_ended_since_the_line_before(tmp_path: Path) -> None:
         (Span("wait", 0.0, 0.5), Span("train", 0.5, 1.5), Span("publish", 1.5, 2.0)),
         (Taken(1, 0.5, (10,)),),
     )
-    assert second == StepRecord(2, 2.25, (GroupSpan(3, 0.0, 2.25, 0, "filtered", 5, 0, 1),))
+    assert second == StepRecord(2, 2.25, (GroupSpan(3, 0.0, 2.25, 0, "filtered", 5, 0, 1, ("engine 1",)),))
 
 
 def test_a_resume_drops_later_lines_and_goes_on_with_the_clock(tmp_path: Path) -> None:
@@ -100,8 +100,11 @@ def test_a_last_line_cut_by_a_kill_is_left_out_and_any_other_is_named(tmp_path: 
     clock = Clock()
     one_step(Timeline(path, clock), clock, 1)
     whole = path.read_bytes()
-    path.write_bytes(whole + whole[:40])
-    assert len(read_timeline(path)) == 1
+    # Earlier versions wrote no engines.
+    earlier = whole.replace(b",0,0,[]]", b",0,0]")
+    assert earlier != whole
+    path.write_bytes(earlier + whole + whole[:40])
+    assert [record.groups[0].engines for record in read_timeline(path)] == [(), ()]
     path.write_bytes(whole + b'{"step": 2}\n')
     with pytest.raises(RunDirectoryError, match=r"timeline\.jsonl:2: not a line of a timeline .*until"):
         read_timeline(path)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from rl_run_record import rl_metrics
 
-from spurline_insight.health import health_words
+from spurline_insight.health import HealthWatch, health_words
+
+ENGINE = [f"mismatch__worst_engine{end}" for end in ("", "__ratio", "__number")]
 
 
 def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> None:
@@ -18,6 +20,7 @@ def test_nothing_is_said_of_a_healthy_step_and_of_steps_without_rollouts() -> No
     [
         ("mismatch", {"mismatch__logprob_diff": 0.0712}, "differ by 0.071 nats"),
         ("mismatch", {"mismatch__logprob_diff": 0.3, "mismatch__fresh": 0.08, "staleness__mean": 1.0}, "by 0.080 nats"),
+        ("engine_mismatch", dict(zip(ENGINE, (0.2, 8.0, 3.0), strict=True)), "Engine 3 generates with logprobs"),
         ("refill_missing", {"groups__refill_missing": 3.0}, "3 groups with equal rewards"),
         ("given_up", {"groups__quarantined": 2.0}, "2 prompts had to be given up"),
         ("large_update", {"policy__clip_fraction_low": 0.2, "policy__clip_fraction_high": 0.15}, "35% of tokens"),
@@ -53,6 +56,21 @@ def test_equal_rewards_are_named_only_if_no_advantage_is_left() -> None:
     line = rl_metrics(1, groups__zero_variance=1.0, advantage__max=1e-11, advantage__min=-1e-11)
     assert list(health_words(line)) == ["equal_rewards"]
     assert health_words(rl_metrics(1, groups__zero_variance=1.0, advantage__max=0.7)) == {}
+
+
+def test_a_mismatch_is_held_against_earlier_steps_whose_tokens_were_as_old() -> None:
+    watch = HealthWatch({})
+
+    def words_of(age: float, difference: float, **more: float) -> dict[str, str]:
+        return watch.judge(1, rl_metrics(1, staleness__mean=age, mismatch__logprob_diff=difference, **more))
+
+    assert not any(words_of(age / 10, 0.02 + age / 500, mismatch__fresh=1e-6) for age in range(21))
+    assert words_of(1.0, 0.19) == {}
+    assert list(words_of(1.0, 0.7)) == ["mismatch_jump"]
+    jump = words_of(1.9, 0.95)["mismatch_jump"]
+    assert "1.9 updates old on average differ by 0.950 nats on average, after 0.05" in jump
+    assert "tokens of the current weights differ by 0.020" in words_of(1.0, 0.1, mismatch__fresh=0.02)["mismatch_jump"]
+    assert words_of(1.0, 0.1, mismatch__fresh=0.009) == {}
 
 
 def test_a_run_that_corrects_the_mismatch_already_is_not_told_to() -> None:

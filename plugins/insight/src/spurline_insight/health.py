@@ -7,6 +7,7 @@ show whether training works. A `Watcher` warns after each step, and at the end o
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,6 +48,13 @@ _HISTORY = 20
 LARGEST_MISMATCH = 0.05
 """Limit of the mean |trainer - rollout| logprob in nats. Engines with another precision or kernel have 0.01 to 0.03
 (TIS, Yao et al. 2025)."""
+MISMATCH_JUMP = 5.0
+"""A mean |trainer - rollout| is a jump if it is more than this many times the median of earlier steps whose tokens had
+about the same mean age, or if tokens of one engine have this many times the mean of the other engines."""
+LEAST_JUMP = 0.01
+"""A jump to fewer nats is not a problem: it changes importance ratios by less than 1 %."""
+_SAME_AGE = 0.5
+"""Mean ages, in updates, that differ by at most this much are compared."""
 LARGEST_CLIPPED = 0.3
 """Limit of the share of clipped tokens. PPO mostly shows 0.01 to 0.1, GSPO about 0.15 (Zheng et al. 2025)."""
 LARGEST_KL_OLD = 0.1
@@ -70,6 +78,8 @@ class HealthWatch:
         self._norms: deque[float] = deque(maxlen=_HISTORY)
         self._rates: deque[float] = deque(maxlen=IDLE_STEPS)
         self._loop_shares: deque[float] = deque(maxlen=LEVEL_STEPS)
+        # The mean age of the tokens, and their mismatch.
+        self._mismatches: dict[str, deque[tuple[float, float]]] = {}
         self._first_loss: float | None = None
         self._best: tuple[float, int] | None = None
 
@@ -82,6 +92,10 @@ class HealthWatch:
             found |= dict(self._judge_gradient(metrics["grad_norm"], is_policy="reward/mean" in metrics))
         if "loss" in metrics and "reward/mean" not in metrics:
             found |= dict(self._judge_loss(step, metrics["loss"]))
+        age = metrics.get("staleness/mean", 0.0)
+        for name, mean_age in (("mismatch/logprob_diff", age), ("mismatch/fresh", 0.0)):
+            if name in metrics:
+                found |= dict(self._judge_mismatch(name, mean_age, metrics[name]))
         if "controller/cpu_share" in metrics:
             found |= dict(self._judge_event_loop(metrics["controller/cpu_share"]))
         return found
@@ -156,6 +170,20 @@ class HealthWatch:
                 "no_learning_rate",
                 "The learning rate is 0, so the weights do not change. Set optimizer.learning_rate, or a schedule that "
                 "does not reach 0 before the end of the run.",
+            )
+
+    def _judge_mismatch(self, name: str, age: float, difference: float) -> Iterator[tuple[str, str]]:
+        earlier = self._mismatches.setdefault(name, deque(maxlen=_HISTORY))
+        alike = [value for age_before, value in earlier if abs(age_before - age) <= _SAME_AGE]
+        earlier.append((age, difference))
+        usual = statistics.median(alike) if len(alike) >= LEVEL_STEPS else math.inf
+        if difference > max(LEAST_JUMP, MISMATCH_JUMP * usual):
+            tokens = "of the current weights" if age <= 0 else f"that are {age:.2g} updates old on average"
+            yield (
+                "mismatch_jump",
+                f"Rollout and trainer logprobs of tokens {tokens} differ by {difference:.3f} nats on average, after "
+                f"{usual:.2g} in earlier steps of this age. Either the policy has moved much further than before "
+                "(grad_norm), or engines have other weights than they claim (publish/probe_diff).",
             )
 
     def _judge_event_loop(self, share: float) -> Iterator[tuple[str, str]]:
@@ -258,6 +286,15 @@ def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             "mismatch",
             f"Rollout and trainer logprobs differ by {difference:.3f} nats on average. Check that engine and trainer "
             f"use the same weights, precision and temperature{correct}.",
+        )
+    of_engine, ratio = (metrics.get(f"mismatch/worst_engine{end}", 0.0) for end in ("", "/ratio"))
+    if of_engine > LEAST_JUMP and ratio > MISMATCH_JUMP:
+        number = metrics.get("mismatch/worst_engine/number")
+        engine = "One engine" if number is None else f"Engine {number:.0f}"
+        yield (
+            "engine_mismatch",
+            f"{engine} generates with logprobs that differ from the trainer's by {of_engine:.3f} nats on average, "
+            f"{ratio:.0f} times as much as those of the others at the same ages. Check its precision and its device.",
         )
     if (rejected := metrics.get("publish/rejected", 0.0)) > 0:
         yield (

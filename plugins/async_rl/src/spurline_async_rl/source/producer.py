@@ -229,6 +229,7 @@ class Producer:
     def _end(self, draw: Draw, outcome: Outcome) -> None:
         self._costs["retries"] += self._runner.take_retries(draw.uid)
         tokens, oldest, newest = 0, self.scheduler.version, self.scheduler.version
+        engines: tuple[str, ...] = ()
         if isinstance(outcome, SkippedRow):
             self._prompts.skip(outcome)
             self._costs["skipped"] += 1
@@ -244,12 +245,15 @@ class Producer:
             self._groups[draw.number] = outcome
             tokens = int(outcome.flat.num_response.sum())
             oldest, newest = version_range(outcome)
+            engines = tuple(dict.fromkeys(name for turn in turns_of([outcome]) for name in turn.engines))
             state = State.FILTERED if self._filters and has_equal_returns(outcome) else State.BUFFERED
         if state is State.PENDING:
             self.scheduler.give_back(draw.number)
         else:
             self.scheduler.end(draw.number, state)
-        self._timeline.group_ended(draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest)
+        self._timeline.group_ended(
+            draw.number, STATE_NAMES[state], tokens=tokens, oldest=oldest, newest=newest, engines=engines
+        )
 
     def _fail(self, error: BaseException) -> None:
         """Start no more groups. `take` raises this error in the training thread."""

@@ -29,10 +29,11 @@ from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.colocation import Colocation
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread, QuietCollector
+from spurline_async_rl.source.mismatch import MismatchByEngine
 from spurline_async_rl.source.producer import Producer
 from spurline_async_rl.source.publishing import Publisher, choose_sync
 from spurline_async_rl.source.recordings import RECORDED_GROUPS, groups_state, record_groups
-from spurline_async_rl.source.staleness import fresh_mismatch, mask_over_age, staleness_metrics
+from spurline_async_rl.source.staleness import mask_over_age, staleness_metrics
 from spurline_async_rl.source.watchdog import ObservedEngine, Watchdog, stall_report
 from spurline_async_rl.timeline.records import TIMELINE_FILE, Timeline
 from spurline_async_rl.weights.buckets import weights_on_gpu
@@ -93,6 +94,7 @@ class AsyncRolloutSource(PromptSource):
         self._proof: PublishProof | None = None
         self._proof_state: Mapping[str, Any] | None = None
         self._colocation: Colocation | None = None
+        self._mismatch = MismatchByEngine()
         self._updates = 0
         # Metrics of publishes since the last call of `_take_synced`, and of their proofs since the last batch.
         self._synced: dict[str, float] = {}
@@ -186,9 +188,8 @@ class AsyncRolloutSource(PromptSource):
             **self._take_synced(),
         }
         batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
-        if ages["staleness/mean"] > 0:
-            trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
-            ages |= fresh_mismatch(collected.groups, trainer, self._updates)
+        trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
+        ages |= self._mismatch.add(collected.groups, trainer, self._updates)
         # The answers to the last probes must be judged before the update, which changes the weights of the trainer.
         self._settle_proof()
         proven, self._proven = self._proven, {}

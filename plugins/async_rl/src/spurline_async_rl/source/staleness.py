@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 
 import numpy as np
-from numpy.typing import NDArray
 
 from spurline.errors import PluginError
 from spurline_rl.trajectory import FlatTurns, Group, turns_of, with_turns
@@ -59,28 +57,6 @@ def staleness_metrics(groups: Sequence[Group], updates: int, max_staleness: int,
         "staleness/masked_tokens": float(masked),
         **{f"staleness/tokens_{age}": float(count) for age, count in enumerate(counts)},
     }
-
-
-def fresh_mismatch(groups: Sequence[Group], trainer: Sequence[NDArray[np.float32]], updates: int) -> dict[str, float]:
-    """Return `mismatch/fresh`, the mean difference between the logprobs of trainer and engine on tokens of age 0.
-
-    Trainer and engine have the same weights for these tokens, so the difference shows how precisely they compute, and
-    not how far the policy has moved. If no trained token has age 0, there is no metric.
-
-    Args:
-        groups: The groups of a batch.
-        trainer: The trainer's logprobs of the response tokens of each turn.
-        updates: The version of the weights that are trained.
-    """
-    turns, total, count = iter(trainer), 0.0, 0
-    for group in groups:
-        flat = _checked(group)
-        of_trainer = np.concatenate([*islice(turns, len(flat))])
-        is_fresh = (flat.columns["versions"] == updates) & (flat.columns["loss_mask"] != 0)
-        if "logprobs" in flat.columns and is_fresh.any():
-            distances = np.abs(of_trainer[is_fresh] - flat.columns["logprobs"][is_fresh])
-            total, count = total + float(distances.sum(dtype=np.float64)), count + len(distances)
-    return {"mismatch/fresh": total / count} if count else {}
 
 
 def version_range(group: Group) -> tuple[int, int]:

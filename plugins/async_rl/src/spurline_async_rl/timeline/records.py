@@ -41,6 +41,7 @@ class GroupSpan(NamedTuple):
 
     `tokens` is the sum over all its attempts. `oldest` and `newest` are the oldest and the newest version of the
     weights that generated these tokens. In a group without tokens, both are the version that was published at its end.
+    `engines` has the names of the engines that generated the tokens.
     """
 
     draw: int
@@ -51,6 +52,7 @@ class GroupSpan(NamedTuple):
     tokens: int
     oldest: int
     newest: int
+    engines: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -158,11 +160,13 @@ class Timeline:
             assert draw not in self._running, f"group {draw} is under way already"
             self._running[draw] = (self._now(), version)
 
-    def group_ended(self, draw: int, state: GroupState, *, tokens: int, oldest: int, newest: int) -> None:
+    def group_ended(
+        self, draw: int, state: GroupState, *, tokens: int, oldest: int, newest: int, engines: tuple[str, ...] = ()
+    ) -> None:
         """Note the end of a group; see `GroupSpan` for the arguments."""
         with self._lock:
             began, version = self._running.pop(draw)
-            self._groups.append(GroupSpan(draw, began, self._now(), version, state, tokens, oldest, newest))
+            self._groups.append(GroupSpan(draw, began, self._now(), version, state, tokens, oldest, newest, engines))
 
     def began(self, kind: SpanKind) -> None:
         """Note the beginning of a span. Spans of one kind do not overlap."""
