@@ -23,10 +23,12 @@ from run_helpers import Config, at, read_metrics, train, wait_for
 from spurline.errors import RunFailedError
 from spurline.protocols.backend import Backend
 from spurline_async_rl.scheduling.scheduler import State
+from spurline_async_rl.source.source import AsyncRolloutSource
 from spurline_async_rl.weights.buckets import InProcessSync
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.draws import row_of
 from spurline_rl.kept_rollouts import KeptRollouts
+from spurline_rl.trajectory import turns_of
 
 pytestmark = pytest.mark.processes
 
@@ -195,8 +197,8 @@ def test_a_stalled_run_names_the_engine_that_holds_a_request(
     assert engines_of(os.getpid()) == []
 
 
-def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_it(
-    child_config: Config, spurline_chat_file: Path
+def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_it_with_trusted_answers(
+    child_config: Config, spurline_chat_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child_config["data"]["eval"] = str(spurline_chat_file)
     child_config["evaluation"] = {"every_steps": 3}
@@ -210,9 +212,20 @@ def test_an_engine_that_dies_during_an_evaluation_gets_the_weights_and_finishes_
             killed.append(process.pid)
             process.kill()
 
+    evaluate, asked = AsyncRolloutSource._evaluate, list[int]()
+
+    def distrust_first(self: Any, prompts: Any, held_out: Any) -> Any:
+        outcomes = evaluate(self, prompts, held_out)
+        [engine] = {turn.engines[-1] for turn in turns_of(outcomes)}
+        asked.append(len(prompts))
+        (self._producer.distrust if len(asked) == 1 else self._producer.trust)(engine, len(asked) - 2)
+        return outcomes
+
+    monkeypatch.setattr(AsyncRolloutSource, "_evaluate", distrust_first)
     # Step 3 is evaluated right after its weights were published.
     run = train(child_config, on_weights_synced=at(3, kill))
     assert killed
+    assert asked == [8, 8, 8]
     evaluated = [line for line in run.lines if "eval/reward" in line]
     assert [line["step"] for line in evaluated] == [3, 6]
     assert all("eval/failed" not in line for line in evaluated)

@@ -217,11 +217,15 @@ def test_a_step_that_cannot_be_filled_ends_the_run_with_the_limit() -> None:
 def test_groups_with_tokens_of_an_unproven_version_wait_and_so_do_filtered_ones(fates: list[str]) -> None:
     async def main() -> None:
         changed, groups = asyncio.Event(), ScriptedGroups(fates, delays=[0, 0, 0, 50])
-        producer = make_producer(groups, changed, limits(max_running=4))
+        producer = make_producer(groups, changed, limits(max_running=4, depth="auto"))
         producer.start()
+        depth = producer.scheduler.depth.value
         await asyncio.sleep(0.1)
         assert producer.take(1, unproven=0) is None
-        assert producer.take(1, unproven=1) is not None
+        await asyncio.sleep(0.1)
+        assert producer.take(1, seconds=0.2, unproven=1) is not None
+        # More depth would not make a proof faster.
+        assert producer.scheduler.depth.value <= depth
         await producer.close()
 
     asyncio.run(main())
@@ -237,6 +241,8 @@ def test_an_engine_that_was_distrusted_is_trusted_with_what_it_makes_after_its_p
         await asyncio.sleep(0.1)
         assert producer.take_given_back() >= 2
         assert producer.take(1) is None
+        draw, skipped = groups.take(0, 1)[0], SkippedRow("rows:9@9", 9, "not JSON")
+        assert producer.tainted([skipped, scored_group(draw, [0.0], 0, "engine 0")]) == [1]  # type: ignore[arg-type]
         groups.version = 1
         producer.trust("engine 0", 1)
         collected, _ = await next_groups(producer, changed, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.watchdog import ObservedEngine, stall_report
-from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline_rl.trajectory import Turn
 from spurline_text.testing.inputs import tiny_tokenizer
 
@@ -38,9 +39,12 @@ class Engines(ControlledEngine):
 
     transports = ()
 
+    awaiting_weights: Sequence[TakesWeights] = ()
+
     def __init__(self, **first: float) -> None:
         self.first = first
         self.asked: list[Collection[str] | None] = []
+        self.crossed: dict[str, list[int]] = {}
 
     async def control(self, command: Command) -> None: ...
 
@@ -49,11 +53,15 @@ class Engines(ControlledEngine):
     ) -> Mapping[str, GenerationResult]:
         self.asked.append(names)
         off = self.first if names is None else dict.fromkeys(names, 0.0)
-        tokens, versions = np.arange(5, 9, dtype=np.int32), np.ones(4, np.int32)
-        return {
-            name: GenerationResult(tokens, np.full(4, nats - 1, np.float32), versions, "length")
-            for name, nats in off.items()
-        }
+        return {name: answer([1] * 4, nats) for name, nats in off.items()}
+
+    async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
+        return {name: answer(versions) for name, versions in self.crossed.items()}
+
+
+def answer(versions: Sequence[int], nats: float = 0.0) -> GenerationResult:
+    tokens, logprobs = np.arange(5, 5 + len(versions)), np.full(len(versions), nats - 1)
+    return GenerationResult(tokens.astype(np.int32), logprobs.astype(np.float32), np.array(versions), "length")
 
 
 def score(turns: Sequence[Turn]) -> list[NDArray[np.float32]]:
@@ -67,10 +75,11 @@ def loop() -> Iterator[LoopThread]:
     made.close()
 
 
-def published(engines: Engines, loop: LoopThread) -> PublishProof:
+def published(engines: Engines, loop: LoopThread, **settings: Any) -> PublishProof:
     """The proof of version 1, which the engines have just got."""
     producer: Any = SimpleNamespace(trust=lambda *_: None, distrust=lambda *_: None)
-    proof = PublishProof(engines, SETTINGS, tiny_tokenizer(), loop, producer, notify=lambda: None)
+    given = replace(SETTINGS, **settings)
+    proof = PublishProof(engines, given, tiny_tokenizer(), loop, producer, notify=lambda: None)
     proof.before_publish(None)
     proof.ask(1, None)
     return proof
@@ -80,6 +89,24 @@ def test_only_engines_whose_answer_is_doubted_are_asked_again(loop: LoopThread) 
     engines = Engines(one=0.0, other=1.0)
     assert published(engines, loop).settle(score)["publish/rejected"] == 0
     assert engines.asked == [None, ["other"]]
+
+
+def test_engines_whose_second_answer_did_not_cross_the_update_are_counted(loop: LoopThread) -> None:
+    engines = Engines(one=0.0)
+    assert "publish/uncrossed" not in published(engines, loop, crosses=True).settle(score)
+    engines.crossed = {"one": [0, 1, 1], "ended before": [0, 0], "began after": [1, 1], "died": []}
+    assert published(engines, loop, crosses=True).settle(score)["publish/uncrossed"] == 3
+
+
+def test_a_publish_that_also_goes_to_an_engine_that_was_started_again_is_always_proven(loop: LoopThread) -> None:
+    engines = Engines(one=0.0)
+    proof = published(engines, loop, config=ProofConfig(every=3))
+    proof.settle(score)
+    for version, awaiting in ((2, ()), (3, (engines,))):
+        engines.awaiting_weights = awaiting
+        proof.before_publish(None)
+        proof.ask(version, None)
+        assert proof.unproven == (version if awaiting else None)
 
 
 def test_weights_whose_proof_the_trainer_cannot_score_stay_unproven_so_that_no_checkpoint_is_written(

@@ -67,6 +67,7 @@ def test_an_end_token_that_came_before_the_death_ends_the_response() -> None:
         result = add(Response(request(**sampling), TOKENIZER), part([40, end]), None)
         assert result is not None
         assert result.finish_reason == "stop"
+    assert add(Response(request(ignore_eos=True), TOKENIZER), part([40, TOKENIZER.eos_token_id]), None) is None
 
 
 LOGPROBS = st.floats(-100, 0, width=32)

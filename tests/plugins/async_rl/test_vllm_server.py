@@ -163,7 +163,9 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
         return await engine.generate(request([5] * 3, max_new_tokens=2))
 
     assert len(drive(use, key=key, strangers=strangers).token_ids) == 2
-    assert ("change its weights" in capsys.readouterr().err) == (key is None)
+    err = capsys.readouterr().err
+    assert ("change its weights" in err) == (key is None)
+    assert "without --scheduling-policy priority" in err
 
 
 def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback() -> None:

@@ -142,7 +142,8 @@ class Response:
     ) -> None:
         self._request = request
         self._so_far = Progress() if progress is None else progress
-        self._ends = (*request.sampling.stop_token_ids, tokenizer.eos_token_id)
+        own_end = () if request.sampling.ignore_eos else (tokenizer.eos_token_id,)
+        self._ends = (*request.sampling.stop_token_ids, *own_end)
         self._finds_stop_texts = finds_stop_texts
         self._stop_texts = StopTexts(tokenizer, request.sampling.stop) if request.sampling.stop else None
         self._num_searched = 0
@@ -247,7 +248,8 @@ class VllmResponse(Response):
                     f"{request.name}: the prompt has token {token}, but the model knows only tokens from 0 to "
                     f"{(vocabulary or 0) - 1}. Does the tokenizer belong to another model?"
                 )
-        asked, eos = request.sampling, tokenizer.eos_token_id
+        asked = request.sampling
+        eos = None if asked.ignore_eos else tokenizer.eos_token_id
         sampling = replace(
             asked,
             max_new_tokens=min(asked.max_new_tokens, max_model_len - len(prompt)),

@@ -38,7 +38,9 @@ _CROSSED_TOKENS = 8
 """The answer that crosses an update ends when it has this many tokens of the new version."""
 _SEED = 20_011
 DIFFERENCE, DELIVERED, REJECTED = "publish/probe_diff", "publish/delivered", "publish/rejected"
-"""Metrics: the largest mean difference of logprobs, the smallest `delivered`, and the number of rejected engines."""
+UNCROSSED = "publish/uncrossed"
+"""Metrics: the largest mean difference of logprobs, the smallest `delivered`, the number of rejected engines, and the
+number of engines whose second answer did not cross the update."""
 _ADVICE = (
     "Choose another source.weight_sync or another version of the engine, and report this fault to its authors. Or "
     "accept it with source.proof.on_undelivered: warn."
@@ -95,7 +97,8 @@ def make_probes(
         "the proof of a publish sample 0 turn 0",
         is_urgent=True,
     )
-    longer = replace(asked.sampling, max_new_tokens=min(_CROSSING_TOKENS, room - len(prompt)))
+    # An answer that ends early would end before the update.
+    longer = replace(asked.sampling, max_new_tokens=min(_CROSSING_TOKENS, room - len(prompt)), ignore_eos=True)
     name = "the proof across a publish sample 0 turn 0"
     return asked, replace(asked, sampling=longer, seed=_SEED + 1, name=name)
 
@@ -166,7 +169,8 @@ class PublishProof:
 
         A publish to engines that were started again is always proven.
         """
-        self._is_due = members is not None or self._num_publishes % self._settings.config.every == 0
+        has_new = members is not None or len(self._engine.awaiting_weights) > 0
+        self._is_due = has_new or self._num_publishes % self._settings.config.every == 0
         self._num_publishes += members is None
         if members is None:
             self._engine.crossing = self._crossing if self._is_due else None
@@ -189,11 +193,12 @@ class PublishProof:
             ) from error
         return answers, await self._engine.take_crossed(version, _CROSSED_TOKENS) if crosses else {}
 
-    def await_answers(self) -> None:
-        """Return when all engines have answered. Raises RunFailedError at the time limit."""
+    def await_answers(self, report_s: float | None = None) -> None:
+        """Wait until all engines have answered, with a message every `report_s`. Raises RunFailedError at the limit."""
+        timeout_s, every_s = self._settings.timeout_s, report_s or self._settings.report_s
         for asked in self._asked:
-            what = f"The proof that the engines have the weights of version {asked.version}"
-            self._loop.wait(asked.answers, self._settings.timeout_s, what, every_s=self._settings.report_s)
+            what = f"The proof of version {asked.version} in all engines, before which no checkpoint is written,"
+            self._loop.wait(asked.answers, timeout_s, what, every_s=every_s)
 
     def settle(self, score: Score) -> Mapping[str, float]:
         """Judge the answers to the last probes, and return metrics.
@@ -263,9 +268,11 @@ class PublishProof:
             if claimed := sorted({*answer.versions.tolist()} - {version}):
                 faults[name] = f"it claims to have the weights of version {claimed[0]}"
         differences = [verdict.difference for verdict in verdicts.values()]
+        num_uncrossed = 0
         for name, answer in crossed.items():
             # Old keys and values show most in the first tokens after the update.
             trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
+            num_uncrossed += not 0 < len(is_new) < len(trainer)
             if len(is_new):
                 # Old keys and values change all logprobs. One alone may differ if its token went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))
@@ -283,6 +290,7 @@ class PublishProof:
         return {
             **({DIFFERENCE: max(differences)} if differences else {}),
             **({DELIVERED: min(delivered)} if delivered else {}),
+            **({UNCROSSED: float(num_uncrossed)} if crossed else {}),
             REJECTED: float(len(faults)),
         }
 

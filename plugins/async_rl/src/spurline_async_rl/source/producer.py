@@ -62,6 +62,9 @@ class Producer:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="spurline-groups")
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._groups: dict[int, Group] = {}
+        # Since when training lacks groups, and the seconds for which it lacked groups before, for the next batch.
+        self._lacking_since: float | None = None
+        self._lacked_s = 0.0
         # Counts since the last batch. `quarantined` is the name in checkpoints for prompts that were given up.
         self._costs = {"quarantined": 0, "skipped": 0, "retries": 0}
         self._given_up: list[GivenUpPrompt] = []
@@ -81,14 +84,11 @@ class Producer:
         self.scheduler.publish(version)
         self._admit()
 
-    def take(
-        self, step: int, wait_s: float = 0.0, seconds: float = 0.0, unproven: int | None = None
-    ) -> tuple[Collected, int] | None:
+    def take(self, step: int, seconds: float = 0.0, unproven: int | None = None) -> tuple[Collected, int] | None:
         """Return the groups of this step and the number of their retries, or None if the groups are not ready.
 
         Args:
             step: The 1-based step.
-            wait_s: Seconds that training waited for these groups.
             seconds: Seconds since the previous step's groups were taken.
             unproven: Groups with tokens of this version or a newer one are not ready.
 
@@ -103,16 +103,22 @@ class Producer:
         ready = scheduler.next_batch()
         if ready is None and scheduler.is_exhausted():
             raise self._exhausted()
+        now = time.monotonic()
         if ready is None:
+            self._lacking_since = self._lacking_since or now
             scheduler.await_batch()
             self._admit()
             return None
+        # A wait for a proof is no lack of groups: with a larger depth it would be as long.
+        self._lacked_s += 0.0 if self._lacking_since is None else now - self._lacking_since
+        self._lacking_since = None
         filtered = {*scheduler.filtered}
         if unproven is not None and any(
             version_range(self._groups[draw])[1] >= unproven for draw in filtered | {*ready}
         ):
             return None
-        draws = scheduler.take(wait_s, seconds)
+        draws = scheduler.take(self._lacked_s, seconds)
+        self._lacked_s = 0.0
         groups = tuple(self._groups[draw] for draw in draws)
         every = tuple(self._groups.pop(draw) for draw in sorted(filtered | {*draws}))
         costs, self._costs = self._costs, dict.fromkeys(self._costs, 0)
@@ -160,6 +166,10 @@ class Producer:
             for engine, versions in finished
             for above, below in self._distrusted.get(engine, ())
         )
+
+    def tainted(self, outcomes: Sequence[Outcome]) -> list[int]:
+        """Return the indices of the groups with tokens that are not trusted."""
+        return [index for index, each in enumerate(outcomes) if isinstance(each, Group) and self._is_tainted(each)]
 
     async def close(self) -> None:
         """Cancel all running groups, and wait until they end. Attempts have their own time limit for this."""

@@ -242,7 +242,13 @@ class AsyncRolloutSource(PromptSource):
         self._settle_proof()
         # On colocated engines no more groups start, because the end of the evaluation would interrupt them.
         with self._engines_turn(keep_weights=True):
-            return self._evaluate(prompts, held_out)
+            outcomes = [*self._evaluate(prompts, held_out)]
+            # An engine that was started again may have answered before its proof failed.
+            while again := self._loop.call(self._producer.tainted, outcomes):
+                repeated = self._evaluate([prompts[index] for index in again], held_out)
+                for index, outcome in zip(again, repeated, strict=True):
+                    outcomes[index] = outcome
+        return outcomes
 
     def _evaluate(self, prompts: Sequence[Draw], held_out: HeldOutConfig) -> Sequence[Outcome]:
         self._timeline.began("evaluate")
@@ -263,6 +269,9 @@ class AsyncRolloutSource(PromptSource):
 
     def state_dict(self) -> dict[str, object]:
         # A checkpoint must not hold groups of an engine that is about to be rejected.
+        if self._proof is not None:
+            # A run that was asked to stop has little time, so it soon says what it waits for.
+            self._proof.await_answers(report_s=5.0)
         self._settle_proof()
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
         engine = self._config.engine.model_dump(mode="json")
@@ -312,19 +321,13 @@ class AsyncRolloutSource(PromptSource):
     def _wait_for_groups(self, step: int) -> tuple[Collected, int]:
         """Return the groups of this step, and the number of their retries."""
         watchdog = self._watchdog(partial(stall_report, self._producer, self._observed, self._proof, step))
-        missing_since: float | None = None
         while True:
             self._changed.clear()
-            now = time.perf_counter()
-            # The wait begins when `take` first returns None. Until then, groups may be ready and only the loop is busy.
-            wait_s = 0.0 if missing_since is None else now - missing_since
-            taking = self._loop.submit(
-                self._producer.take, step, wait_s, now - self._taken_at, self._unproven_version()
-            )
-            taken = watchdog.result(taking)
+            unproven = self._unproven_version()
+            seconds = time.perf_counter() - self._taken_at
+            taken = watchdog.result(self._loop.submit(self._producer.take, step, seconds, unproven))
             if taken is not None:
                 return taken
-            missing_since = missing_since or time.perf_counter()
             self._serve_restarted_engines()
             watchdog.wait(self._changed)
 

@@ -113,6 +113,7 @@ class Sampling:
         max_new_tokens: Largest number of tokens of the response, including the end token.
         stop_token_ids: End tokens besides the model's own. The response includes its end token.
         stop: Texts that end the response. The response includes the token that completes a text.
+        ignore_eos: Whether the model's own end tokens do not end the response.
     """
 
     temperature: float = 1.0
@@ -121,6 +122,7 @@ class Sampling:
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)

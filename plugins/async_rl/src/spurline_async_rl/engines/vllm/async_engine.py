@@ -205,6 +205,7 @@ def _sampling_params(request: GenerationRequest) -> Any:
         top_k=sampling.top_k,
         max_tokens=sampling.max_new_tokens,
         stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
         seed=request.seed,
         logprobs=0,
         detokenize=False,

@@ -77,7 +77,7 @@ class ServerApi:
         self._is_stock = is_stock
         api_key = os.environ.get(API_KEY)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
-        self._has_priorities = False
+        self.has_priorities = False
         # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -95,7 +95,7 @@ class ServerApi:
             model, parallel = config["model_config"], config["parallel_config"]
             mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
             transfer = (config.get("weight_transfer_config") or {}).get("backend")
-            self._has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
+            self.has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
             served = ServedModel(
                 name=first["id"],
                 max_model_len=int(first["max_model_len"]),
@@ -140,11 +140,12 @@ class ServerApi:
             "repetition_penalty": 1.0,
             "seed": request.seed,
             "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,
             # Lower numbers begin first. A server without priorities refuses all but 0.
-            "priority": -1 if request.is_urgent and self._has_priorities else 0,
+            "priority": -1 if request.is_urgent and self.has_priorities else 0,
         }
         try:
             async with self._session.post(self.url + "/v1/completions", json=body) as answer:
@@ -320,6 +321,9 @@ class ServerMember:
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
             tell(f"{self.name} {_OPEN}")
+        if not self._api.has_priorities:
+            missing = "was started without --scheduling-policy priority"
+            tell(f"{self.name} {missing}, so the requests of source.proof wait in its queue, and training for them.")
         await self._lease.begin()
         # An earlier run may have left the server paused.
         await self._api.resume()

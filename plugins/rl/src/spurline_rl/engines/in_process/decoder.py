@@ -239,7 +239,8 @@ class Decoder:
                         "response are not finite. The weights are broken; look at the loss and gradient norm of "
                         "the last steps."
                     )
-                response.add(token, logprob, version, self._stop_tokens)
+                ends = () if response.request.sampling.ignore_eos else self._stop_tokens
+                response.add(token, logprob, version, ends)
 
     def _send(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int64)).to(self._device)
