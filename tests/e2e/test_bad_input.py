@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import Config, Spurline, kept_steps, train, write_rows
+from run_helpers import Config, Spurline, kept_steps, write_rows
 
 from spurline.plugins.host import installed_plugins
 from spurline.plugins.official import install_command
@@ -75,30 +74,6 @@ def test_a_loss_that_is_not_finite_names_the_samples_and_the_last_checkpoint(fai
     base_config |= {"optimizer": {"learning_rate": 1e30}, "checkpoint": {"every_steps": 1}}
     assert re.search(r"Step 2: .*chat:\d+.*step-00000001", fails(base_config, code=1), re.S)
     assert kept_steps(base_config["run_dir"]) == [1]
-
-
-def test_a_finished_run_is_neither_overwritten_nor_misread(
-    fails: Fails, spurline: Spurline, base_config: Config, tmp_path: Path, spurline_chat_file: Path
-) -> None:
-    train(base_config)
-    assert "already has checkpoints" in fails(base_config, "--resume", "never")
-    text = fails(base_config, "--resume", "yes")
-    assert "no folder of this name" in text
-    assert f"{base_config['run_dir']}/checkpoints/step-0" in text
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "config.json").write_text("{}")
-    code, _, err = spurline("export", base_config["run_dir"], tmp_path / "precious")
-    assert (code, "exists and is not empty" in err) == (2, True), err
-    assert (tmp_path / "precious" / "config.json").read_text() == "{}"
-    latest = Path(base_config["run_dir"]) / "checkpoints" / "step-00000006"
-    with (latest / "backend" / "model.safetensors").open("r+b") as file:
-        file.truncate(1000)
-    text = fails(base_config)
-    assert "model.safetensors is damaged: it has 1000 bytes" in text
-    assert f"--resume {latest.with_name('step-00000004')}" in text
-    shutil.rmtree(latest)
-    spurline_chat_file.write_text(spurline_chat_file.read_text().replace("say 3", "say x"))
-    assert "training data differs from the data of the checkpoint" in fails(base_config)
 
 
 @pytest.mark.parametrize("command", ["export", "report"])

@@ -150,12 +150,6 @@ def test_a_reward_module_of_an_installed_name_is_an_error(project: Path) -> None
         assert load_function(written, "reward function")(None) == 3
 
 
-def test_a_reward_file_that_is_missing_is_told_with_those_that_are_there(project: Path) -> None:
-    (project / "work" / "test_paths_near.py").touch()
-    with pytest.raises(PluginError, match=r"test_paths_neer\.py, which does not exist\. Did you mean 'test_paths_near"):
-        load_function(reward(project, "test_paths_neer.py:f"), "reward function")
-
-
 BASE = {"plugins": ["own"], "model": {"path": "m"}, "data": {"train": "rows.jsonl"}, "steps": 1}
 ROLLOUTS = {"name": "rollouts", "environment": {"rewards": "exact_match"}}
 

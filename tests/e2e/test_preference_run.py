@@ -67,6 +67,7 @@ def test_padded_rows_micro_batches_and_the_fast_plugin_learn_what_packed_rows_le
     for name in ("padded", "microbatches"):
         assert losses[name] == pytest.approx(losses["packed"], rel=1e-3)
     assert losses["fast"] == losses["packed"]
+    assert "collation/hidden" in lines[-1], "the plugin collates ahead where it is enabled"
 
 
 def test_a_plan_says_what_is_counted_and_compared(preference_config: Config) -> None:

@@ -61,15 +61,6 @@ def test_the_rank_that_failed_is_named_and_how_to_go_on(
     assert ranks_of(os.getpid()) == []
 
 
-def test_a_rank_that_stands_still_is_named_with_its_stack(spurline: Spurline, failing: Any) -> None:
-    code, _, err = spurline("train", failing("sleep", call_timeout_s=3))
-    assert code == 1
-    assert "`update` was not done within 3 s, the limit in backend.call_timeout_s" in err
-    assert "rank 1 of 2" in err
-    assert "micro-batch 1 of 1" in err
-    assert "in _stands_still" in err.partition("Stack of rank 1:")[2]
-
-
 def test_ctrl_c_in_a_terminal_finishes_the_step_and_saves_it(
     base_config: Config, killable_process: Callable[..., KillableProcess]
 ) -> None:

@@ -43,6 +43,7 @@ FREE, TO_ROUNDING, BY_NAME, REFUSED = OnResume.FREE, OnResume.TO_ROUNDING, OnRes
     ("base", "path", "value", "mark"),
     [
         (BASE, "report", {"enabled": False}, FREE),
+        (BASE, "cluster", {"runtime_env": {"env_vars": {"HF_TOKEN": "another"}}}, FREE),
         (BASE, "backend.max_tokens_per_microbatch", 512, TO_ROUNDING),
         (BASE, "schedule", "linear", BY_NAME),
         (BASE, "model.path", "other/model", BY_NAME),

@@ -186,7 +186,6 @@ def test_a_resume_whose_reference_model_was_overwritten_is_refused(
             "critic.loss is ppo, which does not train values",
         ),
         ({"backend": {"name": "local", "lora": {"dropout": 0.1}}}, "backend.lora.dropout is 0.1"),
-        ({"minibatches": {"name": "by_prompt", "prompts_per_minibatch": 3}}, "does not divide"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(rl_config: Config, changes: Config, message: str) -> None:

@@ -61,12 +61,6 @@ class Worker:
         # NCCL works in the background. Reading the value waits for it.
         ones.item()
 
-    def fails_to_send(self, rank: int, how: str) -> None:
-        """Fail on one of two ranks, while the other waits for its message, as stages of a pipeline wait."""
-        if self.place.rank == rank:
-            self._fail(how)
-        dist.recv(torch.ones(1), src=rank)
-
     def _fail(self, how: str) -> None:
         if how == "data":
             raise DataError("rows.jsonl:3: prompt is empty. Remove the row.")

@@ -94,18 +94,8 @@ def spins() -> None:
     max(itertools.count())
 
 
-def gives_back_a_set() -> set[int]:
-    return {1}
-
-
 def process_ids() -> list[int]:
     return [os.getpid(), os.getppid()]
-
-
-def dies() -> None:
-    print("giving up", file=sys.stderr, flush=True)
-    # Ends the worker process, as a crash inside a library would.
-    os.abort()
 
 
 async def named_like_our_own(what: int, function: int, timeout_s: int) -> list[int]:

@@ -45,13 +45,15 @@ def comparable(run_dir: str) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name != ASYNC_ONLY} for line in lines]
 
 
-@pytest.mark.parametrize("depth", [1, 5])
-def test_a_run_with_async_collation_stopped_and_resumed_equals_a_serial_run(
-    config: dict[str, Any], tmp_path: Path, depth: int
+@pytest.mark.parametrize(("depth", "collator"), [(1, {"name": "packed", "max_tokens": 256}), (5, {"name": "padded"})])
+def test_a_run_whose_buffers_are_filled_while_it_trains_stopped_and_resumed_equals_a_serial_run_of_the_reference(
+    config: dict[str, Any], tmp_path: Path, depth: int, collator: dict[str, Any]
 ) -> None:
-    whole = config | {"run_dir": str(tmp_path / "serial"), "prefetch": "core/serial"}
+    reference = {**collator, "name": f"core/{collator['name']}"}
+    whole = config | {"run_dir": str(tmp_path / "serial"), "prefetch": "core/serial", "collator": reference}
     train(whole)
-    pieces = config | {"run_dir": str(tmp_path / "async"), "prefetch": {"name": "async", "depth": depth}}
+    ahead = {"prefetch": {"name": "async", "depth": depth}, "collator": collator}
+    pieces = config | ahead | {"run_dir": str(tmp_path / "async")}
     before = set(threading.enumerate())
     assert train(pieces, stop_after=2).step == 2
     assert train(pieces, stop_after=7).step == 7
@@ -61,27 +63,6 @@ def test_a_run_with_async_collation_stopped_and_resumed_equals_a_serial_run(
     assert comparable(pieces["run_dir"]) == comparable(whole["run_dir"])
     assert_same_weights(tmp_path / "async", tmp_path / "serial")
     assert all(0 <= line[ASYNC_ONLY] <= 1 for line in read_metrics(pieces["run_dir"]))
-
-
-@pytest.mark.parametrize(
-    "collator", [{"name": "packed", "max_tokens": 256}, {"name": "padded"}], ids=["packed", "padded"]
-)
-def test_a_run_whose_buffers_are_filled_again_while_it_trains_equals_a_serial_run_of_the_reference(
-    config: dict[str, Any], tmp_path: Path, collator: dict[str, Any]
-) -> None:
-    reference = {**collator, "name": f"core/{collator['name']}"}
-    train(config | {"run_dir": str(tmp_path / "serial"), "prefetch": "core/serial", "collator": reference})
-    train(
-        config | {"run_dir": str(tmp_path / "async"), "prefetch": {"name": "async", "depth": 2}, "collator": collator}
-    )
-    assert comparable(str(tmp_path / "async")) == comparable(str(tmp_path / "serial"))
-    assert_same_weights(tmp_path / "async", tmp_path / "serial")
-
-
-def test_enabling_the_plugin_collates_ahead(config: dict[str, Any]) -> None:
-    train(config)
-    lines = read_metrics(config["run_dir"])
-    assert all({"time/collate", "time/collate_wait", ASYNC_ONLY} <= line.keys() for line in lines)
 
 
 def test_checkpoints_record_the_last_step_trained_on_not_the_ones_collated_ahead(

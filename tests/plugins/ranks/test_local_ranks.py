@@ -176,34 +176,6 @@ def test_a_killed_rank_is_named_and_not_the_one_that_missed_it(start: Start) -> 
     assert_all_gone(pids)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(
-    ("how", "said"), [("value", "failed during `fails_to_send`: ValueError"), ("kill", "was killed by SIGKILL")]
-)
-def test_a_rank_that_fails_is_named_while_another_waits_for_what_it_should_send(
-    start: Start, rank: int, how: str, said: str
-) -> None:
-    ranks = start(2)
-    pids = ranks.call("pid")
-    began = time.monotonic()
-    with pytest.raises(RankFailedError, match=rf"Rank {rank} of 2 .* {said}") as raised:
-        ranks.call("fails_to_send", rank, how)
-    assert time.monotonic() - began < CALL_S
-    assert (raised.value.rank, raised.value.pid) == (rank, pids[rank])
-    assert_all_gone(pids)
-
-
-def test_a_rank_that_sends_nothing_is_named_with_its_stack_and_that_of_the_rank_that_waits(start: Start) -> None:
-    ranks = start(2, call_s=2.0)
-    pids = ranks.call("pid")
-    with pytest.raises(RankFailedError, match=r"was not done within 2 s.* backend.call_timeout_s") as raised:
-        ranks.call("fails_to_send", 0, "sleep")
-    first, _, second = str(raised.value).partition("Stack of rank 1:")
-    assert "in _stands_still_here" in first.partition("Stack of rank 0:")[2]
-    assert "in recv" in second
-    assert_all_gone(pids)
-
-
 def test_a_rank_that_dies_between_calls_is_named_by_the_next(start: Start) -> None:
     ranks = start(2)
     pids = ranks.call("pid")

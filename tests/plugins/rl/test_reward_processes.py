@@ -368,21 +368,6 @@ def test_a_call_that_never_lets_go_of_the_interpreter_is_killed_too(pool):
         called(pool)
 
 
-@pytest.mark.parametrize(
-    ("pool", "error", "words"),
-    [
-        (("dies", GENEROUS_S), AttemptFailedError, r"worker process of .*:dies died: exit code -6"),
-        (("gives_back_a_set", GENEROUS_S), AttemptFailedError, "gives_back_a_set failed: TypeError"),
-        (("missing", GENEROUS_S), PluginError, "cannot import reward_functions:missing: AttributeError"),
-    ],
-    indirect=["pool"],
-)
-def test_what_fails_is_named_each_time(pool, error, words):
-    for _ in range(2):
-        with pytest.raises(error, match=words):
-            called(pool)
-
-
 @pytest.mark.parametrize("pool", [("process_ids", GENEROUS_S)], indirect=True)
 @pytest.mark.parametrize("victim", ["worker", "supervisor"])
 def test_a_process_that_is_killed_between_calls_is_replaced(pool, victim):
