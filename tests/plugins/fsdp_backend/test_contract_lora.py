@@ -23,14 +23,13 @@ from spurline_rl.testing.backend_cases import (
     values_batch,
     without_times,
 )
-from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline_rl.testing.backend_runs import KeptBackends, backend_run, opened
 
 ADAPTERS = {"rank": 4, "alpha": 8.0}
 ROLES: tuple[Role, ...] = ("policy", "reference", "critic")
 IN_SHORT = (
     "loss_and_gradient_norm",
     "gradients_equal",
-    "continues_bit_for_bit",
     "the_reference_is",
     "hugging_face_names",
     "generates",
@@ -92,8 +91,8 @@ class TestAdapterOfReplicasOnFilesOfHalfPrecision(AdapterContract):
 
 
 @pytest.fixture(scope="module")
-def kept() -> Iterator[KeptBackend]:
-    kept = KeptBackend()
+def kept() -> Iterator[KeptBackends]:
+    kept = KeptBackends()
     yield kept
     kept.close()
 
@@ -104,7 +103,7 @@ def half_precision_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Backend, Backend, ParallelLayout]]:
+def on_half_precision_files(kept: KeptBackends, model: Path) -> Iterator[tuple[Backend, Backend, ParallelLayout]]:
     """Ranks and one process that compute in fp32 with weights in bf16; adapters are outside of the layers too."""
     lora = {**ADAPTERS, "target_modules": ["q_proj", "lm_head"]}
     local_run = backend_run(model, {"name": "models/local", "device": "cpu", "lora": lora}, critic=True)
@@ -115,7 +114,7 @@ def on_half_precision_files(kept: KeptBackend, model: Path) -> Iterator[tuple[Ba
 
 @pytest.mark.processes
 def test_adapters_on_files_of_bf16_compute_in_fp32_over_long_rows(
-    kept: KeptBackend, half_precision_files: Path
+    kept: KeptBackends, half_precision_files: Path
 ) -> None:
     with on_half_precision_files(kept, half_precision_files) as (backend, local, layout):
         backend.update(*values_batch(layout), role="critic")
@@ -128,7 +127,7 @@ def test_adapters_on_files_of_bf16_compute_in_fp32_over_long_rows(
 
 @pytest.mark.processes
 def test_adapters_outside_of_the_layers_are_trained_after_the_reference_was_asked(
-    kept: KeptBackend, half_precision_files: Path, tmp_path: Path
+    kept: KeptBackends, half_precision_files: Path, tmp_path: Path
 ) -> None:
     with on_half_precision_files(kept, half_precision_files) as (backend, local, layout):
         _assert_trains_alike_after_the_reference(backend, local, layout)

@@ -20,7 +20,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline_fsdp_backend.trained_model import read_weights
 from spurline_models.testing import write_tiny_model
 from spurline_rl.testing.backend_cases import assert_gradients_close, minibatch, uneven_batch, weights_of, with_dropout
-from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline_rl.testing.backend_runs import KeptBackends, backend_run, opened
 
 pytestmark = pytest.mark.processes
 
@@ -30,14 +30,14 @@ def norm(gradients: Any) -> float:
 
 
 @pytest.fixture(scope="module")
-def kept() -> Iterator[KeptBackend]:
-    kept = KeptBackend()
+def kept() -> Iterator[KeptBackends]:
+    kept = KeptBackends()
     yield kept
     kept.close()
 
 
 def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
-    kept: KeptBackend, spurline_tiny_model: Path
+    kept: KeptBackends, spurline_tiny_model: Path
 ) -> None:
     run = backend_run(spurline_tiny_model, on(2, precision="bf16"), ("fsdp_backend",), critic=True)
     with kept.lend(run) as (backend, layout):
@@ -53,7 +53,7 @@ def test_the_reference_in_bf16_is_the_policy_before_training_over_long_rows(
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torchao") is None, reason="the extra fp8 is not installed")
 def test_gradients_in_fp8_are_those_of_the_local_backend_in_fp8_on_any_number_of_ranks(
-    kept: KeptBackend, spurline_tiny_model: Path
+    kept: KeptBackends, spurline_tiny_model: Path
 ) -> None:
     local_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu", "fp8": "emulated"})
     exact_run = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cpu"})
@@ -81,7 +81,7 @@ def test_dropout_follows_from_the_number_of_the_update_and_gradients_show_the_ne
 
     changes = []
     for dropout in (0.0, 0.2):
-        model = with_dropout(spurline_tiny_model, tmp_path / f"dropout-{dropout}", dropout)
+        model = with_dropout(spurline_tiny_model, tmp_path, dropout)
         with opened(backend_run(model, on(2), ("fsdp_backend",))) as (backend, layout):
             changes.append(change_by_an_update_without_loss(backend, layout))
     assert changes[0] < 0.01

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +92,16 @@ def without_times(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("time/")}
 
 
+@cache
 def with_dropout(model: Path, folder: Path, dropout: float) -> Path:
-    """Copy the model to `folder` with this attention dropout. If `dropout` is 0, return the model's own folder."""
+    """Copy the model into a new folder in `folder`, with this attention dropout. If it is 0, return the model's own."""
     if not dropout:
         return model
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
-    return folder
+    copied = Path(tempfile.mkdtemp(dir=folder, prefix="dropout-"))
+    shutil.copytree(model, copied, dirs_exist_ok=True)
+    config = json.loads((copied / "config.json").read_text(encoding="utf-8"))
+    (copied / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}), encoding="utf-8")
+    return copied
 
 
 UNEVEN = (

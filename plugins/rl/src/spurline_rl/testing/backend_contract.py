@@ -43,7 +43,7 @@ from spurline_rl.testing.backend_cases import (
     with_noisy_columns,
     without_times,
 )
-from spurline_rl.testing.backend_runs import KeptBackend, backend_run, opened
+from spurline_rl.testing.backend_runs import KeptBackends, backend_run, opened
 
 Opened = AbstractContextManager[tuple[Backend, ParallelLayout]]
 
@@ -57,8 +57,8 @@ class BackendContract:
         metric_tolerance: Largest relative difference of the other metrics of a loss.
         dropout: Attention dropout in the tests. Set it to 0 for a backend that does not support dropout.
         has_critic: Whether the backend trains a critic.
-        keeps_open: Whether the tests of the class share one backend. Its initial state is restored before each test.
-            Set it for a backend that takes seconds to start.
+        keeps_open: Whether the tests of the class share backends, one for each config. Their initial state is restored
+            before each test. Set it for a backend that takes seconds to start.
     """
 
     backend_settings: Mapping[str, Any] = {"name": "local"}
@@ -69,19 +69,19 @@ class BackendContract:
     dropout = 0.2
     has_critic = True
     keeps_open = False
-    _kept: ClassVar[KeptBackend | None] = None
+    _kept: ClassVar[KeptBackends | None] = None
 
     @pytest.fixture(scope="class", autouse=True)
     @classmethod
-    def _keeping_one_open(cls) -> Iterator[None]:
-        cls._kept = KeptBackend() if cls.keeps_open else None
+    def _keeping_open(cls) -> Iterator[None]:
+        cls._kept = KeptBackends() if cls.keeps_open else None
         yield
         if cls._kept is not None:
             cls._kept.close()
             cls._kept = None
 
     def backend(self, model: Path, *, critic: bool = False) -> Opened:
-        """Open the backend under test with this model, or restore the initial state of the shared backend."""
+        """Open the backend under test with this model, or restore the initial state of the one that is shared."""
         run = backend_run(model, self.backend_settings, self.plugins, critic=critic)
         return opened(run) if self._kept is None else self._kept.lend(run)
 
@@ -100,6 +100,11 @@ class BackendContract:
     def tiny_model(self, spurline_tiny_model: Path) -> Path:
         """Return the folder of the tiny model. Override this for another architecture."""
         return spurline_tiny_model
+
+    @pytest.fixture
+    def dropout_model(self, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        """Return the folder of the same model with dropout."""
+        return with_dropout(tiny_model, tmp_path_factory.getbasetemp(), self.dropout)
 
     def test_loss_and_gradient_norm_follow_the_local_backend_over_several_steps(self, tiny_model: Path) -> None:
         with self.backend(tiny_model) as (backend, layout), self.local(tiny_model) as local:
@@ -155,7 +160,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("critic", [False, True], ids=["policy", "and_critic"])
     def test_backends_train_alike_and_continue_from_a_checkpoint_bit_for_bit(
-        self, tiny_model: Path, tmp_path: Path, critic: bool
+        self, dropout_model: Path, tmp_path: Path, critic: bool
     ) -> None:
         if critic and not self.has_critic:
             pytest.skip("trains no critic")
@@ -167,10 +172,10 @@ class BackendContract:
                 seen.append(backend.logprobs(values_batch(layout)[0], "critic").tolist())
             return seen
 
-        model, start, saved = with_dropout(tiny_model, tmp_path / "model", self.dropout), tmp_path / "0", tmp_path / "1"
+        start, saved = tmp_path / "0", tmp_path / "1"
         start.mkdir()
         saved.mkdir()
-        with self.new_backend(model, critic=critic) as (backend, layout):
+        with self.backend(dropout_model, critic=critic) as (backend, layout):
             backend.save(start)
             first = train(backend, layout, 0)
             digests = backend.save(saved)
@@ -179,7 +184,7 @@ class BackendContract:
             weights = weights_of(backend)
             backend.load(start)
             assert train(backend, layout, 0) == first
-        with self.new_backend(model, critic=critic) as (backend, layout):
+        with self.new_backend(dropout_model, critic=critic) as (backend, layout):
             assert train(backend, layout, 0) == first
             backend.load(saved, digests)
             assert [train(backend, layout, step) for step in (1, 2)] == expected
@@ -188,7 +193,7 @@ class BackendContract:
     def test_a_snapshot_that_is_written_later_is_what_was_saved_at_its_moment(
         self, tiny_model: Path, tmp_path: Path
     ) -> None:
-        with self.new_backend(tiny_model) as (backend, layout):
+        with self.backend(tiny_model) as (backend, layout):
             if not isinstance(backend, TakesSnapshots):
                 pytest.skip("takes no snapshots")
             for step in (0, 2):
@@ -246,13 +251,10 @@ class BackendContract:
             torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-5)
             self.assert_same_step(backend.update(batch, objective), local.update(batch, objective))
 
-    def test_an_evaluation_changes_nothing_and_the_next_update_is_bit_identical(
-        self, tiny_model: Path, tmp_path: Path
-    ) -> None:
-        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
+    def test_an_evaluation_changes_nothing_and_the_next_update_is_bit_identical(self, dropout_model: Path) -> None:
         metrics: list[list[dict[str, float]]] = []
         for evaluated in (False, True):
-            with self.backend(model) as (backend, layout):
+            with self.backend(dropout_model) as (backend, layout):
                 seen = [without_times(backend.update(*minibatch("packed", layout, 0)))]
                 if evaluated:
                     before, (batch, objective) = weights_of(backend), minibatch("padded", layout, 7)
@@ -373,12 +375,11 @@ class BackendContract:
             assert_weights_equal(weights_of(backend), policy)
 
     def test_an_update_is_bit_identical_after_the_device_was_given_away_and_taken_back(
-        self, tiny_model: Path, tmp_path: Path
+        self, dropout_model: Path
     ) -> None:
-        model = with_dropout(tiny_model, tmp_path / "model", self.dropout)
         seen: list[list[object]] = []
         for gives in (False, True):
-            with self.backend(model, critic=self.has_critic) as (backend, layout):
+            with self.backend(dropout_model, critic=self.has_critic) as (backend, layout):
                 if not isinstance(backend, YieldsDevice):
                     pytest.skip("cannot give its device away")
                 batch, _ = minibatch("padded", layout, 7)
@@ -404,7 +405,7 @@ class BackendContract:
     def test_weights_and_checkpoints_are_the_same_while_others_have_the_device(
         self, tiny_model: Path, tmp_path: Path, keep_weights: bool
     ) -> None:
-        with self.new_backend(tiny_model) as (backend, layout):
+        with self.backend(tiny_model) as (backend, layout):
             if not isinstance(backend, YieldsDevice):
                 pytest.skip("cannot give its device away")
             batch, objective = minibatch("packed", layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,35 +52,43 @@ def opened(loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
         backend.close()
 
 
-class KeptBackend:
-    """Keeps one backend open for many tests, because some backends take seconds to start.
+class KeptBackends:
+    """Keeps backends open for many tests, one for each config, because some backends take seconds to start.
 
-    The backend's initial state is saved, and is loaded before each later test. If the config changes or a test fails,
-    the next test opens a new backend.
+    The initial state of a backend is saved, and is loaded before each later test. If a test fails, the next test with
+    this config opens a new backend.
     """
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._config: RunConfig | None = None
-        self._lent: tuple[Backend, ParallelLayout] | None = None
-        self._start = Path()
+        self._kept: list[_Kept] = []
 
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
-        if self._lent is None or loaded.config != self._config:
-            self.close()
-            self._lent = self._stack.enter_context(opened(loaded))
-            self._config = loaded.config
-            self._start = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="spurline-contract-")))
-            self._lent[0].save(self._start)
+        kept = next((kept for kept in self._kept if kept.config == loaded.config), None)
+        if kept is None:
+            with ExitStack() as stack:
+                lent = stack.enter_context(opened(loaded))
+                start = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="spurline-contract-")))
+                lent[0].save(start)
+                kept = _Kept(loaded.config, lent, start, stack.pop_all())
+            self._kept.append(kept)
         else:
-            self._lent[0].load(self._start)
+            kept.lent[0].load(kept.start)
         try:
-            yield self._lent
+            yield kept.lent
         except Exception:
-            self.close()
+            self._kept.remove(kept)
+            kept.stack.close()
             raise
 
     def close(self) -> None:
-        self._config = self._lent = None
-        self._stack.close()
+        while self._kept:
+            self._kept.pop().stack.close()
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    config: RunConfig
+    lent: tuple[Backend, ParallelLayout]
+    start: Path
+    stack: ExitStack
