@@ -7,6 +7,7 @@ those that `subprocess` starts, they are children of the process that asks for t
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -37,6 +38,7 @@ IMPORTED = (
     "transformers.models.qwen3.modeling_qwen3",
     "datasets",
     "spurline_collation_fast.tokenization.blocks",
+    "spurline_models.adapters.lora",
     *MODULES,
 )
 _spawn = util.spawnv_passfds
@@ -304,13 +306,24 @@ def become(order: dict[str, Any]) -> None:
 
     from setproctitle import setproctitle
 
-    if "program" in order:
-        setproctitle(" ".join([sys.executable, "-c", order["program"], *order["arguments"]]))
-        sys.argv[1:] = order["arguments"]
-        exec(order["program"], {})
-    else:
-        setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
-        child._main(*order["arguments"])
+    code: Any = 0
+    try:
+        if "program" in order:
+            setproctitle(" ".join([sys.executable, "-c", order["program"], *order["arguments"]]))
+            sys.argv[1:] = order["arguments"]
+            exec(order["program"], {})
+        else:
+            setproctitle(" ".join([sys.executable, "-P", "-m", child.__name__, *order["arguments"]]))
+            child._main(*order["arguments"])
+    except SystemExit as end:
+        code = end.code
+    if code is None or isinstance(code, int):
+        # As the interpreter ends, but for freeing all objects, which would copy the memory that forks share.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        util._flush_std_streams()
+        os._exit(code or 0)
+    sys.exit(code)
 
 
 if __name__ == "__main__":
