@@ -26,10 +26,12 @@ class TestInProcess(EngineUpdateContract):
         return sync
 
 
+@pytest.mark.parametrize("models", ["untied"], indirect=True)
 class TestInProcessDeterministic(TestInProcess):
     settings = {"deterministic": True}
 
 
+@pytest.mark.parametrize("models", ["untied"], indirect=True)
 class TestKeptKeysAndValues(TestInProcess):
     settings = {"kv_cache": "keep"}
 

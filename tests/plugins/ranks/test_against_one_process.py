@@ -68,7 +68,7 @@ def wanted(tiny: Path) -> Iterator[LossGradients]:
     scope="module",
     params=[
         fsdp(1),
-        fsdp(2),
+        pytest.param(fsdp(2), marks=soak),
         fsdp(3),
         megatron(2, tensor=2),
         pytest.param(megatron(2, pipeline=2, max_tokens_per_microbatch=48), marks=soak),
