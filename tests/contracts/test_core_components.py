@@ -68,15 +68,11 @@ class TestLocal(BackendContract):
 
 class TestLocalInMicroBatches(BackendContract):
     backend_settings = {"name": "local", "device": "cpu", "max_tokens_per_microbatch": 40, "logits_chunk_tokens": 16}
+    keeps_open = True
 
 
 class TestLocalRecomputingActivations(BackendContract):
     backend_settings = {"name": "local", "device": "cpu", "activation_checkpointing": True, "rows_per_microbatch": 2}
-
-
-class TestLocalKeptOpen(BackendContract):
-    backend_settings = {"name": "local", "device": "cpu"}
-    keeps_open = True
 
 
 class TestLocalWithTiedWeights(BackendContract):

@@ -28,18 +28,6 @@ def interrupt(times: int = 1, number: signal.Signals = signal.SIGINT) -> None:
         signal.raise_signal(number)
 
 
-def test_the_first_one_is_answered_at_once(base_config: Config, capfd: pytest.CaptureFixture[str]) -> None:
-    said: list[str] = []
-
-    def hook(step: int) -> None:
-        at(3, interrupt)(step)
-        said.append(capfd.readouterr().err)
-
-    result = train(base_config, on_step_start=hook)
-    assert (result.status, result.step, result.signal) == ("stopped", 3, signal.SIGINT)
-    assert said[2] == "Finishing step 3 and saving; press Ctrl-C again to stop now.\n"
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_the_first_one_ends_a_start_that_waits(

@@ -1,4 +1,4 @@
-"""Whole runs with every optimizer and schedule: cut in pieces they equal the uninterrupted run."""
+"""Whole runs with optimizers and schedules of all kinds: cut in pieces they equal the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -36,18 +36,14 @@ def in_pieces(config: Config, available: Any = None) -> Trained:
 @pytest.mark.parametrize(
     ("optimizer", "schedule", "factors"),
     [
-        ({"name": "adamw"}, {"name": "cosine"}, [0.5, 1, 1, 0.8536, 0.5, 0.1464]),
-        ({"name": "adamw_8bit"}, {"name": "constant"}, [0.5, 1, 1, 1, 1, 1]),
         ({"name": "muon"}, {"name": "linear"}, [0.5, 1, 1, 0.75, 0.5, 0.25]),
         ({"name": "sgd", "momentum": 0.9, "learning_rate": 0.1}, {"name": "wsd", "decay_ratio": 0.5}, WSD),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else "",
 )
-def test_a_run_with_each_optimizer_and_schedule_cut_in_pieces_equals_the_whole(
+def test_a_run_with_another_optimizer_and_schedule_cut_in_pieces_equals_the_whole(
     base_config: Config, optimizer: Config, schedule: Config, factors: list[float]
 ) -> None:
-    if optimizer["name"] == "adamw_8bit":
-        pytest.importorskip("bitsandbytes", reason="the extra optim-8bit is not installed")
     optimizer = {"learning_rate": 1e-3, "weight_decay": 0.1, "groups": GROUPS, **optimizer}
     lines = in_pieces({**base_config, "optimizer": optimizer, "schedule": schedule | {"warmup_steps": 2}}).lines
     assert lines[-1]["loss"] < lines[0]["loss"]

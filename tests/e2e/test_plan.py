@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from run_helpers import Config, Spurline, WriteConfig, train, write_rows
 
 from spurline import load_config
 from spurline.errors import ConfigError, UserError
-from spurline_models import configs, loading
+from spurline_models import loading
 from spurline_models.testing.inputs import write_tiny_model, write_tiny_moe_model
 from spurline_planning.plan import make_plan
 
@@ -106,14 +105,6 @@ def test_a_row_that_is_no_prompt_is_found_before_anything_is_generated(
     code, out, err = spurline("plan", rl_config)
     assert (code, err) == (0, "")
     assert held_out or "; 1 rows will be left out" in out
-
-
-def test_a_plan_finds_broken_weights(spurline: Spurline, base_config: Config, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path / "broken")
-    (folder / "model.safetensors").write_bytes(b"")
-    code, _, err = spurline("plan", base_config | {"model": {"path": str(folder)}})
-    assert code == 2
-    assert "model.safetensors is truncated or not a safetensors file" in err
 
 
 def test_a_plan_sizes_a_run_whose_weights_are_not_there_yet(
@@ -302,15 +293,6 @@ def test_a_model_that_cannot_be_trained_is_refused_before_its_data_is_read(base_
     with pytest.raises(UserError, match="is 'nope', but no module"):
         train(changed(base_config, {"backend.lora": {"target_modules": ["nope"]}}), progress=said.append)
     assert "reading the data" not in said
-
-
-def test_a_missing_library_for_adapters_is_said_once(base_config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(configs, "find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "peft", None)
-    monkeypatch.delitem(sys.modules, "spurline_models.adapters.lora", raising=False)
-    found, raised = refusals(changed(base_config, {"backend.lora": {}}))
-    assert found == [raised]
-    assert "needs peft" in raised
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 from async_runs import ranks_of
 from fake_plugins import install_plugin
 from run_helpers import Config, KillableProcess, Spurline, on_ranks, read_metrics, train, wait_for
-
-from spurline.errors import CheckpointError
 
 pytestmark = pytest.mark.processes
 
@@ -95,25 +92,3 @@ def test_a_second_ctrl_c_ends_a_step_that_stands_still_at_once(
     assert "Traceback" not in process.said()
     assert f"Stopped at once, after step 2. The last checkpoint is {saved}. Go on with: spur" in process.said()
     wait_for(lambda: not any(process.is_running() for process in family), "the end of all processes", 25)
-
-
-def test_a_damaged_piece_is_named_with_the_newest_good_checkpoint(base_config: Config) -> None:
-    config = on_ranks(base_config | {"steps": 4})
-    train(config)
-    checkpoints = Path(config["run_dir"]) / "checkpoints"
-    piece = checkpoints / "step-00000004" / "backend" / "policy" / "rank-00001.part-000.safetensors"
-    content = piece.read_bytes()
-    piece.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    good = re.escape(str(checkpoints / "step-00000002"))
-    with pytest.raises(CheckpointError, match=rf"rank-00001.*content has changed.*step 2: use `--resume {good}`"):
-        train(config | {"steps": 6})
-
-
-def test_a_checkpoint_of_ranks_is_not_read_by_another_backend_and_the_way_out_is_named(base_config: Config) -> None:
-    config = on_ranks(base_config | {"steps": 2})
-    train(config)
-    with pytest.raises(CheckpointError) as refused:
-        train(config | {"backend": {"name": "local", "device": "cpu"}})
-    text = str(refused.value)
-    assert "backend: " in text
-    assert "`spurline export`" in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from run_helpers import (
     read_metrics,
     train,
 )
-from safetensors.torch import load_file, save_file
 
 from spurline import load_config
 from spurline.errors import CheckpointError, ConfigError, RunFailedError
@@ -137,22 +135,6 @@ def test_rows_that_cannot_be_used_are_skipped_and_replaced_and_a_resume_is_exact
     for step in (2, 4):
         train(rl_config, stop_after=step)
     assert_same_run(train(rl_config), whole)
-
-
-def test_a_resume_whose_reference_model_was_overwritten_is_refused(
-    rl_config: Config, spurline_tiny_model: Path, tmp_path: Path
-) -> None:
-    model = Path(shutil.copytree(spurline_tiny_model, tmp_path / "own-model"))
-    rl_config["model"]["path"] = str(model)
-    rl_config["loss"] = {"name": "ppo", "kl": {"coefficient": 0.1}}
-    train(rl_config, steps=2)
-    weights = load_file(model / "model.safetensors")
-    noise = {name: value + 0.1 for name, value in weights.items()}
-    save_file(noise, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"the reference model needs the weights .*own-model differ"):
-        train(rl_config)
-    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    assert train(rl_config).step == 6
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -104,6 +105,22 @@ def excite(backend: LocalBackend, seed: int = 0) -> LocalBackend:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise.to(parameter), alpha=0.1 if parameter.ndim < 2 else 0.08)
     return backend
+
+
+PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
+
+
+def greedy_without_cache(causal: Any, prompt: list[int], max_new_tokens: int, stop: Sequence[int] = ()) -> list[int]:
+    """Return the likeliest tokens by the model's own attention, up to one of those to stop at."""
+    causal = copy.deepcopy(causal).eval()
+    causal.set_attn_implementation("eager")
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(max_new_tokens):
+            tokens.append(int(causal(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+            if tokens[-1] in stop:
+                break
+    return tokens[len(prompt) :]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from spurline.protocols.collator import ParallelLayout
-from spurline_async_rl.weights.configs import DiskSyncConfig, SharedMemorySyncConfig
+from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
+from spurline_async_rl.weights.collective import CollectiveSync
+from spurline_async_rl.weights.configs import (
+    CollectiveSyncConfig,
+    DiskSyncConfig,
+    InProcessSyncConfig,
+    SharedMemorySyncConfig,
+)
 from spurline_async_rl.weights.disk import DiskSync
 from spurline_async_rl.weights.reading import BucketReader
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
@@ -106,13 +113,16 @@ class Taker(TakesWeights):
         self.taken = {}
 
 
-def make_sync(transport: str, folder: Path) -> Any:
+def make_sync(transport: str, folder: Path, bucket_bytes: int = 50_000, **settings: Any) -> Any:
     """Return a sync whose buckets are so small that a tiny model takes several."""
-    if transport == "disk":
-        sync: Any = DiskSync(DiskSyncConfig(folder=str(folder / "weights")))
-    else:
-        sync = SharedMemorySync(SharedMemorySyncConfig())
-    sync.max_bucket_bytes = 50_000
+    made: dict[str, Callable[[], BucketSync]] = {
+        "shared_memory": lambda: SharedMemorySync(SharedMemorySyncConfig(**settings)),
+        "disk": lambda: DiskSync(DiskSyncConfig(folder=str(folder / "weights"), **settings)),
+        "collective": lambda: CollectiveSync(CollectiveSyncConfig(**settings)),
+        "in_process": lambda: InProcessSync(InProcessSyncConfig(**settings)),
+    }
+    sync = made[transport]()
+    sync.max_bucket_bytes = bucket_bytes
     return sync
 
 

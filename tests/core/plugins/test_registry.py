@@ -125,14 +125,6 @@ def test_taking_a_builtin_name_must_be_said_aloud(registry: Registry) -> None:
         plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed")
 
 
-def test_replaced_builtin_is_listed_under_its_alias(registry: Registry) -> None:
-    assert registry.names("collator") == ["packed", "padded"]
-    plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
-    assert registry.names("collator") == ["core/packed", "packed", "padded"]
-    assert registry.get("collator", "packed").distribution == "spurline-fast"
-    assert registry.get("collator", "core/packed").distribution == "spurline"
-
-
 def test_builtin_can_be_replaced_by_one_plugin_only(registry: Registry) -> None:
     plugin(registry).add(of_kind(Config, "collator"), FACTORY, name="packed", replaces_builtin=True)
     with pytest.raises(PluginError, match=r"spurline-fast \(plugin 'fast'\) and spurline-quick \(plugin 'quick'\)"):

@@ -222,39 +222,6 @@ def test_hooks_see_every_point_of_a_run_and_keep_their_state_over_a_resume(confi
     assert recorded(config["run_dir"]) == recorded(whole["run_dir"])
 
 
-def test_a_run_ends_when_its_metric_is_reached_and_keeps_the_best(config: Config) -> None:
-    reached = recorded_after(config)
-    config["run_dir"] += "-again"
-    config["checkpoint"]["keep_best"] = "eval/loss"
-    config["stop_when"] = {"metric": "eval/loss", "reaches": reached}
-    result = train(config)
-    assert (result.status, result.step) == ("finished", 4)
-    assert result.stop_reason is not None
-    assert result.best is not None
-    assert result.best["step"] == 4
-    with pytest.raises(ConfigError, match=r"eval/lsos.*Did you mean 'eval/loss'"):
-        train({**config, "run_dir": config["run_dir"] + "2", "stop_when": {"metric": "eval/lsos", "reaches": 1.0}})
-
-
-def recorded_after(config: Config) -> float:
-    """The held-out loss at step 4, a little above it."""
-    train(config)
-    return next(line["eval/loss"] for line in recorded(config["run_dir"]) if line["step"] == 4) + 1e-6
-
-
-def test_evaluations_by_name_have_data_and_a_rhythm_of_their_own(config: Config, lines: Path) -> None:
-    config["evaluations"] = {
-        "few": {"name": "held_out", "data": {"path": str(lines), "split": "train[:2]"}, "every_steps": 4},
-        "first": {"name": "held_out", "data": str(lines), "at_start": True},
-    }
-    train(config)
-    found = {line["step"]: {name for name in line if name.startswith("eval/")} for line in recorded(config["run_dir"])}
-    assert [step for step, names in found.items() if "eval/few/loss" in names] == [4, 8]
-    assert [step for step, names in found.items() if "eval/first/loss" in names] == [0, 8]
-    samples = (Path(config["run_dir"]) / "eval_samples.jsonl").read_text().splitlines()
-    assert {json.loads(line).get("evaluation") for line in samples} == {None, "few", "first"}
-
-
 def test_a_loss_beside_the_reference_model_begins_at_zero_and_falls(config: Config) -> None:
     train({**config, "loss": "beside_reference"})
     found = recorded(config["run_dir"])

@@ -368,19 +368,6 @@ def test_a_request_whose_client_hangs_up_holds_up_the_sessions_next_alone(monkey
     together(hostile, other)
 
 
-def test_attempts_at_the_same_time_have_one_address_and_keys_of_their_own() -> None:
-    sessions: list[Session] = []
-
-    async def ask(session: Session) -> None:
-        sessions.append(session)
-        await good(session)
-
-    one, other = together(ask, ask)
-    assert len({session.base_url for session in sessions}) == 1
-    assert len({session.api_key for session in sessions}) == 2
-    assert (len(one.turns), len(other.turns)) == (1, 1)
-
-
 def test_what_the_model_wrote_in_one_session_is_no_turn_of_another() -> None:
     said: list[Any] = []
 

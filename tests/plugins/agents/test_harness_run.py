@@ -116,17 +116,3 @@ def test_a_run_with_an_agent_can_be_repeated_and_resumed_exactly(
     Run(load_config(harness_config)).train()
     assert deterministic(read_metrics(harness_config["run_dir"])) == deterministic(read_metrics(tmp_path / "whole"))
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
-
-
-@pytest.mark.processes
-def test_agents_go_on_while_the_model_trains(harness_config: dict[str, Any]) -> None:
-    harness_config["source"] |= {
-        "name": "async_rollouts",
-        "max_staleness": 1,
-        "correction": "tis",
-        "engine": {"name": "child_process"},
-    }
-    assert Run(load_config(harness_config)).train().status == "finished"
-    for line in read_metrics(harness_config["run_dir"]):
-        assert line["rewards/turns"] == 2
-        assert line["staleness/max"] <= 1

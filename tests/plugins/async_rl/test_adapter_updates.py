@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,60 +13,25 @@ from backend_batches import lay_out, local_backend, make_samples, run_config, wr
 from fsdp_layouts import on
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from weight_takers import Taker
+from weight_takers import Taker, make_sync
 
 from spurline.config.run_config import ModelConfig
-from spurline.errors import BucketLostError, RunFailedError
+from spurline.errors import RunFailedError
 from spurline.protocols.loss import Objective
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
-from spurline_async_rl.weights.buckets import BucketSync, InProcessSync
-from spurline_async_rl.weights.collective import CollectiveSync
-from spurline_async_rl.weights.configs import (
-    CollectiveSyncConfig,
-    DiskSyncConfig,
-    InProcessSyncConfig,
-    SharedMemorySyncConfig,
-)
-from spurline_async_rl.weights.disk import DiskSync
-from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_async_rl.weights.buckets import BucketSync
 from spurline_models.configs import LoraConfig
 from spurline_models.local.backend import LocalBackend
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
-from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.weight_sync import SyncReport
 from spurline_rl.testing.backend_cases import assert_weights_equal, minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
 
 OBJECTIVE = Objective(CrossEntropy(CrossEntropyConfig()), 9.0)
 LORA = LoraConfig(rank=4, alpha=8.0)
-
-
-class Forgetful(Taker):
-    """It loses the second bucket twice."""
-
-    lost = 0
-
-    async def load_bucket(self, bucket: WeightBucket) -> None:
-        if len(self.buckets) == 1 and self.lost < 2:
-            self.lost += 1
-            raise BucketLostError("it was not there")
-        await super().load_bucket(bucket)
-
-
-def make_sync(transport: str, folder: Path, **settings: Any) -> BucketSync:
-    """With buckets so small that an adapter takes several."""
-    made: dict[str, Callable[[], BucketSync]] = {
-        "shared_memory": lambda: SharedMemorySync(SharedMemorySyncConfig(**settings)),
-        "disk": lambda: DiskSync(DiskSyncConfig(folder=str(folder / "weights"), **settings)),
-        "collective": lambda: CollectiveSync(CollectiveSyncConfig(**settings)),
-        "in_process": lambda: InProcessSync(InProcessSyncConfig(**settings)),
-    }
-    sync = made[transport]()
-    sync.max_bucket_bytes = 5_000
-    return sync
 
 
 def publish(sync: BucketSync, version: int, backend: Any, *takers: Taker) -> SyncReport:
@@ -87,8 +51,8 @@ def adapted(tmp_path: Path) -> LocalBackend:
 def test_each_publish_brings_the_adapter_as_it_is_now_and_nothing_else(
     adapted: LocalBackend, tmp_path: Path, transport: str
 ) -> None:
-    # An engine that keeps its weights in bf16 gets the adapter as it was trained.
-    sync, taker = make_sync(transport, tmp_path), Taker(takes_adapters=True, dtype="bfloat16")
+    # An engine that keeps its weights in bf16 gets the adapter as it was trained. The adapter takes several buckets.
+    sync, taker = make_sync(transport, tmp_path, 5_000), Taker(takes_adapters=True, dtype="bfloat16")
     seen: list[dict[str, Tensor]] = []
     try:
         for version in (1, 2, 3):
@@ -152,16 +116,6 @@ def test_engines_of_vllm_make_room_for_adapters_that_they_compute_as_the_trainer
     assert room(rslora=True) == EngineAdapter(4, ("q_proj",))
     assert room("float32") == room("bfloat16", base_dtype="bf16") == EngineAdapter(4, ("q_proj",))
     assert room("float32", base_dtype="bf16") is None, "it would add the adapter to weights that are not rounded"
-
-
-def test_a_lost_bucket_of_an_adapter_is_sent_again(adapted: LocalBackend, tmp_path: Path) -> None:
-    sync, taker = make_sync("collective", tmp_path), Forgetful(takes_adapters=True)
-    sync.limit_s = 2.0  # type: ignore[attr-defined]
-    try:
-        publish(sync, 1, adapted, taker)
-    finally:
-        sync.close()
-    assert_weights_equal(taker.taken, adapter_of(adapted))
 
 
 def test_an_engine_that_takes_no_adapters_after_others_did_is_an_error_before_an_update_begins(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from schedule_driver import assert_nothing_lost, counts_of, trained_by
+from schedule_driver import assert_nothing_lost
 
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits, State
 
@@ -64,22 +64,6 @@ def test_only_the_earliest_pending_prompt_starts_and_only_drawn_ones_end():
     assert scheduler.in_state(State.SKIPPED) == [*range(3000)]
 
 
-def test_counts_follow_every_move_and_sum_up_to_what_was_drawn():
-    scheduler = make(draw_limit=64)
-    for state in (State.BUFFERED, *ENDS):
-        scheduler.end(start(scheduler), state)
-        assert_nothing_lost(scheduler)
-        if state is State.BUFFERED and not scheduler.taken:
-            scheduler.take()
-            scheduler.publish(1)
-    start(scheduler)
-    scheduler.draw()
-    names = ["pending", "running", "buffered", "trained", "filtered", "given_up", "skipped"]
-    assert counts_of(scheduler) == dict.fromkeys(names, 1)
-    assert scheduler.num_ended == 4
-    assert_nothing_lost(scheduler)
-
-
 def test_groups_given_back_start_again_before_all_others():
     scheduler = make(batch_size=2, draw_limit=64)
     for state in (State.BUFFERED, State.FILTERED, State.BUFFERED):
@@ -124,29 +108,3 @@ def test_a_state_that_changed_behind_the_scheduler_is_found_out_when_a_batch_is_
     scheduler._states[0] = state if state is not State.BUFFERED else State.GIVEN_UP
     with pytest.raises(AssertionError, match="have this state"):
         scheduler.take()
-
-
-def test_after_a_restart_groups_that_were_under_way_are_pending_and_the_rest_is_as_before():
-    scheduler = make(draw_limit=64)
-    scheduler.end(start(scheduler), State.BUFFERED)
-    assert scheduler.take() == [0]
-    scheduler.publish(1)
-    for _ in range(2):
-        start(scheduler)
-    scheduler.end(1, State.FILTERED)
-    start(scheduler)
-    scheduler.end(3, State.BUFFERED)
-    saved = scheduler.state_dict()
-    assert saved.keys() == {"ledger", "buffered", "fillers", "left_out", "depth"}
-    scheduler.end(2, State.GIVEN_UP)
-    again = make(draw_limit=64)
-    again.load_state_dict(saved)
-    assert again.in_state(State.PENDING) == [2]
-    assert (again.in_state(State.BUFFERED), again.in_state(State.FILTERED)) == ([3], [1])
-    assert (trained_by(again), again.taken, again.version) == ({0: 1}, 1, 1)
-    assert again.filtered == [1]
-    assert again.draw() == 2
-    again.skip(2)
-    assert again.draw() == 4
-    assert_nothing_lost(again)
-    assert saved["buffered"] == [[3, 1]]

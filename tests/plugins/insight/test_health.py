@@ -179,6 +179,7 @@ def test_a_resumed_run_is_compared_with_what_was_before(
 ) -> None:
     Run(load_config(diverging | {"optimizer": {"learning_rate": 0.0}, "steps": 2})).train()
     capsys.readouterr()
-    Run(load_config(diverging | {"optimizer": {"learning_rate": 0.0}, "steps": 4})).train()
+    result = Run(load_config(diverging | {"optimizer": {"learning_rate": 0.0}, "steps": 4})).train()
     # Three steps without a learning rate, two of them before the resume.
     assert "warning at step 3/4: The learning rate is 0" in capsys.readouterr().out
+    assert any("learning rate is 0" in words for words in result.warnings), "the end looks at the whole run"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rl_run_record import rl_metrics
 from shown_panels import PANELS, figures, rendered, shown, times, traces
 
 from spurline_insight.report.record import read_record
@@ -18,7 +19,10 @@ from spurline_insight.report_panel import RunRecord
 RunDirMaker = Callable[..., Path]
 NAMES = [
     "epoch", "loss", "grad_norm", "lr", "tokens", "loss_tokens", "time/step", "time/batch", "time/evaluate",
-    "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match", "reward/mean",
+    "packing/fill", "packing/rows", "eval/loss", "eval/loss/math", "eval/exact_match",
+    *rl_metrics(1), "rewards/format", "response/share_length", "policy/sequence_ratio", "policy/clip_fraction_dual",
+    "policy/kl_reference", "correction/factor", "correction/truncated", "value/return",
+    "eval/pass@1", "eval/pass@4", "eval/reward", "eval/rewards/format", "eval/failed",
 ]  # fmt: skip
 PANELS_OF_OTHER_RUNS = {
     *("GroupsPanel", "HealthPanel", "MismatchPanel", "PolicyPanel", "PreferencePanel", "ResponsesPanel", "RewardPanel")
@@ -36,13 +40,15 @@ metric_values = st.one_of(
     lines=st.lists(st.dictionaries(st.sampled_from(NAMES), metric_values), max_size=60),
     start=st.integers(1, 10**6),
     has_clipping=st.booleans(),
+    has_rollouts=st.booleans(),
 )
 def test_no_panel_breaks_whatever_finite_metrics_a_run_recorded(
-    lines: list[dict[str, float]], start: int, has_clipping: bool
+    lines: list[dict[str, float]], start: int, has_clipping: bool, has_rollouts: bool
 ) -> None:
+    base = rl_metrics(1) if has_rollouts else {}
     record = RunRecord(
         run_dir=Path("/nonexistent"),
-        metrics=[{"step": start + index} | line for index, line in enumerate(lines)],
+        metrics=[base | line | {"step": start + index} for index, line in enumerate(lines)],
         config={"optimizer": {"max_grad_norm": 1.0 if has_clipping else None}},
     )
     for name in PANELS:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import (
+    PROMPTS,
+    cross_entropy,
+    excite,
+    greedy_without_cache,
+    lay_out,
+    local_backend,
+    make_samples,
+    write_model_folder,
+)
 from model_families import family_of, tiny_model
 
 from spurline.config.run_config import DataConfig
@@ -16,26 +23,12 @@ from spurline_models.generation import generate_greedily
 from spurline_models.streams.stream_model import StreamModel
 from spurline_text.configs import HfDatasetConfig
 
-PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
-
 MORE_PROMPTS = [*PROMPTS, [40, 41, 42], list(range(50, 70))]
-
-
-def greedy_without_cache(causal: Any, prompt: list[int], max_new_tokens: int, stop: int) -> list[int]:
-    causal = copy.deepcopy(causal).eval()
-    causal.set_attn_implementation("eager")
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(max_new_tokens):
-            tokens.append(int(causal(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-            if tokens[-1] == stop:
-                break
-    return tokens[len(prompt) :]
 
 
 def test_generation_equals_a_greedy_loop_without_a_cache(tmp_path: Path) -> None:
     backend = excite(local_backend(write_model_folder(tmp_path / "model")))
-    expected = [greedy_without_cache(backend._model.causal, prompt, 12, stop=3) for prompt in PROMPTS]
+    expected = [greedy_without_cache(backend._model.causal, prompt, 12, [3]) for prompt in PROMPTS]
     assert backend.generate(PROMPTS, max_new_tokens=12) == expected
 
 
@@ -46,7 +39,7 @@ def test_generation_is_exact_for_models_that_cannot_leave_padding_out_and_for_th
     family = family_of(name)
     model = StreamModel(tiny_model(family))
     model.read_as(family.reading)
-    expected = [greedy_without_cache(model.causal, prompt, 12, stop=-1) for prompt in MORE_PROMPTS]
+    expected = [greedy_without_cache(model.causal, prompt, 12) for prompt in MORE_PROMPTS]
     assert generate_greedily(model, MORE_PROMPTS, 12, ()) == expected
 
 

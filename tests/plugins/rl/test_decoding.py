@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import excite, local_backend, write_model_folder
+from backend_batches import PROMPTS, excite, greedy_without_cache, local_backend, write_model_folder
 from model_families import FAMILIES, Family, tiny_model
 
 from spurline.config.run_config import ModelConfig
@@ -25,7 +24,7 @@ from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 from spurline_text.stop_texts import StopTexts
 from spurline_text.testing.inputs import tiny_tokenizer
 
-PROMPTS = [[5, 6, 7, 8, 9], [11], [20, 21, 22], [30, 31, 32, 33, 34, 35, 36, 37, 38], [12, 13]]
+END = tiny_tokenizer().eos_token_id
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "tied": {"tie_word_embeddings": True},
@@ -80,16 +79,9 @@ def write(decoder: Decoder, arrivals: dict[int, list[Response]]) -> None:
             step += 1
 
 
-def greedy_without_cache(backend: LocalBackend, prompt: list[int], max_new_tokens: int) -> list[int]:
-    causal: Any = copy.deepcopy(backend._model.causal).eval()
-    causal.set_attn_implementation("eager")
-    tokens = list(prompt)
-    with torch.no_grad():
-        while len(tokens) < len(prompt) + max_new_tokens:
-            tokens.append(int(causal(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-            if tokens[-1] in (causal.config.eos_token_id, tiny_tokenizer().eos_token_id):
-                break
-    return tokens[len(prompt) :]
+def greedy(backend: LocalBackend, prompt: list[int], max_new_tokens: int) -> list[int]:
+    causal: Any = backend._model.causal
+    return greedy_without_cache(causal, prompt, max_new_tokens, (causal.config.eos_token_id, END))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -99,7 +91,7 @@ def test_greedy_decoding_equals_a_loop_without_a_cache(tmp_path: Path, model: st
     rows = [row(prompt, temperature=0.0) for prompt in PROMPTS]
     write(make_decoder(backend, kind), {0: rows[:3], 2: rows[3:4], 5: rows[4:]})
     for written in rows:
-        assert written.tokens == greedy_without_cache(backend, written.prompt, 12)
+        assert written.tokens == greedy(backend, written.prompt, 12)
 
 
 def test_logprobs_do_not_depend_on_who_else_is_decoded(tmp_path: Path) -> None:
@@ -207,7 +199,7 @@ def test_models_that_remember_otherwise_decode_each_response_alone(tmp_path: Pat
     rows = [row(prompt, temperature=0.0, max_new_tokens=8) for prompt in [*PROMPTS, *PROMPTS]]
     write(decoder, {0: rows[:3], 2: rows[3:4], 5: rows[4:]})
     for written in rows:
-        assert written.tokens == greedy_without_cache(backend, written.prompt, 8)
+        assert written.tokens == greedy(backend, written.prompt, 8)
     alone = [row(written.prompt, temperature=0.0, max_new_tokens=8) for written in rows[:4]]
     for one, other in zip(alone, rows, strict=False):
         write(decoder, {0: [one]})

@@ -232,17 +232,6 @@ def test_an_async_function_waits_side_by_side_and_the_call_that_blocks_is_the_on
         reward.close()
 
 
-def test_an_async_function_that_does_not_let_itself_be_cancelled_loses_its_process():
-    reward = make_reward("judges", timeout_s=0.1)
-    try:
-        [process] = scores(reward, answer("process"))
-        assert "did not return within 0.1 s" in why(reward, answer("refuse"))
-        wait_until_dead(int(process))
-        assert scores(reward, answer("fine")) == [1.0]
-    finally:
-        reward.close()
-
-
 def test_calls_that_were_lost_beside_one_that_blocks_are_made_again_side_by_side():
     reward = make_reward("judges", timeout_s=1.0)
 

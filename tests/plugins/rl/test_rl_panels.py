@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rl_run_record import RL_SUMMARY, rl_metrics
-from shown_panels import PANELS, figures, rendered, shown, times, traces
+from shown_panels import figures, rendered, shown, times, traces
 
 from spurline_insight.report.page import write_report
 from spurline_insight.report.record import read_record
@@ -39,31 +37,6 @@ def words(fragment: str) -> str:
 @pytest.mark.parametrize("name", [*RL_PANELS, "HealthPanel"])
 def test_a_supervised_run_shows_nothing_of_reinforcement_learning(name: str, make_run_dir: Callable[..., Path]) -> None:
     assert rendered(name, read_record(make_run_dir())) is None
-
-
-numbers = st.one_of(st.floats(allow_nan=False, allow_infinity=False), st.floats(0, 1), st.just(0.0))
-names = st.sampled_from(
-    [
-        *rl_metrics(1), "rewards/format", "response/share_length", "policy/sequence_ratio", "policy/clip_fraction_dual",
-        "policy/kl_reference", "correction/factor", "correction/truncated", "value/return", "time/evaluate",
-        "eval/pass@1", "eval/pass@4", "eval/reward", "eval/rewards/format", "eval/failed",
-    ]
-)  # fmt: skip
-
-
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(lines=st.lists(st.dictionaries(names, numbers, max_size=30), max_size=40), is_complete=st.booleans())
-def test_no_panel_breaks_whatever_finite_metrics_rollouts_recorded(
-    lines: list[dict[str, float]], is_complete: bool
-) -> None:
-    base = [rl_metrics(step) if is_complete else {} for step in range(1, len(lines) + 1)]
-    merged = [
-        first | line | {"step": step} for step, (first, line) in enumerate(zip(base, lines, strict=True), start=1)
-    ]
-    for name in PANELS:
-        fragment = rendered(name, record_of(merged))
-        if fragment is not None:
-            assert all(plot["data"] for plot in figures(fragment))
 
 
 def test_the_reward_stands_in_a_band_of_its_deviation_beside_held_out_rewards() -> None:

@@ -38,14 +38,3 @@ def test_flushed_steps_are_in_the_file_before_the_tracker_is_closed(tmp_path: Pa
     tracker.flush()
     assert read_scalars(tmp_path)["loss"] == [(1, 2.5)]
     tracker.close()
-
-
-def test_a_resumed_run_hides_what_came_after_the_checkpoint(tmp_path: Path) -> None:
-    first = started(tmp_path)
-    for step in range(1, 6):
-        first.log(step, {"loss": float(step)})
-    first.close()
-    second = started(tmp_path, resume_step=3)
-    second.log(4, {"loss": 40.0})
-    second.close()
-    assert read_scalars(tmp_path)["loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]

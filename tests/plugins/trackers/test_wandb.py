@@ -67,15 +67,6 @@ def test_settings_config_and_metrics_reach_the_run(tmp_path: Path, runs: list[Re
     assert run.num_finishes == 1
 
 
-def test_a_resumed_run_goes_on_under_the_stored_id_and_one_that_starts_over_gets_a_new_one(
-    tmp_path: Path, runs: list[RecordingRun]
-) -> None:
-    for resume_step in (0, 5, 0):
-        opened_tracker(tmp_path, resume_step).close()
-    first, resumed, anew = (run.options["id"] for run in runs)
-    assert first == resumed != anew == (tmp_path / "wandb_run_id").read_text().strip()
-
-
 def test_a_service_that_refuses_is_an_error_with_the_fix_after_the_id_is_stored(
     tmp_path: Path, runs: list[RecordingRun]
 ) -> None:

@@ -120,14 +120,6 @@ def test_qwen3_trains_the_empty_thinking_block_that_it_would_generate(make_token
     assert trained_runs(tokenizer, outcome) == ["fine<|im_end|>", "<think>\n\n</think>\n\ngood<|im_end|>"]
 
 
-def test_qwen3_trains_thinking_of_the_last_turn(make_tokenizer):
-    tokenizer = make_tokenizer("qwen3")
-    turns = [("hello", "<think>\nold\n</think>\n\nfine"), ("how", "<think>\nnew\n</think>\n\ngood")]
-    outcome = sample(tokenizer, dialogue(turns))
-    assert trained_runs(tokenizer, outcome) == ["<think>\nnew\n</think>\n\ngood<|im_end|>"]
-    assert "old" not in tokenizer.decode(outcome.tokens)
-
-
 @pytest.mark.parametrize("template", ["qwen3", "strips_thinking"])
 def test_a_trained_turn_whose_thinking_the_template_strips_is_left_out_and_counted(make_tokenizer, template):
     messages = dialogue([("hello", "<think>\nold\n</think>\n\nfine"), ("how", "<think>\nnew\n</think>\n\ngood")])
