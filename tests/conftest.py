@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ os.environ["SPURLINE_CACHE"] = tempfile.mkdtemp(prefix="spurline-test-cache-")
 atexit.register(shutil.rmtree, os.environ["SPURLINE_CACHE"], ignore_errors=True)
 
 import pytest  # noqa: E402 - transformers reads the environment when a test imports it
+from config_models import assemble_once  # noqa: E402
 from every_run import SOAK  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.configuration import set_hypothesis_home_dir  # noqa: E402
@@ -34,11 +35,7 @@ from hypothesis.internal.conjecture import providers  # noqa: E402
 
 from spurline import child, load_config  # noqa: E402
 from spurline.config import loading  # noqa: E402
-from spurline.config.assembly import assemble  # noqa: E402
-from spurline.config.run_config import RunConfig  # noqa: E402
-from spurline.config.section import Section  # noqa: E402
 from spurline.errors import ConfigError  # noqa: E402
-from spurline.plugins.registry import Registry  # noqa: E402
 
 if TYPE_CHECKING:
     from config_files import Failing
@@ -77,18 +74,6 @@ if not SOAK:
     # Otherwise examples would hold constants of the modules that earlier tests have imported.
     assert callable(providers._get_local_constants)
     providers._get_local_constants = lambda: providers._local_constants
-
-
-MODELS: dict[tuple[object, ...], type[RunConfig]] = {}
-"""Config models by the components and sections they are made of."""
-
-
-def assemble_once(registry: Registry, sections: Mapping[str, type[Section]]) -> type[RunConfig]:
-    """A process of the product makes one config model; the tests would make a thousand equal ones."""
-    key = (*registry.entries(), *sections.items(), *((name, each.optional) for name, each in registry.sections.items()))
-    if key not in MODELS:
-        MODELS[key] = assemble(registry, sections)
-    return MODELS[key]
 
 
 loading.assemble = assemble_once

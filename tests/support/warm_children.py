@@ -209,8 +209,10 @@ def _import_all() -> None:
     importlib.import_module("setproctitle").getproctitle()
     spurline = importlib.import_module("spurline")
     own = (module.name for module in pkgutil.walk_packages(spurline.__path__, "spurline."))
-    for name in (*IMPORTED, *(name for name in own if not name.startswith("spurline.testing"))):
+    plugins = (f"spurline_{name}.plugin" for name in importlib.import_module("spurline.plugins.official").OFFICIAL)
+    for name in (*IMPORTED, *plugins, *(name for name in own if not name.startswith("spurline.testing"))):
         importlib.import_module(name)
+    importlib.import_module("config_models").make_those_of_most_runs()
 
 
 def _import_workers(arguments: Sequence[str]) -> None:
