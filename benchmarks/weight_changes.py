@@ -1,18 +1,19 @@
 """Measure how many bytes a publish of changes sends, by learning rate and kind of tensor, and how long it takes.
 
-    python benchmarks/weight_changes.py [--json] [--model FOLDER] [--steps 4] [--repeats 5] [--only sizes|times]
+    python benchmarks/weight_changes.py [--json] [--model FOLDER] [--steps 4] [--only-sizes]
 
 Sizes: the example `rl_sort` (GRPO, AdamW, fp32 master weights) trains at several constant learning rates. After each
 step, the weights are converted to bf16, as for an engine, and compared with those of the step before. The table has the
 bytes that `full_every` sends for a publish, relative to all bytes; a step is four optimizer steps. The model is the one
 that the README's quickstart warms up; without it, `--model` names another folder.
 
-Times: random weights of 256 MiB in bf16 are published to an engine in this process, whole and as changes. The changes
-are as large as those of four optimizer steps with each learning rate. The seconds per GiB include comparing and
-compressing, the transport, the way back, and a copy into the engine's weights. `collective` uses the loopback device.
+Times: random weights of 256 MiB in bf16 are published to an engine in this process, whole and as changes. About as many
+values change as in the example. The CPU seconds per GiB are those of both sides: comparing and compressing, the
+transport, the way back, and a copy into the engine's weights. `collective` uses the loopback device.
 
-Break-even: the speed of a network at which both take equally long, from the bytes saved and the additional seconds over
-loopback. A slower network makes publishes of changes faster than publishes of all weights.
+From these, it computes how many times as fast as a publish of all weights a publish of changes is over a network of 1,
+10 and 100 Gbit/s, and the speed at which both are equal. Comparing and compressing, and the way back, take what changes
+take more than all weights with `shared_memory`, divided by 8 threads. The rest of a publish is the time of its bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import asyncio
 import json
 import statistics
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -50,6 +52,11 @@ TRANSPORTS: dict[str, tuple[Any, Any]] = {
     "disk": (DiskSync, DiskSyncConfig),
     "collective": (CollectiveSync, CollectiveSyncConfig),
 }
+GBIT_PER_GIB = 2**33 / 1e9
+SPEEDS = (1, 10, 100)
+"""Gbit/s of networks."""
+THREADS = 8
+"""The most threads that compare and compress, or undo it."""
 EXAMPLE = Path(__file__).parents[1] / "examples" / "rl_sort.yaml"
 
 
@@ -133,19 +140,17 @@ class Receiver(TakesWeights):
 
 
 def pair(rate: float, count: int = 16) -> list[Any]:
-    """Return two backends with 256 MiB of bf16 weights, before and after four optimizer steps."""
+    """Return two backends with 256 MiB of bf16 weights, before and after a step at this learning rate."""
     random = torch.Generator().manual_seed(0)
+    # With 1.5 times the rate, about as many bytes change as in the example.
     before = {str(number): 0.02 * torch.randn(8 << 20, generator=random) for number in range(count)}
-    after = {name: tensor + 4 * rate * torch.randn(tensor.shape, generator=random) for name, tensor in before.items()}
+    after = {name: tensor + 1.5 * rate * torch.randn(tensor.shape, generator=random) for name, tensor in before.items()}
     halves = [{name: tensor.bfloat16() for name, tensor in weights.items()} for weights in (before, after)]
     return [SimpleNamespace(named_weights=weights.items) for weights in halves]
 
 
-def publishes(repeats: int, folder: Path) -> dict[str, Any]:
-    """Return the seconds per GiB of publishes of all weights and of changes, and the share of the bytes that is sent.
-
-    Whole weights and changes take turns on each transport, so other work on the machine disturbs both alike.
-    """
+def publishes(folder: Path, repeats: int = 5) -> dict[str, Any]:
+    """Return the CPU seconds per GiB of publishes of all weights and of changes, and the share of the bytes sent."""
     found: dict[str, Any] = {}
     for rate in RATES:
         states = pair(rate)
@@ -153,21 +158,24 @@ def publishes(repeats: int, folder: Path) -> dict[str, Any]:
         row = found[str(rate)] = {}
         for transport, (sync, config) in TRANSPORTS.items():
             given = {"folder": str(folder)} if transport == "disk" else {}
-            syncs = {"whole": sync(config(**given)), "changes": sync(config(full_every=1000, **given))}
+            syncs = {"all": sync(config(**given)), "changes": sync(config(full_every=1000, **given))}
             receivers = {name: Receiver(dict(states[0].named_weights())) for name in syncs}
             taken: dict[str, list[float]] = {name: [] for name in syncs}
             for version in range(repeats + 1):
                 for name, each in syncs.items():
+                    began = time.process_time()
                     report = asyncio.run(each.publish(version, states[version % 2], [receivers[name]]))
                     row["bytes"] = report.bytes_sent / whole
                     # The first publish has all weights and allocates memory.
                     if version:
-                        taken[name].append(report.transfer_s * 2**30 / whole)
+                        taken[name].append((time.process_time() - began) * 2**30 / whole)
             row[transport] = {name: statistics.median(values) for name, values in taken.items()}
             for each in syncs.values():
                 each.close()
-        more = row["collective"]["changes"] - row["collective"]["whole"]
-        row["break_even_gbit_s"] = 2**33 / 1e9 * (1 - row["bytes"]) / more
+        coding = (row["shared_memory"]["changes"] - row["shared_memory"]["all"]) / THREADS
+        row["break_even_gbit_s"] = GBIT_PER_GIB * (1 - row["bytes"]) / coding
+        times = {speed: GBIT_PER_GIB / speed for speed in SPEEDS}
+        row["times_as_fast"] = {speed: wire / (wire * row["bytes"] + coding) for speed, wire in times.items()}
     return found
 
 
@@ -176,27 +184,25 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--model", help="folder of the model, instead of the example's")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=5, help="publishes that are timed")
-    parser.add_argument("--only", choices=("sizes", "times"))
+    parser.add_argument("--only-sizes", action="store_true")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if options.only != "times":
-            figures["shares"] = {str(rate): sizes(rate, options.steps, options.model, Path(folder)) for rate in RATES}
-        if options.only != "sizes":
-            figures["times"] = publishes(options.repeats, Path(folder))
+        figures["shares"] = {str(rate): sizes(rate, options.steps, options.model, Path(folder)) for rate in RATES}
+        if not options.only_sizes:
+            figures["times"] = publishes(Path(folder))
     if options.json:
         print(json.dumps(figures))
         return
-    if "shares" in figures:
-        kinds = list(next(iter(figures["shares"].values())))
-        print(f"{'learning rate':15}" + "".join(f"{kind:>12}" for kind in kinds))
-        for rate, shares in figures["shares"].items():
-            print(f"{rate:15}" + "".join(f"{100 * shares[kind]:>11.2f}%" for kind in kinds))
+    kinds = list(next(iter(figures["shares"].values())))
+    print(f"{'learning rate':15}" + "".join(f"{kind:>12}" for kind in kinds))
+    for rate, shares in figures["shares"].items():
+        print(f"{rate:15}" + "".join(f"{100 * shares[kind]:>11.2f}%" for kind in kinds))
     for rate, row in figures.get("times", {}).items():
-        print(f"{rate}: {row['bytes']:.1%} of the bytes; break-even at {row['break_even_gbit_s']:.1f} Gbit/s")
+        faster = ", ".join(f"{times:.1f} x at {speed} Gbit/s" for speed, times in row["times_as_fast"].items())
+        print(f"{rate}: {row['bytes']:.1%} of the bytes; {faster}; equal at {row['break_even_gbit_s']:.1f} Gbit/s")
         for name in TRANSPORTS:
-            print(f"  {name:14} all {row[name]['whole']:.2f}, changes {row[name]['changes']:.2f} s per GiB")
+            print(f"  {name:14} all {row[name]['all']:.2f}, changes {row[name]['changes']:.2f} s per GiB")
 
 
 if __name__ == "__main__":
