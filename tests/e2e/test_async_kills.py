@@ -277,7 +277,7 @@ def plans(*kills: Kill, soak: int, phases: Sequence[str] = PHASES) -> list[Any]:
 
 @pytest.fixture
 def fated_config(rl_config: Config, tmp_path: Path) -> Config:
-    """An asynchronous run that filters groups, makes failed attempts again and gives prompts up."""
+    """An asynchronous run that filters groups, makes failed attempts again, gives prompts up and sends changes."""
     (tmp_path / "modules" / "fated_rewards.py").write_text(REWARDS, encoding="utf-8")
     write_prompts(tmp_path / "fated.jsonl")
     rl_config |= {
@@ -298,6 +298,7 @@ def fated_config(rl_config: Config, tmp_path: Path) -> Config:
         environment={"name": "single_turn", "rewards": {"fated": in_process("fated_rewards:fated")}},
         reward_weights={},
         engine={"name": "child_process", "engines": 1, "max_restarts": 1000, "deterministic": True},
+        weight_sync={"name": "shared_memory", "full_every": 3},
         faults={"retries": 1, "max_quarantined": 64},
     )
 
@@ -365,7 +366,7 @@ def test_a_run_without_staleness_ends_with_the_weights_of_one_that_was_never_kil
     fated_config["steps"] = 3 * len(kills) + 2
     train_and_kill(fated_config, kills)
     assert_every_prompt_met_its_fate(fated_config, write_prompts(tmp_path / "fated.jsonl"))
-    whole = train(fated_config, name="whole", source=source | {"engine": IN_PROCESS})
+    whole = train(fated_config, name="whole", source=source | {"engine": IN_PROCESS, "weight_sync": None})
     twin = train(synchronous(fated_config), name="twin")
     lines = numbers(fated_config["run_dir"])
     assert lines == numbers(whole) == numbers(twin)

@@ -187,7 +187,8 @@ def _change(old: Bytes, new: Bytes, width: int) -> Bytes:
     if not changed.any():
         return changed[:0]
     # Exponents and signs seldom change, so their bytes are nearly all zero, and are compressed best together.
-    compressed = pa.Codec("zstd", 1).compress(changed.reshape(-1, width).T.tobytes(), asbytes=True)
+    grouped = np.ascontiguousarray(changed.reshape(-1, width).T).reshape(-1)
+    compressed = pa.Codec("zstd", 1).compress(grouped, asbytes=True)
     return np.frombuffer(compressed, np.uint8) if len(compressed) < len(new) else new
 
 
@@ -198,8 +199,9 @@ def _apply(values: Bytes, part: Bytes, width: int) -> None:
     if len(part) == len(values):
         values[:] = part
         return
-    changed = np.frombuffer(pa.Codec("zstd").decompress(part.tobytes(), len(values), asbytes=True), np.uint8)
-    values ^= changed.reshape(width, -1).T.reshape(-1)
+    grouped = np.frombuffer(pa.Codec("zstd").decompress(part, len(values), asbytes=True), np.uint8)
+    by_significance = values.reshape(-1, width).T
+    by_significance ^= grouped.reshape(width, -1)
 
 
 def _digest(values: Bytes) -> str:
