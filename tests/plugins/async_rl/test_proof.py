@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from publish_proofs import proof_of
 
 from spurline_async_rl.engines.commands import Command, ControlledEngine
-from spurline_async_rl.proof.proof import ProofSettings, PublishProof
+from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
 from spurline_async_rl.source.configs import ProofConfig
 from spurline_async_rl.source.loop_thread import LoopThread
@@ -20,18 +20,6 @@ from spurline_async_rl.source.watchdog import ObservedEngine, stall_report
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, TakesWeights
 from spurline_rl.trajectory import Turn
 from spurline_text.testing.inputs import tiny_tokenizer
-
-SETTINGS = ProofSettings(
-    ProofConfig(),
-    temperature=1.0,
-    context=None,
-    vocabulary=None,
-    in_fp32=True,
-    crosses=False,
-    restarts=True,
-    timeout_s=30.0,
-    report_s=30.0,
-)
 
 
 class Engines(ControlledEngine):
@@ -77,9 +65,7 @@ def loop() -> Iterator[LoopThread]:
 
 def published(engines: Engines, loop: LoopThread, **settings: Any) -> PublishProof:
     """The proof of version 1, which the engines have just got."""
-    producer: Any = SimpleNamespace(trust=lambda *_: None, distrust=lambda *_: None)
-    given = replace(SETTINGS, **settings)
-    proof = PublishProof(engines, given, tiny_tokenizer(), loop, producer, notify=lambda: None)
+    proof = proof_of(engines, loop, tiny_tokenizer(), **({"crosses": False} | settings))
     proof.before_publish(None)
     proof.ask(1, None)
     return proof

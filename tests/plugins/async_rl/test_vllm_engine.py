@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,9 +17,9 @@ import psutil
 import pytest
 from every_run import SOAK
 from listening import listening, reachable
-from publish_proofs import ProvenPublishes, drop_updates, keep_caches, moved_model
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from publish_proofs import ProvenPublishes, moved_model
+from sabotages import IN_FLIGHT, KINDS, PREFIX_CACHE
+from safetensors.torch import save_file
 from vllm_engines import (
     OneEngine,
     collective,
@@ -122,53 +121,17 @@ def test_processes_of_an_engine_listen_on_the_loopback_alone(one_engine: OneEngi
     one_engine.use(untied.old, use)
 
 
-def old_head(weights: dict[str, Tensor], old: dict[str, Tensor]) -> None:
-    weights["lm_head.weight"] = old["lm_head.weight"]
-
-
-def shard_of_another_rank(weights: dict[str, Tensor], _: dict[str, Tensor]) -> None:
-    name = "model.layers.0.mlp.down_proj.weight"
-    weights[name] = weights[name].roll(weights[name].shape[0] // 2, 0)
-
-
-SABOTAGES: dict[str, Callable[[dict[str, Tensor], dict[str, Tensor]], object] | None] = {
-    "frozen": None,
-    "late": lambda weights, old: weights.update(old),
-    "one tensor": shard_of_another_rank,
-    "head": old_head,
-    "prefix cache": None,
-    "keys in flight": None,
-}
-
-
-# The others are found in the same way, and `test_proof_of_publish` breaks other engines with them.
-@pytest.mark.parametrize("sabotage", SABOTAGES if SOAK else ("one tensor", "prefix cache", "keys in flight"))
+# `test_proof_of_publish` breaks other engines in the same ways.
+@pytest.mark.parametrize("kind", KINDS if SOAK else ("one tensor", PREFIX_CACHE, IN_FLIGHT))
 def test_an_update_that_is_confirmed_but_not_done_is_found_out(
-    one_engine: OneEngine, untied: ModelPair, sabotage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_engine: OneEngine, untied: ModelPair, kind: str, tmp_path: Path
 ) -> None:
     async def use(_: Any) -> None:
         """Start the engine, if no test has."""
 
     one_engine.use(untied.old, use)
     models = [untied.old, *(moved_model(tmp_path / str(seed), untied.old, seed) for seed in (1, 2))]
-    publishes = ProvenPublishes(one_engine, untied.old)
-
-    def sending(version: int, change: Callable[[dict[str, Tensor]], object] | None = None) -> Any:
-        return (
-            version,
-            publish(one_engine.engine, version, models[version - 2], change=change),
-            partial(model_logprobs, models[version - 2], temperature=1.0),
-        )
-
-    publishes.assert_honest(*sending(2))
-    publishes.assert_honest(*sending(3))
-    if sabotage == "frozen":
-        drop_updates(monkeypatch)
-    elif sabotage in ("prefix cache", "keys in flight"):
-        keep_caches(monkeypatch, of_later_requests=sabotage == "prefix cache")
-    old, change = load_file(models[1] / "model.safetensors"), SABOTAGES[sabotage]
-    publishes.assert_rejected(*sending(4, None if change is None else lambda weights: change(weights, old)))
-    monkeypatch.undo()
+    ProvenPublishes(one_engine, untied.old, publish, model_logprobs).assert_found_out(kind, models)
 
 
 def test_what_came_of_an_update_that_was_given_up_is_no_part_of_the_next_one(
