@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import numpy as np
 import pytest
 import torch
-from every_run import SOAK
+from every_run import IN_LONG_RUNS
 from numpy.typing import NDArray
 from publish_proofs import ProvenPublishes
 from sabotages import IN_FLIGHT, KINDS, PREFIX_CACHE
@@ -223,7 +223,12 @@ def test_tokens_are_those_of_each_adapter_in_turn_and_change_between_two_tokens(
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "head"] if SOAK else ["never updated", PREFIX_CACHE, IN_FLIGHT]
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("never updated", PREFIX_CACHE, IN_FLIGHT) else IN_LONG_RUNS)
+        for kind in KINDS
+        if kind != "head"
+    ],
 )
 def test_an_adapter_that_is_confirmed_but_not_used_is_found_out(
     one: OneAdaptedEngine, adapters: dict[int, Path], kind: str
@@ -276,7 +281,7 @@ def test_an_adapter_with_other_tensors_is_an_error_that_names_them_and_changes_n
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not SOAK, reason="starts another engine; SPURLINE_SOAK=1")
+@pytest.mark.skipif(not os.environ.get("SPURLINE_SOAK"), reason="starts another engine; SPURLINE_SOAK=1")
 def test_an_engine_that_is_started_anew_has_the_weights_below_and_gets_the_adapter(
     one: OneAdaptedEngine, adapters: dict[int, Path]
 ) -> None:
