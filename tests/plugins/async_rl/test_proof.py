@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from publish_proofs import proof_of
 
+from spurline.errors import RunFailedError
 from spurline_async_rl.engines.commands import Command, ControlledEngine
 from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -23,14 +24,14 @@ from spurline_text.testing.inputs import tiny_tokenizer
 
 
 class Engines(ControlledEngine):
-    """Two engines, whose first answers are these nats from the trainer's logprobs."""
+    """Engines whose first answers to a publish are these nats from a logprob of -1. Second answers are exact."""
 
     transports = ()
 
     awaiting_weights: Sequence[TakesWeights] = ()
 
     def __init__(self, **first: float) -> None:
-        self.first = first
+        self.first, self.version = first, 1
         self.asked: list[Collection[str] | None] = []
         self.crossed: dict[str, list[int]] = {}
 
@@ -41,14 +42,14 @@ class Engines(ControlledEngine):
     ) -> Mapping[str, GenerationResult]:
         self.asked.append(names)
         off = self.first if names is None else dict.fromkeys(names, 0.0)
-        return {name: answer([1] * 4, nats) for name, nats in off.items()}
+        return {name: answer([self.version] * 4, nats, 5 if names is None else 15) for name, nats in off.items()}
 
     async def take_crossed(self, version: int, num_tokens: int) -> Mapping[str, GenerationResult]:
         return {name: answer(versions) for name, versions in self.crossed.items()}
 
 
-def answer(versions: Sequence[int], nats: float = 0.0) -> GenerationResult:
-    tokens, logprobs = np.arange(5, 5 + len(versions)), np.full(len(versions), nats - 1)
+def answer(versions: Sequence[int], nats: float = 0.0, first: int = 5) -> GenerationResult:
+    tokens, logprobs = np.arange(first, first + len(versions)), np.full(len(versions), nats - 1)
     return GenerationResult(tokens.astype(np.int32), logprobs.astype(np.float32), np.array(versions), "length")
 
 
@@ -93,6 +94,23 @@ def test_a_publish_that_also_goes_to_an_engine_that_was_started_again_is_always_
         proof.before_publish(None)
         proof.ask(version, None)
         assert proof.unproven == (version if awaiting else None)
+
+
+def test_a_second_answer_that_shows_nothing_of_the_update_does_not_excuse_an_engine_that_has_not_moved(
+    loop: LoopThread,
+) -> None:
+    """Its tokens are others, so the trainer never scored them with earlier weights."""
+    engines = Engines(one=0.0, other=0.0)
+    proof = proof_of(engines, loop, tiny_tokenizer(), crosses=False, config=ProofConfig(on_undelivered="stop"))
+    for engines.version, moved in ((1, 0.0), (2, 2e-4)):
+        engines.first["one"] = moved
+        proof.before_publish(None)
+        proof.ask(engines.version, None)
+        if engines.version == 1:
+            assert proof.settle(score)["publish/rejected"] == 0
+    with pytest.raises(RunFailedError, match=r"other does not .* moved only 0\.00 times as far"):
+        proof.settle(lambda turns: [np.full(len(turn.response_ids), -1 + 2e-4, np.float32) for turn in turns])
+    assert engines.asked == [None, None, ["other"]]
 
 
 def test_weights_whose_proof_the_trainer_cannot_score_stay_unproven_so_that_no_checkpoint_is_written(

@@ -91,7 +91,9 @@ class Judge:
             return _FP32_BAR
         return max(_USUAL_BAR, min(3 * measured, _LARGEST_BAR))
 
-    def judge(self, version: int, tokens: Sequence[int], given: Logprobs, scored: Logprobs) -> Verdict:
+    def judge(
+        self, version: int, tokens: Sequence[int], given: Logprobs, scored: Logprobs, *, learns: bool = True
+    ) -> Verdict:
         """Judge the answer of an engine to the probe.
 
         Args:
@@ -99,6 +101,7 @@ class Judge:
             tokens: The A tokens of the answer, at least one.
             given: float32 [A], their logprobs by the engine.
             scored: float32 [A], their logprobs by the trainer with the weights of `version`.
+            learns: Whether a believed answer measures the rounding. That of a doubted engine might hide later faults.
         """
         if not self._scored or self._scored[-1][0] != version:
             self._scored.append((version, {}))
@@ -116,6 +119,8 @@ class Judge:
         if not is_delivered:
             moved = max(0.0, delivered or 0.0)
             return Verdict(difference, delivered, f"its logprobs moved only {moved:.2f} times as far as the trainer's")
+        if not learns:
+            return Verdict(difference, delivered)
         self._squares.append(np.square(distances))
         is_far = False
         if self.measured_tokens < _MEASURED_TOKENS:

@@ -256,7 +256,13 @@ class PublishProof:
             asking = self._engine.generate_on_each(self._second, doubted)
             again = self._loop.run(asking, self._settings.timeout_s, "A second probe")
             again = {name: answer for name, answer in again.items() if len(answer.token_ids)}
-            verdicts |= self._verdicts(version, again, self._score([*again.values()], score))
+            second = self._verdicts(version, again, self._score([*again.values()], score), learns=False)
+            # The second answer has other tokens. If these show nothing of the update, the first answer decides.
+            verdicts |= {
+                name: verdict
+                for name, verdict in second.items()
+                if verdict.fault or verdict.delivered is not None or not verdicts[name].difference <= self._judge.bar
+            }
         faults = {name: verdict.fault for name, verdict in verdicts.items()}
         for name, verdict in verdicts.items():
             if verdict.is_far:
@@ -295,10 +301,15 @@ class PublishProof:
         }
 
     def _verdicts(
-        self, version: int, answers: Mapping[str, GenerationResult], scored: Iterator[NDArray[np.float32]]
+        self,
+        version: int,
+        answers: Mapping[str, GenerationResult],
+        scored: Iterator[NDArray[np.float32]],
+        *,
+        learns: bool = True,
     ) -> dict[str, Verdict]:
         return {
-            name: self._judge.judge(version, answer.token_ids.tolist(), answer.logprobs, next(scored))
+            name: self._judge.judge(version, answer.token_ids.tolist(), answer.logprobs, next(scored), learns=learns)
             for name, answer in answers.items()
         }
 
