@@ -139,7 +139,7 @@ def moved_model(folder: Path, model: Path, seed: int, only: str = "") -> Path:
 
 
 def break_engines(kind: str, patch: pytest.MonkeyPatch) -> None:
-    """Break all vLLM engines in this way. Servers that do not update, and those of `WRONG_WEIGHTS`, are sent them."""
+    """Break all vLLM engines in this way. For wrong weights, and servers that are frozen, it matters what is sent."""
     stand_still, generate = AsyncEngine._stand_still, AsyncEngine.generate
 
     async def keep(self: AsyncEngine, *, clear_cache: bool) -> None:
