@@ -72,18 +72,19 @@ def test_engines_are_compared_at_the_same_ages_over_several_steps() -> None:
     mismatch = MismatchByEngine()
     # Only engine 1 has fresh tokens, so it is not compared.
     groups = [
-        group_of([5 - age] * 2, logprobs=[-1] * 2, engines=(f"engine {number} (process 9)",))
-        for number, age in enumerate((1, 0, 1))
+        group_of([5 - age] * 2, logprobs=[-1] * 2, engines=(f"engine {number} (process {process})",))
+        for number, age, process in ((0, 1, 9), (1, 0, 9), (2, 1, 9), (2, 1, 10))
     ]
 
     def worst(*of_engine: float) -> list[float]:
         trainer = [np.full(2, -1 - nats, np.float32) for nats in of_engine]
-        found = mismatch.add(groups * 20, trainer * 20, 5)
+        found = mismatch.add(groups * 11, trainer * 11, 5)
         return [found[name] for name in sorted(found) if "worst" in name]
 
-    assert worst(0.02, 0.001, 0.02) == []
-    assert worst(0.02, 0.001, 0.02)[2] == pytest.approx(1)
-    mean, number, ratio = worst(0.02, 0.001, 0.32)
+    assert worst(0.02, 0.001, 0.02, 0.02) == []
+    assert worst(0.02, 0.001, 0.02, 0.02)[2] == pytest.approx(1)
+    # The processes of engine 2 count as one engine.
+    mean, number, ratio = worst(0.02, 0.001, 0.32, 0.32)
     assert number == 2
     assert 0.1 < mean < 0.32
     assert ratio == pytest.approx(mean / 0.02)

@@ -64,11 +64,14 @@ def test_a_mismatch_is_held_against_earlier_steps_whose_tokens_were_as_old() -> 
     def words_of(age: float, difference: float, **more: float) -> dict[str, str]:
         return watch.judge(1, rl_metrics(1, staleness__mean=age, mismatch__logprob_diff=difference, **more))
 
-    assert not any(words_of(age / 10, 0.02 + age / 500, mismatch__fresh=1e-6) for age in range(21))
-    assert words_of(1.0, 0.19) == {}
+    # It grows with the age, from rounding in bf16 on.
+    assert not any(words_of(0.0, 0.0005) for _ in range(6))
+    assert not any(words_of(age / 10, 0.0005 + age / 400, mismatch__fresh=1e-6) for age in range(21))
+    assert words_of(1.0, 0.12) == {}
     assert list(words_of(1.0, 0.7)) == ["mismatch_jump"]
     jump = words_of(1.9, 0.95)["mismatch_jump"]
-    assert "1.9 updates old on average differ by 0.950 nats on average, after 0.05" in jump
+    assert "1.9 updates old on average differ by 0.950 nats on average, after 0.0" in jump
+    assert "grad_norm" in jump
     assert "tokens of the current weights differ by 0.020" in words_of(1.0, 0.1, mismatch__fresh=0.02)["mismatch_jump"]
     assert words_of(1.0, 0.1, mismatch__fresh=0.009) == {}
 

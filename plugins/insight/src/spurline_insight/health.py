@@ -54,7 +54,8 @@ about the same mean age, or if tokens of one engine have this many times the mea
 LEAST_JUMP = 0.01
 """A jump to fewer nats is not a problem: it changes importance ratios by less than 1 %."""
 _SAME_AGE = 0.5
-"""Mean ages, in updates, that differ by at most this much are compared."""
+"""Mean ages are compared if they differ by at most this share of the later one, or by this many updates if it is above
+1. The mismatch of tokens grows with their age, and those of age 0 show only rounding."""
 LARGEST_CLIPPED = 0.3
 """Limit of the share of clipped tokens. PPO mostly shows 0.01 to 0.1, GSPO about 0.15 (Zheng et al. 2025)."""
 LARGEST_KL_OLD = 0.1
@@ -174,16 +175,17 @@ class HealthWatch:
 
     def _judge_mismatch(self, name: str, age: float, difference: float) -> Iterator[tuple[str, str]]:
         earlier = self._mismatches.setdefault(name, deque(maxlen=_HISTORY))
-        alike = [value for age_before, value in earlier if abs(age_before - age) <= _SAME_AGE]
+        alike = [value for age_before, value in earlier if abs(age_before - age) <= _SAME_AGE * min(age, 1.0)]
         earlier.append((age, difference))
         usual = statistics.median(alike) if len(alike) >= LEVEL_STEPS else math.inf
         if difference > max(LEAST_JUMP, MISMATCH_JUMP * usual):
-            tokens = "of the current weights" if age <= 0 else f"that are {age:.2g} updates old on average"
+            tokens = f"that are {age:.2g} updates old on average" if age > 0 else "of the current weights"
+            moved = "the policy has moved much further than before (grad_norm), or " if age > 0 else ""
             yield (
                 "mismatch_jump",
                 f"Rollout and trainer logprobs of tokens {tokens} differ by {difference:.3f} nats on average, after "
-                f"{usual:.2g} in earlier steps of this age. Either the policy has moved much further than before "
-                "(grad_norm), or engines have other weights than they claim (publish/probe_diff).",
+                f"{usual:.2g} in earlier steps of this age: {moved}engines have other weights than they claim, or "
+                "compute in another way. Look at the engines' logs, and prove every publish (source.proof.every: 1).",
             )
 
     def _judge_event_loop(self, share: float) -> Iterator[tuple[str, str]]:
@@ -294,7 +296,8 @@ def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
         yield (
             "engine_mismatch",
             f"{engine} generates with logprobs that differ from the trainer's by {of_engine:.3f} nats on average, "
-            f"{ratio:.0f} times as much as those of the others at the same ages. Check its precision and its device.",
+            f"{ratio:.0f} times as much as those of the other engines at the same ages. It has older weights, or "
+            "another precision or device. Prove every publish (source.proof.every: 1), and look at its log.",
         )
     if (rejected := metrics.get("publish/rejected", 0.0)) > 0:
         yield (

@@ -32,7 +32,7 @@ from spurline_rl.kept_rollouts import ROLLOUTS_FOLDER
 from spurline_rl.kept_rollouts.keeper import RolloutKeeper
 from spurline_rl.kept_rollouts.table import KeptStep
 from spurline_rl.metrics import length_metrics, reward_metrics
-from spurline_rl.preparation import Preparation
+from spurline_rl.preparation import Preparation, TurnColumns
 from spurline_rl.protocols.rollout_engine import RolloutEngine
 from spurline_rl.trajectory import Group, has_equal_returns
 from spurline_text.prompts import read_question
@@ -266,8 +266,11 @@ class PromptSource(BatchSource):
 
     def _batch(
         self, step: int, collected: Collected, backend: Backend, *, retries: int, seconds: float
-    ) -> TrainingBatch:
-        """Make the batch of a step from its groups. Generating them took `retries` retries and `seconds` seconds."""
+    ) -> tuple[TrainingBatch, TurnColumns]:
+        """Make the batch of a step from its groups, with the positions of their turns.
+
+        Generating the groups took `retries` retries and `seconds` seconds.
+        """
         self._hooks.on_rollouts_scored(step=step, groups=collected.groups)
         batch = self._preparation.prepare(collected.groups, backend)
         self._prompts.observe(step, collected.every)
@@ -284,12 +287,13 @@ class PromptSource(BatchSource):
             **reward_metrics(every),
             **length_metrics(every),
         }
+        columns = self._preparation.turn_columns(batch, collected.groups)
         if self._kept.is_on:
-            self._keep(step, collected, batch)
-        return replace(batch, info={**batch.info, **metrics})
+            self._keep(step, collected, batch, columns)
+        return replace(batch, info={**batch.info, **metrics}), columns
 
-    def _keep(self, step: int, collected: Collected, batch: TrainingBatch) -> None:
-        columns, tokens = self._preparation.turn_columns(batch, collected.groups), batch.tokens
+    def _keep(self, step: int, collected: Collected, batch: TrainingBatch, columns: TurnColumns) -> None:
+        tokens = batch.tokens
         trained = {group.draw for group in collected.groups}
         filtered = [group for group in collected.every if group.draw not in trained]
         per_epoch, flatten = self._prompts.prompts_per_epoch, lambda name: columns.flatten(tokens[name])

@@ -65,7 +65,8 @@ class RolloutSource(PromptSource):
         seconds = time.perf_counter() - begin
         self._next_draw = collected.next_draw
         retries, self._retries = self._retries, 0
-        return self._batch(step, collected, self._backend, retries=retries, seconds=seconds)
+        batch, _ = self._batch(step, collected, self._backend, retries=retries, seconds=seconds)
+        return batch
 
     async def _run(self, prompts: Sequence[Draw]) -> Sequence[Outcome]:
         training = self._attempts.training

@@ -37,6 +37,7 @@ _CROSSING_TOKENS = 256
 _CROSSED_TOKENS = 8
 """The answer that crosses an update ends when it has this many tokens of the new version."""
 _SEED = 20_011
+_SOON_S = 15.0
 DIFFERENCE, DELIVERED, REJECTED = "publish/probe_diff", "publish/delivered", "publish/rejected"
 UNCROSSED = "publish/uncrossed"
 """Metrics: the largest mean difference of logprobs, the smallest `delivered`, the number of rejected engines, and the
@@ -193,14 +194,26 @@ class PublishProof:
             ) from error
         return answers, await self._engine.take_crossed(version, _CROSSED_TOKENS) if crosses else {}
 
-    def await_answers(self, report_s: float | None = None) -> None:
-        """Wait until all engines have answered, with a message every `report_s`. Raises RunFailedError at the limit."""
-        timeout_s, every_s = self._settings.timeout_s, report_s or self._settings.report_s
-        for asked in self._asked:
-            what = f"The proof of version {asked.version} in all engines, before which no checkpoint is written,"
-            self._loop.wait(asked.answers, timeout_s, what, every_s=every_s)
+    def await_answers(self, *, for_checkpoint: bool = False) -> None:
+        """Wait until all engines have answered. After an error, all later calls of this and of `settle` raise it too.
 
-    def settle(self, score: Score) -> Mapping[str, float]:
+        Raises:
+            RunFailedError: At the time limit.
+        """
+        if self._failure is not None:
+            raise self._failure
+        # A run that was asked to stop has little time for its last checkpoint, so it soon says what it waits for.
+        every_s = min(_SOON_S, self._settings.report_s) if for_checkpoint else self._settings.report_s
+        before = ", before which no checkpoint is written," if for_checkpoint else ""
+        try:
+            for asked in self._asked:
+                what = f"The proof that the engines have the weights of version {asked.version}{before}"
+                self._loop.wait(asked.answers, self._settings.timeout_s, what, every_s=every_s)
+        except Exception as error:
+            self._failure = error
+            raise
+
+    def settle(self, score: Score, *, for_checkpoint: bool = False) -> Mapping[str, float]:
         """Judge the answers to the last probes, and return metrics.
 
         The trainer must still have the published weights. Before this call, no token of these weights may be trained
@@ -209,11 +222,9 @@ class PublishProof:
         Raises:
             RunFailedError: If an engine does not have the published weights, and is not replaced.
         """
-        if self._failure is not None:
-            raise self._failure
+        self.await_answers(for_checkpoint=for_checkpoint)
         metrics: dict[str, float] = {}
         try:
-            self.await_answers()
             for asked in self._asked:
                 note_worst(metrics, self._judge_all(asked, *asked.answers.result(), score))
         except Exception as error:
@@ -278,7 +289,8 @@ class PublishProof:
         for name, answer in crossed.items():
             # Old keys and values show most in the first tokens after the update.
             trainer, is_new = next(scored), np.flatnonzero(answer.versions == version)
-            num_uncrossed += not 0 < len(is_new) < len(trainer)
+            # An engine that died has no tokens.
+            num_uncrossed += len(trainer) > 0 and not 0 < len(is_new) < len(trainer)
             if len(is_new):
                 # Old keys and values change all logprobs. One alone may differ if its token went to another expert.
                 difference = float(np.median(np.abs(answer.logprobs[is_new] - trainer[is_new])))

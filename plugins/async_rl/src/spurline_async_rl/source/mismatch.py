@@ -19,8 +19,9 @@ from spurline_rl.trajectory import Group, turns_of
 
 _KEPT = 0.75
 """A step counts this many times as much as the next one. In one step, an engine may have few tokens, or easy ones."""
-_FEWEST_TURNS = 24
-"""An engine is compared if it and the other engines have this many turns with tokens of the same ages."""
+_FEWEST_OWN, _FEWEST_OTHERS = 12, 24
+"""An engine is compared if it has this many turns, and the other engines this many, with tokens of the same ages. This
+takes 3 responses per step and engine."""
 _ROUNDING = 1e-6
 
 
@@ -37,7 +38,7 @@ class MismatchByEngine:
         `mismatch/fresh` is the mean difference over the tokens of age 0 of a batch that has older ones too, in nats.
         `mismatch/worst_engine` is the mean difference over the last tokens of the engine that differs most,
         `mismatch/worst_engine/ratio` is this mean divided by that of the other engines at the same ages, and
-        `mismatch/worst_engine/number` the number in the engine's name.
+        `mismatch/worst_engine/number` the number of the engine. Servers have no number.
 
         Args:
             groups: The groups of the batch.
@@ -54,7 +55,7 @@ class MismatchByEngine:
         return {**({"mismatch/fresh": float(fresh[0] / fresh[1])} if has_both else {}), **self._worst()}
 
     def _worst(self) -> dict[str, float]:
-        """Return the metrics of the engine with the largest ratio to the others."""
+        """Return the metrics of the engine that differs most from the others."""
         of_age: defaultdict[int, NDArray[np.float64]] = defaultdict(lambda: np.zeros(3))
         for (_, age), sums in self._sums.items():
             of_age[age] += sums
@@ -62,19 +63,21 @@ class MismatchByEngine:
         compared: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
         for (engine, age), sums in self._sums.items():
             nats, tokens, turns = of_age[age] - sums
-            if engine and turns >= _FEWEST_TURNS:
+            if engine and turns >= _FEWEST_OTHERS:
                 compared[engine] += (*sums, sums[1] * nats / tokens)
-        ratios = {
-            engine: nats / max(expected, tokens * _ROUNDING)
+        # How many more nats per token an engine has than the others.
+        excess = {
+            engine: (nats - expected) / tokens
             for engine, (nats, tokens, turns, expected) in compared.items()
-            if turns >= _FEWEST_TURNS
+            if turns >= _FEWEST_OWN
         }
-        if not ratios:
+        if not excess:
             return {}
-        worst = max(ratios, key=ratios.__getitem__)
-        nats, tokens, *_ = compared[worst]
-        number = re.search(r"\d+", worst)
-        found = {"": nats / tokens, "/ratio": ratios[worst], **({"/number": number[0]} if number else {})}
+        worst = max(excess, key=excess.__getitem__)
+        nats, tokens, _, expected = compared[worst]
+        number = re.match(r"engine (\d+)", worst)
+        ratio = nats / max(expected, tokens * _ROUNDING)
+        found = {"": nats / tokens, "/ratio": ratio, **({"/number": number[1]} if number else {})}
         return {f"mismatch/worst_engine{end}": float(value) for end, value in found.items()}
 
 
@@ -91,7 +94,9 @@ def _differences(
         distances = np.abs(of_trainer.astype(np.float64) - columns["logprobs"])
         is_trained, ages = columns["loss_mask"] != 0, updates - columns["versions"]
         # If several engines have generated a response, it is unknown which tokens are from which one.
-        names = np.array([turn.engines[0] if len(turn.engines) == 1 else "" for turn in turns_of([group])])
+        # An engine that was started again has the same number, and another process in its name.
+        alone = (turn.engines[0] if len(turn.engines) == 1 else "" for turn in turns_of([group]))
+        names = np.array([name.partition(" (")[0] for name in alone])
         numbers = np.repeat(np.arange(len(counts)), counts)
         for name in np.unique(names).tolist():
             own = (names == name)[numbers] & is_trained

@@ -202,7 +202,7 @@ class RecordedRolloutSource(PromptSource):
             ) from error
         collected = Collected(groups, groups, 0, 0, 0, 0)
         ages = staleness_metrics(groups, step - 1, self._config.max_staleness, masked=0)
-        batch = self._batch(step, collected, self._backend, retries=0, seconds=0.0)
+        batch, _ = self._batch(step, collected, self._backend, retries=0, seconds=0.0)
         return replace(batch, info={**batch.info, **ages})
 
     def epoch(self, step: int) -> float:

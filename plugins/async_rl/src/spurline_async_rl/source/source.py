@@ -187,9 +187,8 @@ class AsyncRolloutSource(PromptSource):
             "time/generating": generating,
             **self._take_synced(),
         }
-        batch = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
-        trainer = self._preparation.turn_columns(batch, collected.groups).split(batch.tokens["old_logprobs"])
-        ages |= self._mismatch.add(collected.groups, trainer, self._updates)
+        batch, columns = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
+        ages |= self._mismatch.add(collected.groups, columns.split(batch.tokens["old_logprobs"]), self._updates)
         # The answers to the last probes must be judged before the update, which changes the weights of the trainer.
         self._settle_proof()
         proven, self._proven = self._proven, {}
@@ -269,10 +268,7 @@ class AsyncRolloutSource(PromptSource):
 
     def state_dict(self) -> dict[str, object]:
         # A checkpoint must not hold groups of an engine that is about to be rejected.
-        if self._proof is not None:
-            # A run that was asked to stop has little time, so it soon says what it waits for.
-            self._proof.await_answers(report_s=5.0)
-        self._settle_proof()
+        self._settle_proof(for_checkpoint=True)
         prompts, (state, groups) = self._loop.call(lambda: (self._prompts_state(), self._producer.snapshot()))
         engine = self._config.engine.model_dump(mode="json")
         proof = None if self._proof is None else {**self._proof.state_dict(), "engine": engine}
@@ -394,10 +390,10 @@ class AsyncRolloutSource(PromptSource):
         self._loop.call(self._producer.publish, self._updates)
         return report
 
-    def _settle_proof(self) -> None:
+    def _settle_proof(self, *, for_checkpoint: bool = False) -> None:
         """Judge the answers to the last probes, and note the metrics."""
         began = time.perf_counter()
-        if self._proof is None or not (found := self._proof.settle(self._score)):
+        if self._proof is None or not (found := self._proof.settle(self._score, for_checkpoint=for_checkpoint)):
             return
         note_worst(self._proven, found)
         self._proven["time/proof"] = self._proven.get("time/proof", 0.0) + time.perf_counter() - began
