@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("vllm")
 
@@ -25,7 +24,7 @@ from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, read_ha
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import GenerationResult
-from spurline_rl.testing.backend_cases import minibatch, weights_of
+from spurline_rl.testing.backend_cases import minibatch
 from spurline_rl.testing.backend_runs import opened
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
 from spurline_text.tokenizer import load_tokenizer
@@ -139,7 +138,7 @@ def test_engines_on_the_gpus_of_ranks_generate_with_the_weights_that_these_have_
             backend.update(*minibatch("packed", parallel, step))
         trained = tmp_path / "trained"
         shutil.copytree(model, trained)
-        save_file(weights_of(backend), trained / "model.safetensors", {"format": "pt"})
+        backend.write_weights(trained, torch.float32, 1 << 30)
         try:
             results = asyncio.run(generated(backend))
         finally:

@@ -399,6 +399,9 @@ class Table:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table.detach()
 
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        save_file({"table": self.table.detach().to(dtype)}, folder / "model.safetensors")
+
     def facts(self) -> Mapping[str, int | str]:
         return {"parameters": VOCABULARY, "trainable_parameters": VOCABULARY, "device": "cpu"}
 

@@ -105,19 +105,26 @@ class GatheringWorker:
         self._gathers = WeightsOfRanks(architecture, grid, held, critic=critic, max_bytes=max_bytes)
         with torch.device("meta"):
             without_values = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        gathering = WeightGathering(NamedWeights(without_values, adapted=False), self._gathers)
-        self.publishing = Publishing(self._place, {"model": gathering}, torch.float32)
+        self._gathering = WeightGathering(NamedWeights(without_values, adapted=False), self._gathers)
+        self.publishing = Publishing(self._place, {"model": self._gathering}, torch.float32)
 
-    def gather(self, names: Sequence[str], destinations: Sequence[int]) -> tuple[dict[str, Any], list[Message]]:
+    def gather(self, wanted: Mapping[int, Sequence[str]]) -> tuple[dict[str, Any], list[Message]]:
         """Return the tensors that came here, and the messages sent for them."""
         self._messages = []
-        found = self._gathers.gather(names, destinations, None)
+        found = self._gathers.gather(wanted, None)
         return {name: value.numpy() for name, value in found.items()}, self._messages
 
-    def peak_of_gathering(self, names: Sequence[str], destinations: Sequence[int], dtype: str) -> int:
+    def peak_of_gathering(self, wanted: Mapping[int, Sequence[str]], dtype: str) -> int:
         """Return the peak of bytes that this rank allocates besides the parts it holds."""
         with Alive(self._held) as alive:
-            self._gathers.gather(names, destinations, getattr(torch, dtype))
+            self._gathers.gather(wanted, getattr(torch, dtype))
+        return alive.peak
+
+    def peak_of_writing(self, folder: str, dtype: str, max_file_bytes: int) -> int:
+        """Return the peak while files of the weights are written."""
+        with Alive(self._held) as alive:
+            failure = self._gathering.write(Path(folder), getattr(torch, dtype), max_file_bytes, self._place.doing)
+        assert failure is None, failure
         return alive.peak
 
     def messages(self) -> list[Message]:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import pytest
+import torch
 from every_run import SOAK
 from listening import listening, reachable
 from publish_proofs import ProvenPublishes, moved_model
 from sabotages import IN_FLIGHT, KINDS, PREFIX_CACHE
-from safetensors.torch import save_file
 from vllm_engines import (
     OneEngine,
     collective,
@@ -38,7 +38,7 @@ from spurline_rl.concurrency import in_thread
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.protocols.weight_sync import SyncReport, WeightSync
 from spurline_rl.testing import EngineUpdateContract, RolloutEngineContract
-from spurline_rl.testing.backend_cases import minibatch, weights_of
+from spurline_rl.testing.backend_cases import minibatch
 from spurline_rl.testing.backend_runs import backend_run, opened
 from spurline_rl.testing.engine_update_contract import ModelPair, WeightsOf
 from spurline_rl.testing.rollout_engine_contract import PROMPTS, model_logprobs, request
@@ -231,7 +231,7 @@ def test_tokens_are_those_of_the_weights_that_ranks_broadcast_before_and_after_a
                 backend.update(*minibatch("packed", layout, version))
             folder = tmp_path / str(version)
             shutil.copytree(models.old, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
-            save_file(weights_of(backend), folder / "model.safetensors", {"format": "pt"})
+            backend.write_weights(folder, torch.float32, 1 << 30)
 
         async def use(engine: Any) -> list[GenerationResult]:
             sync = collective(full_every=2)

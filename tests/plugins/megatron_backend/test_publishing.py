@@ -73,7 +73,7 @@ def test_engines_get_the_weights_of_stages_and_experts_under_the_names_of_files(
     ],
     ids=["data", "tied-stages", "experts"],
 )
-def test_exports_have_the_exact_weights_of_a_run_in_half_precision_and_engines_get_them_rounded(
+def test_files_hold_the_exact_weights_of_a_run_in_half_precision_and_engines_get_them_rounded(
     write: Callable[[Path], Path], layout: dict[str, int], tmp_path: Path
 ) -> None:
     model = write(tmp_path / "model")
@@ -86,6 +86,8 @@ def test_exports_have_the_exact_weights_of_a_run_in_half_precision_and_engines_g
         after = weights_of(backend)
         assert any(not torch.equal(after[name], value.bfloat16().float()) for name, value in after.items())
         assert all(not torch.equal(after[name], value) for name, value in before.items())
+        backend.write_weights(tmp_path, torch.float32, 1 << 30)
+        assert_weights_equal(load_file(tmp_path / "model.safetensors"), after)
         asyncio.run(sync.publish(1, backend, [taker]))
         assert_weights_equal(taker.taken, {name: value.bfloat16() for name, value in after.items()})
         backend.yield_device(keep_weights=True)

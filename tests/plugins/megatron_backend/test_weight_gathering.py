@@ -104,7 +104,7 @@ def test_the_last_rank_alone_gets_all_tensors_of_the_model(
 ) -> None:
     ranks = start(grid.ranks)
     expected = hold(ranks, models[model], grid)
-    answers = ranks.call("gather", [*expected], [grid.ranks - 1])
+    answers = ranks.call("gather", {grid.ranks - 1: [*expected]})
     assert_same(answers[-1][0], expected)
     for rank, (found, messages) in enumerate(answers[:-1]):
         assert found == {}
@@ -115,7 +115,7 @@ def test_the_last_rank_alone_gets_all_tensors_of_the_model(
 def test_every_value_travels_once_at_most_and_none_to_its_owner(start: Start, models: dict[str, Path]) -> None:
     ranks = start(4)
     expected = hold(ranks, models["dense"], Grid(4, tensor=2))
-    [_, *others] = ranks.call("gather", [*expected], [0])
+    [_, *others] = ranks.call("gather", {0: [*expected]})
     sent = [sum(size for _, _, size in messages) for _, messages in others]
     norms = sum(value.nbytes for name, value in expected.items() if "norm" in name)
     rows = 32 * 4 * 2  # of the embedding and the output layer, which are one more of the first half
@@ -127,7 +127,7 @@ def test_every_value_travels_once_at_most_and_none_to_its_owner(start: Start, mo
 def test_a_rank_receives_no_more_at_a_time_than_it_is_allowed(start: Start, models: dict[str, Path]) -> None:
     ranks = start(2)
     expected = hold(ranks, models["experts"], Grid(2, expert=2))
-    messages = ranks.call("gather", [*expected], [1])[1][1]
+    messages = ranks.call("gather", {1: [*expected]})[1][1]
     sizes = [size for kind, _, size in messages if kind == "irecv"]
     assert len(sizes) > 10
     # The embedding is one part.
@@ -135,12 +135,16 @@ def test_a_rank_receives_no_more_at_a_time_than_it_is_allowed(start: Start, mode
 
 
 @pytest.mark.processes
-def test_several_ranks_get_the_same_tensors_and_other_ranks_none(start: Start, models: dict[str, Path]) -> None:
+def test_several_ranks_get_different_tensors_at_once_and_other_ranks_none(
+    start: Start, models: dict[str, Path]
+) -> None:
     ranks = start(4)
     expected = hold(ranks, models["experts"], Grid(4, tensor=2, pipeline=2, expert=2))
-    names = sorted(expected)[::3]
-    for rank, (found, _) in enumerate(ranks.call("gather", names, [3, 0])):
-        assert_same(found, {name: expected[name] for name in names if rank in (3, 0)})
+    names = sorted(expected)
+    wanted = {3: names[::3], 0: names[1::2], 2: names[:1]}
+    for rank, (found, _) in enumerate(ranks.call("gather", wanted)):
+        assert_same(found, {name: expected[name] for name in wanted.get(rank, ())})
+    assert [found for found, _ in ranks.call("gather", {})] == [{}, {}, {}, {}]
 
 
 @pytest.mark.processes
@@ -148,7 +152,7 @@ def test_a_critic_has_its_value_head(start: Start, models: dict[str, Path]) -> N
     ranks = start(2)
     expected = hold(ranks, models["tied"], Grid(2, pipeline=2), critic=True)
     assert expected["lm_head.weight"].shape == (1, 32)
-    assert_same(ranks.call("gather", [*expected], [0])[0][0], expected)
+    assert_same(ranks.call("gather", {0: [*expected]})[0][0], expected)
 
 
 @pytest.mark.processes
@@ -159,11 +163,32 @@ def test_a_rank_needs_memory_for_what_it_wants_and_one_round_and_an_owner_for_on
     ranks, width = start(2), getattr(torch, dtype).itemsize
     expected = hold(ranks, models["experts"], Grid(2, tensor=2, expert_tensor=2))
     layer = [name for name in expected if ".layers.1." in name]
-    owner, wanting = ranks.call("peak_of_gathering", layer, [1], dtype)
+    owner, wanting = ranks.call("peak_of_gathering", {1: layer}, dtype)
     wanted = sum(expected[name].size for name in layer) * width
     assert wanted > 4 * ROUND_BYTES
     assert ROUND_BYTES / 2 < owner <= ROUND_BYTES
     assert wanted + ROUND_BYTES / 2 < wanting <= wanted + ROUND_BYTES
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("model", "grid"), [("tied", Grid(2, pipeline=2)), ("experts", Grid(2, expert=2))], ids=repr)
+def test_files_take_the_memory_of_the_weights_that_leave_together_and_what_is_made_of_them(
+    start: Start, models: dict[str, Path], model: str, grid: Grid, tmp_path: Path
+) -> None:
+    ranks = start(2)
+    expected = hold(ranks, models[model], grid)
+    peaks = ranks.call("peak_of_writing", str(tmp_path), "float32", 40_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 3
+    written = {name: value for file in files for name, value in load_file(file).items()}
+    whole = load_file(models[model] / "model.safetensors")
+    assert_same({name: value.numpy() for name, value in written.items()}, {k: v.numpy() for k, v in whole.items()})
+    # The experts of a layer, and the same again as files have them.
+    experts = [value.nbytes for name, value in expected.items() if ".layers.0.mlp.experts." in name]
+    largest = max(2 * sum(experts), *(value.nbytes for value in expected.values()))
+    # The embedding is one part of a stage.
+    in_flight = max(ROUND_BYTES, expected["model.embed_tokens.weight"].nbytes if grid.pipeline > 1 else 0)
+    assert max(peaks) <= largest + in_flight < sum(value.nbytes for value in expected.values()) / 2
 
 
 STAGES = [

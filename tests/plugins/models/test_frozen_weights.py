@@ -21,7 +21,6 @@ from spurline_models.local.checkpoint import read_weights
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.placement.narrow_weights import narrow_weights, narrowable_modules, quantize_weights
 from spurline_models.placement.quantized_weights import QuantizedWeight, quantized_bytes, quantized_layers
-from spurline_rl.testing.backend_cases import weights_of
 
 QWEN2: dict[str, Any] = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 """A model with biases."""
@@ -55,7 +54,7 @@ def test_training_over_them_is_training_over_the_same_values_held_wide_bit_for_b
         held = adapted(files, form, precision=precision)
         assert len(quantized_layers(held._model.causal)) == 14
         values = write_model_folder(tmp_path / "values", **QWEN2)
-        save_file(weights_of(held), values / "model.safetensors", {"format": "pt"})
+        held.write_weights(values, torch.float32, 1 << 30)
         wide = adapted(values, "fp32", precision=precision, activation_checkpointing=True)
     assert train(held, range(2)) == train(wide, range(2))
     if form == "bf16":

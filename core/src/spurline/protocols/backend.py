@@ -18,6 +18,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.protocols.ranks import RankRequest
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -96,6 +97,14 @@ class Backend(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (hf_name, tensor) for publishing and export. Adapters are merged. A tied weight is yielded once."""
+        ...
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        """Write `named_weights` as safetensors files with an index, named and split as transformers does.
+
+        Floating point weights are cast to `dtype`. A tensor larger than `max_file_bytes` has its own file. No process
+        needs memory for the whole model. Raises OSError if the disk is full.
+        """
         ...
 
     def facts(self) -> Mapping[str, int | str]:

@@ -196,7 +196,7 @@ class FsdpRank(RankWorker):
 
 
 class _ShardGathering:
-    """A `Gathers` for a sharded model. All ranks gather every tensor. Only its destinations keep it.
+    """A `Gathers` for a sharded model. All ranks gather every tensor. Only ranks that want a tensor keep it.
 
     `read` returns the values of a tensor of the model. While engines have the device, the values are on the host.
     """
@@ -204,15 +204,14 @@ class _ShardGathering:
     def __init__(self, causal: PreTrainedModel, read: Callable[[Tensor], Tensor]) -> None:
         self._causal, self._read = causal, read
 
-    def gather(
-        self, names: Sequence[str], destinations: Collection[int], dtype: torch.dtype | None
-    ) -> dict[str, Tensor]:
+    def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
         # Calling `state_dict` frees weights that a forward pass has gathered.
         state = self._causal.state_dict(keep_vars=True)
+        mine = set(wanted.get(dist.get_rank(), ()))
         whole: dict[str, Tensor] = {}
-        for name in names:
+        for name in dict.fromkeys(name for names in wanted.values() for name in names):
             tensor = _whole(cast_to(self._read(state[name].detach()), dtype))
-            if dist.get_rank() in destinations:
+            if name in mine:
                 whole[name] = tensor
         return whole
 

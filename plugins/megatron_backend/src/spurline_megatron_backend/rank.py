@@ -103,7 +103,7 @@ class MegatronRank(RankWorker):
         self._accumulate(role, RankShare.from_wire(wire), objective, whole_gradients=True)
         pairs = [(held, cast(Any, value).main_grad) for held, value in trained.model.parameters()]
         gathers = WeightsOfRanks(self._architecture, self._groups.grid, pairs, critic=role == "critic")
-        whole = gathers.gather(gathers.names, (0,), torch.float32)
+        whole = gathers.gather({0: gathers.names}, torch.float32)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
     def evaluate(self, wire: Wire, plain_objective: Mapping[str, Any]) -> SumsPart | None:

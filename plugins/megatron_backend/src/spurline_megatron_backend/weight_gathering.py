@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -141,45 +141,54 @@ class WeightsOfRanks:
         """Names of all tensors of the model."""
         return [*self._owners.shapes]
 
-    def gather(
-        self, names: Collection[str], destinations: Collection[int], dtype: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
-        """Implement `Gathers`. A rank also needs `max_bytes` of memory if it sends."""
+    def gather(self, wanted: Mapping[int, Collection[str]], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Implement `Gathers`. A rank also needs `max_bytes` of memory for each rank to which it sends."""
         if self._prepare is not None:
             self._prepare()
         kind = dtype or self._dtype
         whole = {
             name: torch.empty(self._owners.shapes[name], dtype=kind, device=self._device)
-            for name in (names if self._rank in destinations else ())
+            for name in wanted.get(self._rank, ())
         }
-        for parts in self._owners.rounds(names, kind, self._max_bytes):
-            self._exchange(parts, destinations, kind, whole)
+        to_each = [
+            [(destination, parts) for parts in self._owners.rounds(names, kind, self._max_bytes)]
+            for destination, names in sorted(wanted.items())
+        ]
+        for rounds in zip_longest(*to_each):
+            self._exchange([found for found in rounds if found is not None], kind, whole)
         return whole
 
     def owner_of(self, names: Collection[str]) -> int:
         return self._owners.most_of(names)
 
     def _exchange(
-        self, parts: Sequence[OwnedBox], destinations: Collection[int], dtype: torch.dtype, whole: Mapping[str, Tensor]
+        self, wanted: Sequence[tuple[int, Sequence[OwnedBox]]], dtype: torch.dtype, whole: Mapping[str, Tensor]
     ) -> None:
-        """Send boxes to the destinations, in one message per owner, and put this rank's boxes into `whole`."""
+        """Send boxes to the ranks that want them, in one message per owner, and put this rank's boxes into `whole`."""
         exchanges: list[dist.P2POp] = []
         arriving: list[tuple[OwnedBox, Tensor]] = []
-        for owner, group in groupby(parts, lambda part: part.owner):
-            own = [*group]
-            others = [rank for rank in destinations if rank != owner]
-            if self._rank == owner:
-                for part in own if owner in destinations else ():
-                    _place(part, self._values(part), whole)
-                if others:
+        outgoing: dict[tuple[OwnedBox, ...], Tensor] = {}
+        for destination, parts in wanted:
+            for owner, group in groupby(parts, lambda part: part.owner):
+                if self._rank not in (owner, destination):
+                    continue
+                own = [*group]
+                if owner == destination:
+                    for part in own:
+                        _place(part, self._values(part), whole)
+                    continue
+                if self._rank == owner:
+                    # A message is made only once, even if several ranks get it.
+                    message = outgoing.get(wanted_parts := tuple(own))
+                    if message is None:
+                        message = outgoing[wanted_parts] = self._empty(own, dtype)
+                        for part, space in zip(own, _spaces(message, own), strict=True):
+                            space.copy_(self._values(part))
+                    exchanges.append(dist.P2POp(dist.isend, message, destination))
+                else:
                     message = self._empty(own, dtype)
-                    for part, space in zip(own, _spaces(message, own), strict=True):
-                        space.copy_(self._values(part))
-                    exchanges += [dist.P2POp(dist.isend, message, rank) for rank in others]
-            elif self._rank in others:
-                message = self._empty(own, dtype)
-                arriving += zip(own, _spaces(message, own), strict=True)
-                exchanges.append(dist.P2POp(dist.irecv, message, owner))
+                    arriving += zip(own, _spaces(message, own), strict=True)
+                    exchanges.append(dist.P2POp(dist.irecv, message, owner))
         # All messages are one batch. Otherwise NCCL makes a communicator for every pair of ranks, and two ranks that
         # send to each other wait forever.
         for work in dist.batch_isend_irecv(exchanges) if exchanges else ():

@@ -23,10 +23,8 @@ from spurline.run.build import build_backend
 from spurline.run.checkpoints.checkpoint import BACKEND, Checkpoint, CheckpointStore
 from spurline_models.abilities import TrainsAdapters
 from spurline_models.adapters.adapter_weights import AdapterStream, write_adapter_files
-from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.backend_config import adapters_of
-from spurline_models.weight_files import WeightStream, write_weight_files
-from spurline_models.weights import NamedWeights
+from spurline_models.weight_files import write_weight_files
 from spurline_text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -54,11 +52,8 @@ def export_model(
     """
     if not replace:
         check_free(out)
-    model = loaded.config.model
     if not adapter:
-        without_values = build_without_memory(load_model_config(model), model)
-        layout = NamedWeights(without_values, adapted=False).layout
-        return _write_model(WeightStream(layout, backend.named_weights()), model, tokenizer, out)
+        return _write_model(backend.write_weights, loaded.config.model, tokenizer, out)
     check_adapter(loaded.config)
     settings = backend.adapter_settings() if isinstance(backend, TrainsAdapters) else None
     if not isinstance(backend, TrainsAdapters) or settings is None:
@@ -86,11 +81,16 @@ def _write_adapter(adapter: AdapterStream, tokenizer: PreTrainedTokenizerBase, o
     return _write_beside(out, "adapter", fill)
 
 
-def _write_model(weights: WeightStream, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, out: Path) -> Path:
+def _write_model(
+    write_weights: Callable[[Path, torch.dtype, int], None],
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+) -> Path:
     config, dtype = _config_and_dtype(model)
 
     def fill(folder: Path) -> None:
-        write_weight_files(folder, weights, dtype, _MAX_FILE_BYTES)
+        write_weights(folder, dtype, _MAX_FILE_BYTES)
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         try:
@@ -188,7 +188,9 @@ def export_run(loaded: LoadedConfig, out: Path, checkpoint: str | Path | None = 
     content = _read(reader, config, found)
     if adapter:
         return _write_adapter(content, tokenizer, out)
-    return _write_model(content, config.model, tokenizer, out)
+    return _write_model(
+        lambda folder, dtype, most: write_weight_files(folder, content, dtype, most), config.model, tokenizer, out
+    )
 
 
 def _backend_of(loaded: LoadedConfig, found: Checkpoint, stack: ExitStack) -> Backend:

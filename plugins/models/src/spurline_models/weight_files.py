@@ -205,18 +205,41 @@ def write_weight_files(folder: Path, stream: WeightStream, dtype: torch.dtype, m
     Floating point weights get this dtype. The tensors of a file have at most `max_file_bytes` bytes, except that a
     larger tensor gets its own file.
     """
-    cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in stream.layout.items()}
-    split = split_torch_state_dict_into_shards(cast, max_shard_size=max_file_bytes)
-    file_of = split.tensor_to_filename
+    plan = FilePlan.of(stream.layout, dtype, max_file_bytes)
     with ExitStack() as stack:
-        files = {
-            file: stack.enter_context(WeightFile(folder / file, {name: cast[name] for name in names}))
-            for file, names in split.filename_to_tensors.items()
-        }
+        files = {name: stack.enter_context(WeightFile(folder / name, plan.files[name])) for name in plan.files}
         for name, tensor in stream.tensors:
-            files[file_of[name]].put(name, tensor)
-    if split.is_sharded:
-        content = {"metadata": split.metadata, "weight_map": dict(sorted(file_of.items()))}
+            files[plan.file_of[name]].put(name, tensor)
+    plan.write_index(folder)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """The files that weights are written to, named as transformers names them.
+
+    Attributes:
+        files: The layout of each file by file name, with the dtypes to write.
+        file_of: The file name of each weight.
+        total_bytes: Size of all weights.
+    """
+
+    files: Mapping[str, Mapping[str, Tensor]]
+    file_of: Mapping[str, str]
+    total_bytes: int
+
+    @classmethod
+    def of(cls, layout: Mapping[str, Tensor], dtype: torch.dtype, max_file_bytes: int) -> FilePlan:
+        """Plan the files of these weights, with floating point weights in this dtype."""
+        cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in layout.items()}
+        split = split_torch_state_dict_into_shards(cast, max_shard_size=max_file_bytes)
+        files = {file: {name: cast[name] for name in names} for file, names in split.filename_to_tensors.items()}
+        return cls(files, split.tensor_to_filename, split.metadata["total_size"])
+
+    def write_index(self, folder: Path) -> None:
+        """Write the index if there are several files."""
+        if len(self.files) == 1:
+            return
+        content = {"metadata": {"total_size": self.total_bytes}, "weight_map": dict(sorted(self.file_of.items()))}
         (folder / _INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

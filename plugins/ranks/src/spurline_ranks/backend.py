@@ -125,6 +125,10 @@ class RankBackend:
             )
         return buckets_of_ranks(self._ranks, version, choice, first)
 
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        # Ranks return file errors instead of raising them, because a raised error would end all ranks.
+        _raise_first(self._ranks.call("write_weights", str(folder.absolute()), dtype, max_file_bytes))
+
     def facts(self) -> Mapping[str, int | str]:
         return self._ranks.call("facts")[0]
 

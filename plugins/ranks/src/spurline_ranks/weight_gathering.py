@@ -1,13 +1,15 @@
 """Gather whole tensors from the parts that ranks hold, a few at a time.
 
-Data flow: parts -> whole tensors on the ranks that want them -> weights under Hugging Face names -> buckets for
-engines, or numpy arrays from the first rank. A process never holds more than one bucket and its converted copy.
+Data flow: parts -> whole tensors on the rank that wants them -> weights under Hugging Face names -> files that
+the ranks write, or numpy arrays from the first rank. A process never holds more than one bucket and its converted copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spurline_models.weight_files import FilePlan, WeightFile
 from spurline_models.weights import GroupedWeights
 
 BUCKET_BYTES = 64 << 20
@@ -27,18 +30,15 @@ Bucket = tuple[int, int]
 class Gathers(Protocol):
     """Gathers tensors that are divided among the ranks of a backend."""
 
-    def gather(
-        self, names: Sequence[str], destinations: Collection[int], dtype: torch.dtype | None
-    ) -> dict[str, Tensor]:
-        """Send whole tensors to some ranks. All ranks must call this together with the same arguments.
+    def gather(self, wanted: Mapping[int, Sequence[str]], dtype: torch.dtype | None) -> dict[str, Tensor]:
+        """Send whole tensors to the ranks that want them. All ranks must call this together with the same arguments.
 
         Args:
-            names: The names of the tensors in the model.
-            destinations: The ranks that get the tensors.
+            wanted: The names of the tensors that each rank wants. Ranks that want nothing may be left out.
             dtype: The dtype to which floating point values are cast before they are sent, or None.
 
         Returns:
-            The tensors by name, on the device, or {} outside of `destinations`.
+            The tensors that this rank wants, by their names in the model, on the device.
         """
         ...
 
@@ -91,13 +91,58 @@ class WeightGathering:
         for is_merged, early in ((False, dtype), (True, None)):
             names = [source for group in groups if group.is_merged == is_merged for source in group.sources]
             if names:
-                whole |= self._gathers.gather(names, destinations, early)
+                whole |= self._gathers.gather(dict.fromkeys(sorted(destinations), names), early)
         weights: dict[str, Tensor] = {}
         if dist.get_rank() in destinations:
             for group in groups:
                 made = self._named.weights_of(group, {source: whole.pop(source) for source in group.sources})
                 weights |= {name: cast(weight, dtype) for name, weight in made.items()}
         return weights
+
+    def write(
+        self, folder: Path, dtype: torch.dtype, max_file_bytes: int, doing: Callable[[str], None]
+    ) -> OSError | None:
+        """Write the weights as in `Backend.write_weights`. All ranks call this together. Each writes some of the files.
+
+        Returns:
+            The error if this rank could not write its files, else None.
+        """
+        rank, world = dist.get_rank(), dist.get_world_size()
+        plan = FilePlan.of(self._named.layout, dtype, max_file_bytes)
+        writer_of = {name: number % world for number, name in enumerate(plan.files)}
+        weights = self._all(plan, writer_of, dtype, doing)
+        failure: OSError | None = None
+        try:
+            with ExitStack() as stack:
+                files = {
+                    name: stack.enter_context(WeightFile(folder / name, layout))
+                    for name, layout in plan.files.items()
+                    if writer_of[name] == rank
+                }
+                for name, weight in weights:
+                    if plan.file_of[name] in files:
+                        files[plan.file_of[name]].put(name, weight)
+                    # Free the weight before the next one is gathered.
+                    del weight
+            if rank == 0:
+                plan.write_index(folder)
+        except OSError as error:
+            # The frames of the traceback would keep a weight in memory.
+            failure = error.with_traceback(None)
+        # Gathering is a collective: after an error this rank still helps the others.
+        for _ in weights:
+            pass
+        return failure
+
+    def _all(
+        self, plan: FilePlan, writer_of: Mapping[str, int], dtype: torch.dtype, doing: Callable[[str], None]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights of this rank's files. Gathering each group of tensors is a collective."""
+        count = len(self._named.groups)
+        for number, group in enumerate(self._named.groups, start=1):
+            doing(f"writing weights, {number} of {count}")
+            writers = {writer_of[plan.file_of[name]] for name in group.weights}
+            yield from self.gather((number - 1, number), dtype, writers).items()
 
 
 def _nbytes(weight: Tensor, dtype: torch.dtype | None) -> int:

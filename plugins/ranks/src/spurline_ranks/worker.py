@@ -159,6 +159,11 @@ class RankWorker:
         whole = self._gatherings[part].gather(bucket)
         return as_arrays(whole.items()) if self._place.rank == 0 else None
 
+    def write_weights(self, folder: str, dtype: torch.dtype, max_file_bytes: int) -> OSError | None:
+        """Write whole weights as in `Backend.write_weights`. Return the error of this rank, or None."""
+        failure = self._gatherings["model"].write(Path(folder), dtype, max_file_bytes, self._place.doing)
+        return None if failure is None else OSError(self._named(failure))
+
     def yield_device(self, keep_weights: bool) -> None:
         self._place.doing("moving tensors to host memory")
         self._memory.give(self._device_tensors(), keep_weights=keep_weights)

@@ -44,6 +44,7 @@ from spurline_models.placement.quantized_weights import num_parameters
 from spurline_models.probe import check_exactness, check_routers, choose_reading
 from spurline_models.streams.stream_model import StreamModel, ValueModel, put_value_head
 from spurline_models.streams.token_stream import TokenStream, check_columns, check_tokens, token_stream
+from spurline_models.weight_files import WeightStream, write_weight_files
 from spurline_models.weights import NamedWeights
 
 
@@ -179,6 +180,10 @@ class LocalBackend:
         if self._config.lora is not None:
             for name, tensor in AdapterWeights(self._model.causal):
                 yield name, self._memory.read(tensor)
+
+    def write_weights(self, folder: Path, dtype: torch.dtype, max_file_bytes: int) -> None:
+        named = self._named_weights()
+        write_weight_files(folder, WeightStream(named.layout, iter(named)), dtype, max_file_bytes)
 
     def facts(self) -> Mapping[str, int | str]:
         return {

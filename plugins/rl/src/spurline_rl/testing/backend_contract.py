@@ -6,6 +6,7 @@ batches. The last tests are for reinforcement learning: temperatures, and the re
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -239,6 +240,23 @@ class BackendContract:
             assert facts["parameters"] == facts["trainable_parameters"]
             assert facts["parameters"] == sum(tensor.numel() for tensor in weights_of(backend).values())
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_written_weights_are_the_named_ones_in_files_of_limited_size(
+        self, tiny_model: Path, tmp_path: Path, dtype: torch.dtype
+    ) -> None:
+        limit = 20_000
+        with self.backend(tiny_model) as (backend, layout):
+            backend.update(*minibatch("packed", layout))
+            backend.write_weights(tmp_path, dtype, limit)
+            expected = {name: tensor.to(dtype) for name, tensor in weights_of(backend).items()}
+        files = {file: load_file(file) for file in tmp_path.glob("*.safetensors")}
+        assert len(files) > 1
+        for file, tensors in files.items():
+            assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= limit, file.name
+        assert_weights_equal({name: tensor for tensors in files.values() for name, tensor in tensors.items()}, expected)
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+        assert index == {name: file.name for file, tensors in files.items() for name in tensors}
+
     @pytest.mark.parametrize("name", UNEVEN)
     def test_uneven_work_gives_what_the_local_backend_gives(self, tiny_model: Path, name: str) -> None:
         # If ranks called different collectives, they would wait for each other until the test's time limit.
@@ -415,6 +433,7 @@ class BackendContract:
             def write(folder: Path) -> tuple[dict[str, Tensor], Any]:
                 (folder / "saved").mkdir(parents=True)
                 digests = backend.save(folder / "saved")
+                backend.write_weights(folder, torch.float32, 1 << 30)
                 return weights_of(backend) | tensors_of(folder), (backend.facts(), digests)
 
             here, facts = write(tmp_path / "here")
