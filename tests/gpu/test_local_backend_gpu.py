@@ -102,7 +102,8 @@ def test_a_snapshot_in_pinned_memory_is_what_was_saved_before_more_steps(tmp_pat
         write = backend.snapshot()
         backend.update(batch, OBJECTIVE)
         assert write(tmp_path / f"written-{number}") == digests
-    assert all(buffer.is_pinned() for buffer in backend._copies._buffers.values())
+    buffers = backend._copies._buffers
+    assert all(buffer.is_pinned() for (group, _), buffer in buffers.items() if not group.endswith("rng"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from spurline_fsdp_backend.trained_model import SavedModel, ShardedTrainedModel,
 from spurline_models.accumulate import SumsPart, accumulate_gradients, evaluation_sums, logprobs_of
 from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.dealing import RankShare, Rows
-from spurline_models.device_profile import seed_update
+from spurline_models.device_profile import seed_generators
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.generation import generate_greedily, stop_tokens
 from spurline_models.loading import check_config
@@ -152,7 +152,8 @@ class FsdpRank(RankWorker):
 
     def _accumulate(self, role: Role, share: RankShare, objective: Objective) -> SumsPart:
         trained = self._trained[role]
-        seed_update(self._run.seed, role, trained.updates, self._place.rank)
+        # Each step seeds dropout itself, so checkpoints need not hold the state of random generators.
+        seed_generators(_seed(self._run.seed, role, trained.updates, self._place.rank))
         streams = self._streams(trained.model, share, objective.loss.needs)
         balance = None
         if self._balance is not None and role == "policy":
@@ -230,3 +231,8 @@ def _compile_cache(run_dir: Path, local_rank: int) -> Path:
     default = Path(tempfile.gettempdir(), f"spurline-inductor-{os.getuid()}")
     run = hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]
     return (Path(chosen) if chosen else private_folder(default)) / f"{run}-rank-{local_rank}"
+
+
+def _seed(seed: int, role: Role, updates: int, rank: int) -> int:
+    digest = hashlib.sha256(f"{seed}/{role}/{updates}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,11 +1,10 @@
 """Describe the device and precision of a model's computation. Code that depends on them uses a `DeviceProfile`.
 
-This module also seeds the random generators of training.
+This module also seeds, saves and restores the random generators of training.
 """
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -142,18 +141,37 @@ class KeepDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def seed_update(seed: int, role: str, updates: int, rank: int = 0) -> None:
-    """Seed the global generators for the dropout of one update, so that checkpoints need not hold their state.
+def seed_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
-    Args:
-        seed: The run's seed.
-        role: The trained model.
-        updates: Number of updates that the model has had.
-        rank: The process that computes, among those of the run.
-    """
-    digest = hashlib.sha256(f"{seed}/{role}/{updates}/{rank}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big") >> 1
-    torch.manual_seed(number)
-    # Models from the hub may use these generators.
-    random.seed(number)
-    np.random.seed(number % 2**32)
+
+def generator_tensors() -> dict[str, Tensor]:
+    """Return the states of torch's generators: `cpu`, and `cuda:0`, ... for every GPU of this process."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def generator_values() -> dict[str, Any]:
+    """Return the states of Python's and numpy's global generators as JSON. Model code may use these generators."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+    }
+
+
+def restore_generators(states: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Restore the results of `generator_tensors` and `generator_values`. GPUs without a saved state are left alone."""
+    torch.set_rng_state(states["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)
+    version, words, gauss = values["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))

@@ -30,7 +30,7 @@ from spurline_models.adapters.adapter_weights import AdapterWeights
 from spurline_models.architecture import vocabulary_size
 from spurline_models.configs import check_libraries
 from spurline_models.dealing import Rows
-from spurline_models.device_profile import device_profile, seed_update
+from spurline_models.device_profile import device_profile, seed_generators
 from spurline_models.experts.router_balance import balance_coefficient
 from spurline_models.experts.router_replay import check_replayed, load_metrics
 from spurline_models.generation import generate_greedily, generation_model, stop_tokens
@@ -82,6 +82,8 @@ class LocalBackend:
         self._memory = DeviceMemory(self._profile)
         self._copies = HostCopies(self._profile)
         self._open_swaps = 0
+        # Loading may have drawn random numbers. Seed again, so that dropout depends on the seed alone.
+        seed_generators(run.seed)
 
     def update(self, batch: TrainingBatch, objective: Objective, *, role: Role = "policy") -> Mapping[str, float]:
         self._refuse_swapped("trained")
@@ -120,7 +122,9 @@ class LocalBackend:
         trained = self._model_to_train(role)
         self._memory.check_here("asked for gradients")
         try:
-            self._accumulate(trained, batch, objective, role)
+            # Restore the generators, so that this call does not change the dropout of the next update.
+            with self._profile.keeping_generators():
+                self._accumulate(trained, batch, objective, role)
             result = trained.gradients()
         finally:
             trained.drop_gradients()
@@ -226,7 +230,6 @@ class LocalBackend:
         self._profile.release_cached_memory()
 
     def _accumulate(self, trained: TrainedModel, batch: TrainingBatch, objective: Objective, role: Role) -> StepSums:
-        seed_update(self._run.seed, role, trained.updates)
         streams = self._streams(batch, objective.loss.needs)
         balance = None
         if self._balance is not None and role == "policy":

@@ -2,10 +2,9 @@
 
 - model.safetensors: the trained weights or their fp32 masters, and the model's persistent buffers.
 - optimizer.safetensors: the optimizer's state of each parameter.
+- rng.safetensors: the random generators.
 - state.json: the update count, the optimizer's name and numbers, a digest of the frozen weights, and a digest of the
   weights that the run started from. The frozen weights themselves are not saved.
-
-Each update seeds the random generators, so their state is not saved.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.digests import FileDigest
 from spurline.errors import CheckpointError, CheckpointWriteError, RunFailedError
 from spurline.tensor_files import write_tensor_file
+from spurline_models import device_profile
 from spurline_models.adapters.adapter_weights import AdapterStream
 from spurline_models.device_profile import DeviceProfile
 from spurline_models.local.configs import LocalBackendConfig
@@ -100,8 +100,10 @@ class TrainingState:
             "narrow_weights": trained.narrow_names,
             "initial_weights": trained.initial_weights,
             "optimizer": optimizer.facts(),
+            "generators": device_profile.generator_values(),
         }
-        return cls(held, facts)
+        # `generator_tensors` returns copies.
+        return cls(held | {"rng": device_profile.generator_tensors()}, facts)
 
     def copied(self, copies: HostCopies, owner: str) -> TrainingState:
         """Return this state with its tensors copied into `copies`. Each model needs its own `owner`."""
@@ -158,13 +160,13 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
 
 
 def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]:
-    """Read a saved state, and return a function that puts it into the model and its optimizer.
+    """Read a saved state, and return a function that puts it into the model, its optimizer and the random generators.
 
     Raises:
         CheckpointError: If the state does not fit this model and optimizer. Then nothing has been changed.
     """
     content = read_facts(path, "local", _FORMAT)
-    model, optimizer = (load_file(path / f"{name}.safetensors") for name in ("model", "optimizer"))
+    model, optimizer, generators = (load_file(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
     check_frozen(path, content["frozen_weights"], trained.frozen_weights)
     state = OptimizerState.read(optimizer, content["optimizer"])
@@ -181,6 +183,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
         trained.optimization.restore(state)
         trained.updates = int(content["updates"])
         trained.initial_weights = content["initial_weights"]
+        device_profile.restore_generators(generators, content["generators"])
 
     return put
 

@@ -206,7 +206,8 @@ class WeightPlacement:
         """
         model, dtype = self._run.model, self._profile.weight_dtype
         narrow = torch.bfloat16 if self._config.narrow_weights else None
-        causal = load_model(model, self._profile, self._run.seed, self._make_reference, narrow=narrow)
+        with self._profile.keeping_generators():
+            causal = load_model(model, self._profile, self._run.seed, self._make_reference, narrow=narrow)
         check_initial_weights(weights_digest(causal, dtype), initial_weights, model.path)
         return StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
 
