@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 
 from spurline.config.loading import LoadedConfig
 from spurline.digests import digest_file
-from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError, RunFailedError
 from spurline.protocols.backend import Backend
 from spurline.protocols.optimizer import OptimizerConfig
 from spurline_models.optimizers.configs import SgdConfig
+from spurline_ranks.group import open_ranks
+from spurline_ranks.messages import plain_run
 from spurline_rl.testing.backend_cases import weights_of
 from spurline_rl.testing.backend_runs import backend_run, opened
 
@@ -29,13 +31,14 @@ LOCAL = {"name": "models/local", "device": "cpu"}
 
 class CheckpointContract:
     """backend: its name. plugins: of its runs. on: makes the section for so many ranks and other settings. write:
-    writes a tiny model. optimizers: with the difference that they may show to one process, relative to what they
-    changed."""
+    writes a tiny model. losing_worker: a rank that loses a checkpoint while it reads it. optimizers: with the
+    difference that they may show to one process, relative to what they changed."""
 
     backend: ClassVar[str]
     plugins: ClassVar[tuple[str, ...]]
     on: ClassVar[Callable[..., dict[str, Any]]]
     write: ClassVar[Callable[..., Path]]
+    losing_worker: ClassVar[str]
     optimizers: ClassVar[tuple[tuple[OptimizerConfig, float], ...]] = (
         (SgdConfig(learning_rate=0.1, momentum=0.9, weight_decay=0.1), 1e-4),
     )
@@ -110,6 +113,15 @@ class CheckpointContract:
         # The ranks still run, with the optimizer unchanged.
         assert train(two_ranks, range(2, 3)) == [saved.expected[2]]
 
+    def test_a_missing_piece_is_found_without_digests_too(
+        self, two_ranks: Backend, saved: Saved, tmp_path: Path
+    ) -> None:
+        damaged = tmp_path / "damaged"
+        shutil.copytree(saved.path, damaged)
+        (damaged / "policy/rank-00001.part-000.safetensors").unlink()
+        with pytest.raises(DamagedCheckpointError, match="policy is damaged: "):
+            two_ranks.load(damaged)
+
     def test_a_disk_that_refuses_leaves_the_ranks_at_work(
         self, two_ranks: Backend, saved: Saved, tmp_path: Path
     ) -> None:
@@ -151,6 +163,21 @@ class CheckpointContract:
         said = r"mlp\.gate_proj\.weight is \[64, 32\] float32 in the checkpoint, but \[80, 32\]"
         with self.backend_of(wider, self.on(1), critic=True) as backend, pytest.raises(CheckpointError, match=said):
             backend.load(saved.path)
+
+    def test_files_that_vanish_while_values_are_read_end_the_ranks(self, saved: Saved, tmp_path: Path) -> None:
+        """The ranks then hold half of the checkpoint, and must not train."""
+        shutil.copytree(saved.path, tmp_path / "lost")
+        run = backend_run(saved.model, self.on(2), self.plugins, critic=True).config
+        config: Any = run.backend
+        ranks = open_ranks(config.rank_request(), self.losing_worker, (plain_run(run), 8), config.limits)
+        try:
+            ranks.call("build")
+            with pytest.raises(DamagedCheckpointError, match=r"part-000\.safetensors.*missing"):
+                ranks.call("load", str(tmp_path / "lost"))
+            with pytest.raises(RunFailedError, match="No rank is left to do `facts`"):
+                ranks.call("facts")
+        finally:
+            ranks.close()
 
     def test_other_optimizers_train_as_on_one_process_and_continue(self, tmp_path: Path, tiny: Path) -> None:
         for number, (optimizer, tolerance) in enumerate(self.optimizers):

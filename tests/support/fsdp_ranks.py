@@ -1,18 +1,42 @@
-"""Ranks of the FSDP backend whose model can be made to mix tokens."""
+"""Ranks of the FSDP backend that lose a checkpoint while they read it, or whose model can be made to mix tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from spurline_fsdp_backend import sharded_model
 from spurline_fsdp_backend.rank import FsdpRank
+from spurline_fsdp_backend.trained_model import SavedModel
 from spurline_models.architecture import decoder_layers
 from spurline_models.device_profile import device_profile
+from spurline_ranks.checkpoint import StoredModel
 from spurline_ranks.group import Place
+
+
+def losing_files(saved: type[StoredModel]) -> Any:
+    """Return this class, but the files of a checkpoint are gone once their headers were read and found fitting."""
+
+    def read_fitting(path: Path, models: Mapping[Any, Any]) -> Any:
+        found = saved.read_fitting(path, models)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            for file in path.rglob("*.safetensors"):
+                file.unlink()
+        dist.barrier()
+        return found
+
+    return SimpleNamespace(read_fitting=read_fitting)
+
+
+class LosingRank(FsdpRank):
+    _saved_model = losing_files(SavedModel)
 
 
 class MixingRank(FsdpRank):

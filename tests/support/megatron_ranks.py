@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from failing_losses import fail
+from fsdp_ranks import losing_files
 
 from spurline_megatron_backend.open_rank import open_rank
 from spurline_ranks.group import Place
@@ -101,4 +102,11 @@ def counting(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> 
         return result
 
     rank.counts = taken
+    return rank
+
+
+def losing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> Any:
+    """A rank that loses a checkpoint while it reads it."""
+    rank: Any = open_rank(place, plain_run, total_updates)
+    rank._saved_model = losing_files(rank._saved_model)
     return rank

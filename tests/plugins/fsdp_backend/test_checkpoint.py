@@ -24,6 +24,7 @@ class TestCheckpoints(CheckpointContract):
     plugins = ("fsdp_backend",)
     on = staticmethod(on)
     write = staticmethod(write_tiny_model)
+    losing_worker = "fsdp_ranks:LosingRank"
     # Muon makes directions orthogonal in bfloat16, and its roundings turn over with the last bit of a gradient.
     optimizers = (*CheckpointContract.optimizers, (MuonConfig(learning_rate=1e-3), 3e-2))
 

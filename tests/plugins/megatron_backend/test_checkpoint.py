@@ -25,8 +25,12 @@ class TestCheckpoints(CheckpointContract):
     plugins = ("megatron_backend", "fsdp_backend")
     on = staticmethod(on)
     write = staticmethod(write_qwen3)
+    losing_worker = "megatron_ranks:losing"
     test_another_model_is_refused_with_the_weights_that_differ = pytest.mark.slow(
         CheckpointContract.test_another_model_is_refused_with_the_weights_that_differ
+    )
+    test_files_that_vanish_while_values_are_read_end_the_ranks = pytest.mark.slow(
+        CheckpointContract.test_files_that_vanish_while_values_are_read_end_the_ranks
     )
     test_other_optimizers_train_as_on_one_process_and_continue = pytest.mark.slow(
         CheckpointContract.test_other_optimizers_train_as_on_one_process_and_continue

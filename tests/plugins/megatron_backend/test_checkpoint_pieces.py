@@ -25,7 +25,7 @@ from megatron_shards import (
 )
 from torch import Tensor
 
-from spurline.errors import CheckpointWriteError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.checkpoint import join, pieces, read_owned, state_of
 from spurline_megatron_backend.grid import Grid
@@ -117,6 +117,32 @@ def test_an_optimizer_without_state_yet_is_written_and_replaces_one_that_has_som
     (reader,) = simulated_ranks(DENSE, Grid(1), state, Random(0))
     read_owned(index, saved_state(index, facts), reader.owned)
     assert all(not owned.state for owned in reader.owned)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, OptimizerState]:
+    grid = Grid(4, tensor=2, expert=2)
+    return tmp_path, write(tmp_path, grid, simulated_ranks(EXPERTS, grid, some_state(EXPERTS, 3), Random(3)))
+
+
+def test_a_tensor_that_is_missing_altogether_is_found(written: tuple[Path, OptimizerState]) -> None:
+    folder, facts = written
+    index = PieceIndex.of(folder)
+    left = {key: stored for key, stored in index.tensors.items() if key != "model.norm.weight/step"}
+    saved = saved_state(PieceIndex(folder, left), facts)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight/step is missing"):
+        check_state(saved, "adamw", whole_shapes(EXPERTS), [])
+
+
+def test_files_of_another_layout_that_were_left_in_the_folder_are_found(written: tuple[Path, OptimizerState]) -> None:
+    folder, _ = written
+    grid = Grid(8, tensor=2, pipeline=2, expert=2)
+    ranks = simulated_ranks(EXPERTS, grid, some_state(EXPERTS, 3), Random(5))
+    other = ranks[7]
+    own = [owned for owned in other.owned if owned.held.counts_on(grid.place(other.rank).tensor)]
+    write_pieces(folder, other.rank, pieces(own))
+    with pytest.raises(DamagedCheckpointError, match="is damaged"):
+        PieceIndex.of(folder)
 
 
 @pytest.mark.parametrize(

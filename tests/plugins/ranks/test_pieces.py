@@ -1,4 +1,4 @@
-"""Pieces: what many processes wrote, any others read."""
+"""Pieces: what many processes wrote, any others read, and nothing that is not whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from run_helpers import anonymous_bytes
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spurline.digests import digest_file
+from spurline.digests import digest_file, verify_files
+from spurline.errors import DamagedCheckpointError
 from spurline_ranks.pieces import Box, Piece, PieceIndex, write_pieces
 
 SHAPE = (7, 4, 3)
@@ -97,6 +98,46 @@ def test_files_are_plain_safetensors_of_at_most_the_size_asked_for(tmp_path: Pat
         assert sum(tensor.nbytes for tensor in values.values()) <= 3000
         for key, tensor in values.items():
             assert torch.equal(tensor, tensors[key])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """`a` and `b` on two ranks."""
+    for rank, (begin, end) in enumerate([(0, 4), (4, 7)]):
+        write_pieces(tmp_path, rank, [rows("a", numbered(), begin, end), rows("b", numbered(), begin, end)])
+    return tmp_path
+
+
+def test_a_file_that_is_missing_or_one_too_many_is_a_damaged_checkpoint(written: Path) -> None:
+    write_pieces(written, 2, [rows("b", numbered(), 4, 7)])
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00002.* hold 120 values of b, which has 84"):
+        PieceIndex.of(written)
+    for rank in (1, 2):
+        (written / f"rank-0000{rank}.part-000.safetensors").unlink()
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.* hold 48 values of a, which has 84"):
+        PieceIndex.of(written)
+
+
+def test_every_truncation_of_a_file_is_named(written: Path) -> None:
+    path = written / "rank-00001.part-000.safetensors"
+    content = path.read_bytes()
+    for length in range(0, len(content), 7):
+        path.write_bytes(content[:length])
+        with pytest.raises(DamagedCheckpointError, match=r"rank-00001\.part-000\.safetensors is damaged"):
+            PieceIndex.of(written)
+
+
+def test_a_changed_header_is_named_and_changed_values_by_their_digest(tmp_path: Path) -> None:
+    digests = write_pieces(tmp_path, 0, [whole("w", numbered())])
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b'"F32"', b'"F31"'))
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.*header cannot be read.*F31"):
+        PieceIndex.of(tmp_path)
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    PieceIndex.of(tmp_path)
+    with pytest.raises(DamagedCheckpointError, match=r"rank-00000.*its content has changed"):
+        verify_files(tmp_path, digests)
 
 
 def test_writing_and_reading_take_the_memory_of_one_tensor(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def save(
             "updates": trained.updates,
             "initial_weights": trained.initial_weights,
             "frozen_weights": trained.frozen_weights,
+            "weights": list(weights),
             "optimizer": state.facts(),
             "layout": dict(layout),
         }

@@ -55,6 +55,7 @@ def save(path: Path, models: Models, grid: Grid) -> dict[str, FileDigest]:
                 "updates": trained.updates,
                 "initial_weights": trained.initial_weights,
                 "frozen_weights": _NOTHING_FROZEN,
+                "weights": list(trained.shapes),
                 "optimizer": states[role].facts(),
                 "layout": asdict(grid),
             }
@@ -117,6 +118,7 @@ def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
     Raises:
         CheckpointWriteError: If a checkpoint cannot hold the state of the optimizer with this `name`.
     """
+    shapes: dict[str, str] = {}
     values: dict[str, Any] = {}
     on_host: list[str] = []
     for owned in own:
@@ -127,9 +129,12 @@ def state_of(own: Sequence[Owned], name: str) -> OptimizerState:
                 place = f"{part.name}/{key}"
                 if not isinstance(value, Tensor):
                     values[place] = value
-                elif value.device.type == "cpu" and owned.values.device.type != "cpu":
+                    continue
+                shape = part.shape if _is_vector(value, owned) else value.shape
+                shapes[place] = describe(torch.empty(shape, dtype=value.dtype, device="meta"))
+                if value.device.type == "cpu" and owned.values.device.type != "cpu":
                     on_host.append(place)
-    return OptimizerState({}, name, values, on_host=tuple(on_host))
+    return OptimizerState({}, name, values, shapes=shapes, on_host=tuple(on_host))
 
 
 def read_owned(index: PieceIndex, saved: OptimizerState, own: Sequence[Owned]) -> None:
@@ -226,8 +231,9 @@ def join(states: Sequence[OptimizerState]) -> OptimizerState:
             "checkpoint cannot hold them. Choose another optimizer, or backend fsdp."
         )
     values = {key: value for state in states for key, value in state.values.items()}
+    shapes = {key: shape for state in states for key, shape in state.shapes.items()}
     on_host = tuple(key for state in states for key in state.on_host)
-    return OptimizerState({}, states[0].optimizer, values, states[0].groups, on_host)
+    return OptimizerState({}, states[0].optimizer, values, states[0].groups, shapes, on_host)
 
 
 def read_weights(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]) -> WeightStream:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from spurline.config.run_config import ModelConfig
 from spurline.digests import FileDigest, HashedFile
-from spurline.errors import CheckpointError
+from spurline.errors import CheckpointError, DamagedCheckpointError
 from spurline_models.adapters.adapter_weights import AdapterStream, AdapterWeights
 from spurline_models.architecture import build_without_memory, load_model_config
 from spurline_models.configs import LoraConfig
@@ -46,13 +46,16 @@ def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
     """Read the JSON values that `write_facts` wrote. `layout` is the `format` that facts of this backend must have.
 
     Raises:
-        CheckpointError: If another backend or version wrote the checkpoint.
+        CheckpointError: If another backend or version wrote the checkpoint, or it is damaged.
     """
     path = folder / _FACTS
     reason = "is missing"
     if path.exists():
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content.get("format")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from error
+        found = content.get("format") if isinstance(content, dict) else None
         if found == layout:
             return content
         reason = f"has format {found}, and {layout} is needed"
@@ -61,6 +64,11 @@ def read_facts(folder: Path, backend: str, layout: object) -> dict[str, Any]:
         "and version that wrote it. Or export it with `spurline export` and its config, and set model.path to the "
         "result."
     )
+
+
+def damaged(path: Path, error: Exception) -> DamagedCheckpointError:
+    """Return the error for a file of a checkpoint that cannot be read."""
+    return DamagedCheckpointError(f"{path}: missing or damaged ({error}). Resume from another checkpoint.")
 
 
 def check_weights(where: Path, saved: Mapping[str, str], wanted: Mapping[str, str]) -> None:

@@ -2,9 +2,9 @@
 
 Each trained model, `policy` or `critic`, has a folder with the pieces of all ranks (`spurline_ranks.pieces`). Weights
 are stored under their names in the Hugging Face model, and the optimizer's tensor KEY for a weight NAME under NAME/KEY.
-The first rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the
-optimizer's name and values that are not tensors, and the layout of the ranks. Random generators are seeded in each
-step, so their state is not saved.
+The first rank writes `state.json`: the number of updates, digests of the initial and the frozen weights, the names of
+the weights, the optimizer's name and values that are not tensors, and the layout of the ranks. Random generators are
+seeded in each step, so their state is not saved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spurline.digests import FileDigest, verify_files
-from spurline.errors import CheckpointError, CheckpointWriteError
+from spurline.errors import CheckpointError, CheckpointWriteError, DamagedCheckpointError
 from spurline.protocols.backend import Role
 from spurline_models.optimizers.state import OptimizerState, describe
 from spurline_models.saved_weights import SavedTensors, check_frozen, check_weights, read_facts, write_facts
@@ -39,9 +39,16 @@ class StoredModel:
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers. Raises CheckpointError if another backend or version wrote the files."""
+        """Read the headers. Raises CheckpointError if files are damaged, or if another backend wrote them."""
         facts = read_facts(folder, cls.backend, cls._format())
-        return cls(PieceIndex.of(folder), facts)
+        index = PieceIndex.of(folder)
+        lost = [name for name in facts.get("weights", ()) if name not in index.tensors]
+        if lost:
+            raise DamagedCheckpointError(
+                f"{folder} is damaged: {len(lost)} weights, such as {lost[0]}, are in no file. Resume from another "
+                "checkpoint."
+            )
+        return cls(index, facts)
 
     @classmethod
     def read_fitting(cls, path: Path, models: Mapping[Role, Any]) -> dict[Role, Self]:
@@ -50,11 +57,19 @@ class StoredModel:
         Raises:
             CheckpointError: If any rank finds a problem. All ranks raise it.
         """
-        saved: dict[Role, Self] = {}
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                found = [{role: cls.of(path / role) for role in models}]
+            except CheckpointError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], CheckpointError):
+            raise found[0]
+        saved: dict[Role, Self] = found[0]
         failure: CheckpointError | None = None
         try:
             for role, trained in models.items():
-                saved[role] = cls.of(path / role)
                 saved[role].check(trained)
         except CheckpointError as error:
             failure = error

@@ -3,7 +3,7 @@
 A *piece* is a part of one tensor: a rectangular box, or a range of a box's values in row-major order. Every process
 writes its pieces into its own safetensors files, such as `rank-00003.part-001.safetensors`, and hashes the files
 meanwhile. The metadata of a file gives the position of each piece in its tensor. A reader makes an index of all files,
-and reads the boxes that it needs.
+checks that no value is missing, and reads the boxes that it needs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public function does this
 
 from spurline.digests import FileDigest
+from spurline.errors import DamagedCheckpointError
 from spurline.tensor_files import Values, write_tensor_file
 from spurline_models.weight_files import DTYPES, values_of_tensor
 
@@ -195,11 +196,11 @@ class PieceIndex:
     folder: Path
     tensors: Mapping[str, StoredTensor]
     _opened: dict[str, Any] = field(default_factory=dict[str, Any], repr=False, compare=False)
-    """Open files, by name."""
+    """Open files, by name. An index with open files cannot be sent to another process."""
 
     @classmethod
     def of(cls, folder: Path) -> Self:
-        """Read the headers of the files. The manifest of the checkpoint shows whether files are damaged or missing."""
+        """Read the headers of the files. Raises DamagedCheckpointError if files are damaged or missing."""
         found: dict[str, list[tuple[Shape, torch.dtype, StoredPiece]]] = {}
         for path in sorted(folder.glob("rank-*.safetensors")):
             for key, shape, dtype, piece in _stored_pieces(path):
@@ -207,7 +208,15 @@ class PieceIndex:
         tensors: dict[str, StoredTensor] = {}
         for key, entries in found.items():
             shape, dtype, _ = entries[0]
-            tensors[key] = StoredTensor(shape, dtype, tuple(piece for _, _, piece in entries))
+            pieces = tuple(piece for _, _, piece in entries)
+            # A wrong count shows that a file is missing or superfluous. Digests show that a file has changed.
+            held, needed = sum(piece.span[1] - piece.span[0] for piece in pieces), math.prod(shape)
+            if held != needed:
+                files = ", ".join(sorted({piece.file for piece in pieces}))
+                raise DamagedCheckpointError(
+                    f"{folder} is damaged: {files} hold {held} values of {key}, which has {needed}."
+                )
+            tensors[key] = StoredTensor(shape, dtype, pieces)
         return cls(folder, tensors)
 
     def read(self, key: str, box: Box) -> Tensor:
@@ -266,18 +275,28 @@ class PieceIndex:
 
     def _values(self, piece: StoredPiece) -> Tensor:
         """Return the piece's values as a vector. The file is memory-mapped, so only used values are read from disk."""
-        if piece.file not in self._opened:
-            self._opened[piece.file] = safe_open(str(self.folder / piece.file), "pt")
-        return self._opened[piece.file].get_tensor(piece.name).view(-1)
+        path = self.folder / piece.file
+        try:
+            if piece.file not in self._opened:
+                self._opened[piece.file] = safe_open(str(path), "pt")
+            return self._opened[piece.file].get_tensor(piece.name).view(-1)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise DamagedCheckpointError(f"{path} is missing or damaged ({error}).") from error
 
 
 def _stored_pieces(path: Path) -> Iterator[tuple[str, Shape, torch.dtype, StoredPiece]]:
     """Yield (key, shape of the whole tensor, dtype, piece) of each piece in a file."""
-    with safe_open(str(path), "pt") as file:
-        places: Mapping[str, Any] = json.loads(file.metadata()[_METADATA])
-        for name, (key, shape, offset, box_shape, span) in places.items():
-            piece = StoredPiece(path.name, name, Box(tuple(offset), tuple(box_shape)), tuple(span))
-            yield key, tuple(shape), DTYPES[file.get_slice(name).get_dtype()], piece
+    try:
+        with safe_open(str(path), "pt") as file:
+            places: Mapping[str, Any] = json.loads(file.metadata()[_METADATA])
+            for name, (key, shape, offset, box_shape, (low, high)) in places.items():
+                stored = file.get_slice(name)
+                if math.prod(stored.get_shape()) != high - low:
+                    raise ValueError(f"{key} has {stored.get_shape()} values instead of {high - low}")
+                piece = StoredPiece(path.name, name, Box(tuple(offset), tuple(box_shape)), (low, high))
+                yield key, tuple(shape), DTYPES[stored.get_dtype()], piece
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise DamagedCheckpointError(f"{path} is damaged: its header cannot be read ({error!r}).") from error
 
 
 def _boxes_of_span(box: Box, begin: int, end: int) -> Iterator[Box]:

@@ -139,7 +139,11 @@ class RankWorker:
         }
 
     def load(self, path: str) -> CheckpointError | None:
-        """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing."""
+        """Read a checkpoint into the models. If it does not fit, return the error on all ranks and change nothing.
+
+        Raises:
+            CheckpointError: If values cannot be read. The models are then changed in part.
+        """
         self._place.doing("reading a checkpoint")
         try:
             saved = self._saved_model.read_fitting(Path(path), self._trained)

@@ -152,6 +152,20 @@ def test_the_digest_of_large_weights_reads_a_small_part_from_all_over() -> None:
         part -= 1
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"])
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path, name: str) -> None:
+    backend = local_backend(dropout_model(tmp_path))
+    train(backend, range(1))
+    backend.save(tmp_path / "saved")
+    path = tmp_path / "saved" / name
+    path.write_bytes(path.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=f"{name}: missing or damaged"):
+        backend.load(tmp_path / "saved")
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"{name}:? (is )?missing"):
+        backend.load(tmp_path / "saved")
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointWriteError, match="file"):

@@ -61,12 +61,26 @@ def test_the_state_of_another_optimizer_is_refused_by_name(model: Path, saved: P
         local_backend(model, run={"optimizer": SgdConfig()}).load(saved)
 
 
-def test_state_that_does_not_fit_is_refused_and_changes_nothing(model: Path, saved: Path) -> None:
+MOMENT = "model.norm.weight/exp_avg"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda moment: {MOMENT: moment[:5].clone()}, r"damaged: .*exp_avg is \[5\] float32, and \[32\] float32 was"),
+        (lambda moment: {MOMENT: moment.half()}, r"damaged: .*exp_avg is \[32\] float16, and \[32\] float32 was"),
+        (lambda moment: {}, r"damaged: model\.norm\.weight/exp_avg is missing, and \[32\] float32 was saved"),
+        (lambda moment: {"model.nrm.weight/exp_avg": moment}, r"model\.nrm\.weight/exp_avg does not fit this run's"),
+    ],
+)
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(
+    model: Path, saved: Path, damage: Callable[[torch.Tensor], dict[str, torch.Tensor]], message: str
+) -> None:
     tensors = load_file(saved / "optimizer.safetensors")
-    tensors["model.nrm.weight/exp_avg"] = tensors.pop("model.norm.weight/exp_avg")
+    tensors |= damage(tensors.pop(MOMENT))
     save_file(tensors, saved / "optimizer.safetensors")
     backend, other = local_backend(model), local_backend(model)
-    with pytest.raises(CheckpointError, match=r"model\.nrm\.weight/exp_avg does not fit this run's"):
+    with pytest.raises(CheckpointError, match=message):
         backend.load(saved)
     assert train(backend, range(2)) == train(other, range(2))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from spurline_models.saved_weights import (
     SavedTensors,
     check_frozen,
     check_weights,
+    damaged,
     read_facts,
     saved_adapter,
     saved_weights,
@@ -139,7 +140,10 @@ def read_adapter(run: RunConfig, folder: Path, digests: Mapping[str, FileDigest]
 def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path) -> SavedTensors:
     facts = read_facts(folder, "local", _FORMAT)
     path = folder / "model.safetensors"
-    file = safe_open(path, "pt")
+    try:
+        file = safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, error) from error
     narrow = frozenset(facts["narrow_weights"])
 
     def read(name: str) -> Tensor:
@@ -166,7 +170,7 @@ def read_training_state(path: Path, trained: TrainedModel) -> Callable[[], None]
         CheckpointError: If the state does not fit this model and optimizer. Then nothing has been changed.
     """
     content = read_facts(path, "local", _FORMAT)
-    model, optimizer, generators = (load_file(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
+    model, optimizer, generators = (_read(path / f"{name}.safetensors") for name in ("model", "optimizer", "rng"))
     check_weights(path, _described(model), _described(_model_tensors(trained)))
     check_frozen(path, content["frozen_weights"], trained.frozen_weights)
     state = OptimizerState.read(optimizer, content["optimizer"])
@@ -198,3 +202,10 @@ def _model_tensors(trained: TrainedModel) -> dict[str, Tensor]:
 
 def _described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: describe(tensor) for name, tensor in tensors.items()}
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise damaged(path, error) from error

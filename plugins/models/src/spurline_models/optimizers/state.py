@@ -35,6 +35,7 @@ class OptimizerState:
         optimizer: The optimizer's name in the config.
         values: JSON values by `PARAMETER/KEY`.
         groups: For each parameter group, the values that changed since the optimizer was made.
+        shapes: Shape and dtype of each tensor, as `describe` gives them.
         on_host: Names of tensors in host memory that belong to parameters on a GPU.
     """
 
@@ -42,6 +43,7 @@ class OptimizerState:
     optimizer: str
     values: Mapping[str, Any] = field(default_factory=dict[str, Any])
     groups: Groups = field(default_factory=list[dict[str, Any]])
+    shapes: Mapping[str, str] = field(default_factory=dict[str, str])
     on_host: tuple[str, ...] = ()
 
     def facts(self) -> dict[str, Any]:
@@ -51,7 +53,7 @@ class OptimizerState:
     @classmethod
     def read(cls, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> OptimizerState:
         """Make a state from the tensors of a checkpoint and the result of `facts`."""
-        return cls(tensors, facts["optimizer"], facts["values"], facts["groups"], tuple(facts["on_host"]))
+        return cls(tensors, **{**facts, "on_host": tuple(facts["on_host"])})
 
 
 def describe(tensor: Tensor) -> str:
@@ -92,11 +94,12 @@ def take_state(name: str, optimizer: Optimizer, parameters: Mapping[str, Paramet
                 values[place] = value
             else:
                 raise unsaveable(name, f"`{key}` of {owner}", value)
-    return OptimizerState(tensors, name, values, changed_groups(name, optimizer, made), tuple(on_host))
+    shapes = {key: describe(tensor) for key, tensor in tensors.items()}
+    return OptimizerState(tensors, name, values, changed_groups(name, optimizer, made), shapes, tuple(on_host))
 
 
 def check_state(saved: OptimizerState, name: str, parameters: Container[str], made: Groups) -> None:
-    """Raise CheckpointError unless the state fits parameters of these names."""
+    """Raise CheckpointError unless the state is complete and fits parameters of these names."""
     if saved.optimizer != name:
         raise CheckpointError(
             f"the checkpoint has the state of optimizer {saved.optimizer}, and this run has {name}. Resume with the "
@@ -107,6 +110,13 @@ def check_state(saved: OptimizerState, name: str, parameters: Container[str], ma
             raise CheckpointError(
                 f"optimizer state {key} does not fit this run's parameters. Resume with the model and backend.lora the "
                 "checkpoint was made with."
+            )
+    found = {key: describe(tensor) for key, tensor in saved.tensors.items()}
+    for key in sorted({*found, *saved.shapes}):
+        if found.get(key) != saved.shapes.get(key):
+            raise CheckpointError(
+                f"the optimizer state is damaged: {key} is {found.get(key, 'missing')}, and "
+                f"{saved.shapes.get(key, 'nothing')} was saved. Resume from another checkpoint."
             )
     if saved.groups and len(saved.groups) != len(made):
         raise CheckpointError(
