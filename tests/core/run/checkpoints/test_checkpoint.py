@@ -189,11 +189,11 @@ def write(folder):
 store = CheckpointStore(Path(sys.argv[1]))
 for line in sys.stdin:
     if writer := os.fork():
-        print(os.waitpid(writer, 0)[1], flush=True)
+        print("ended", os.waitpid(writer, 0)[1], flush=True)
         continue
     for step in range(1, 10_000):
         if step == 2:
-            print(os.getpid(), flush=True)
+            print("writes", os.getpid(), flush=True)
         store.save(step, write, {"config": {"step": step}, "versions": {}})
         store.prune(2)
 """
@@ -210,11 +210,12 @@ def test_killing_the_writer_at_any_instant_leaves_a_good_latest_checkpoint(tmp_p
     assert process.stdout is not None
     for trial in range(trials):
         process.stdin.write("\n")
-        writer = int(process.stdout.readline())
+        what, writer = process.stdout.readline().split()
+        assert what == "writes", f"the writer ended by itself with {writer}"
         # Instants that do not line up with the length of a save.
         time.sleep(0.05 + 0.0137 * (trial % 23))
-        os.kill(writer, signal.SIGKILL)
-        assert int(process.stdout.readline()) == signal.SIGKILL
+        os.kill(int(writer), signal.SIGKILL)
+        assert process.stdout.readline().split() == ["ended", str(int(signal.SIGKILL))]
         store.clean()
         latest = store.latest()
         assert latest is not None

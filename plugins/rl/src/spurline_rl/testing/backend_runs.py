@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from spurline.config.loading import LoadedConfig, load_config
 from spurline.config.run_config import CriticConfig, RunConfig
 from spurline.protocols.backend import Backend
@@ -65,6 +67,7 @@ class KeptBackends:
     @contextmanager
     def lend(self, loaded: LoadedConfig) -> Iterator[tuple[Backend, ParallelLayout]]:
         kept = next((kept for kept in self._kept if kept.config == loaded.config), None)
+        was_lent = kept is not None
         if kept is None:
             with ExitStack() as stack:
                 lent = stack.enter_context(opened(loaded))
@@ -72,11 +75,14 @@ class KeptBackends:
                 lent[0].save(start)
                 kept = _Kept(loaded.config, lent, start, stack.pop_all())
             self._kept.append(kept)
-        else:
-            kept.lent[0].load(kept.start)
         try:
+            if was_lent:
+                kept.lent[0].load(kept.start)
             yield kept.lent
-        except Exception:
+        except pytest.skip.Exception:
+            raise
+        except BaseException:
+            # A test that failed or ran out of time may have left the backend in any state.
             self._kept.remove(kept)
             kept.stack.close()
             raise
