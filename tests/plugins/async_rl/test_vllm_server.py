@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,12 +161,14 @@ def test_a_server_elsewhere_that_obeys_strangers_is_told_of_and_one_behind_a_key
     monkeypatch.setattr(ServerApi, "is_here", False)
 
     async def use(engine: Any, *_: Any) -> Any:
-        return await engine.generate(request([5] * 3, max_new_tokens=2))
+        assert "--scheduling-policy" not in (err := capsys.readouterr().err)
+        assert ("change its weights" in err) == (key is None)
+        asked = replace(request([5] * 3, max_new_tokens=2), is_urgent=True)
+        return [await engine.generate(asked) for _ in range(2)]
 
-    assert len(drive(use, key=key, strangers=strangers).token_ids) == 2
-    err = capsys.readouterr().err
-    assert ("change its weights" in err) == (key is None)
-    assert "without --scheduling-policy priority" in err
+    server_module._tell_once.cache_clear()
+    assert [len(result.token_ids) for result in drive(use, key=key, strangers=strangers)] == [2, 2]
+    assert capsys.readouterr().err.count("without --scheduling-policy priority") == 1
 
 
 def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback() -> None:
@@ -188,6 +191,7 @@ def test_nothing_is_said_of_a_server_that_is_reached_over_the_loopback() -> None
         ({"extension": "", "transfer": "nccl"}, r"urls.*--worker-extension-cls.*weight_sync: vllm_native\."),
         ({"is_stock": True}, r"urls.*weight transfer 'None'.*--weight-transfer-config '{"),
         ({"is_stock": True, "transfer": "ipc"}, r"urls.*weight transfer 'ipc', not nccl"),
+        ({"is_stock": True, "transfer": "nccl"}, r"urls.*no endpoint /weight_info.*vLLM 0\.30 or newer"),
     ],
 )
 def test_a_server_that_was_started_otherwise_is_an_error_that_says_how(

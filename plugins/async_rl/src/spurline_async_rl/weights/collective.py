@@ -66,6 +66,8 @@ class CollectiveSync(BucketSync):
         self._meeting: Meeting | None = None
 
     def prepare(self, receivers: Mapping[str, int], *, is_lost: bool) -> None:
+        # If engines only ended, `vllm_native` goes on with the groups of the others.
+        self.note_receivers(receivers)
         if self._meeting is not None and receivers == self._receivers and not is_lost:
             return
         self._give_up("weights are sent through a new group")
@@ -98,9 +100,7 @@ class CollectiveSync(BucketSync):
     def _give_up(self, why: str) -> None:
         """Make all members of the last groups stop waiting."""
         if self._meeting is not None and self._store is not None:
-            # If this fails, they wait until the time limit.
-            with suppress(Exception):
-                self._meeting.end(self._store, why)
+            self._meeting.end(self._store, why)
 
     def _open_store(self) -> Any:
         try:

@@ -59,8 +59,10 @@ class Meeting:
 
     def end(self, store: Any, why: str, receiver: str = "") -> None:
         """Make all groups of the meeting fail for this reason, or that of one receiver, unless they have failed."""
-        if self.failure(store, receiver) is None:
-            PrefixStore(self.name, store).set(_FAILED + receiver, why)
+        # If this fails, they wait until the time limit.
+        with suppress(Exception):
+            if self.failure(store, receiver) is None:
+                PrefixStore(self.name, store).set(_FAILED + receiver, why)
 
     def failure(self, store: Any, receiver: str = "") -> str | None:
         """Return the reason that `end` was given, or None."""
@@ -88,11 +90,10 @@ class ExchangeGroup:
         self._count = 0
         self._work: Any = None
         limit = timedelta(seconds=meeting.limit_s)
-        self._common: Any = None
+        self._store: Any = None
         try:
-            store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
-            self._common = PrefixStore(meeting.name, store)
-            self._keys: Any = PrefixStore(f"group {meeting.group}", self._common)
+            self._store = TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
+            self._keys: Any = PrefixStore(f"group {meeting.group}", PrefixStore(meeting.name, self._store))
             self._keys.set(f"{_HERE}/{rank}", "")
             self._wait_for_all()
             self._group: Any = _make(PrefixStore("group", self._keys), rank, meeting)
@@ -159,8 +160,8 @@ class ExchangeGroup:
 
     def _check(self) -> None:
         """Raise the failure that another member or the controller has written into the store."""
-        if self._common.check([_FAILED]):
-            raise _LateError(self._common.get(_FAILED).decode())
+        if (failure := self._meeting.failure(self._store)) is not None:
+            raise _LateError(failure)
 
     def _lost(self, what: str, error: Exception) -> BucketLostError:
         """Return the error to raise, and write it into the store."""
@@ -168,9 +169,9 @@ class ExchangeGroup:
         said = str(error).partition("\n")[0]
         text = f"{self._meeting.members[self._rank]} {what}: {kind}{said}".rstrip(".")
         with suppress(Exception):
-            if self._common is not None and not self._common.check([_FAILED]):
+            if self._store is not None and self._meeting.failure(self._store) is None:
                 text += self._who_is_behind()
-                self._common.set(_FAILED, text)
+                self._meeting.end(self._store, text)
         return BucketLostError(f"{text}.")
 
     def _who_is_behind(self) -> str:

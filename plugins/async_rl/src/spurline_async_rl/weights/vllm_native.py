@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
+from spurline.terminal import tell
 from spurline.threads import call_on_daemon
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.exchange import Meeting, address_towards
 from spurline_models.weight_buckets import TensorPlace, WeightBucket
 
 GROUPS = "groups"
-"""Key of a bucket's `where`, with vLLM's `init_info` of each server's group, or the reason why a server has none."""
+"""Key of a bucket's `where`, with vLLM's `init_info` of each server's group, unless sending to the server failed."""
 _POLL_S = 0.01
 _WHOLE_BUCKET = 1 << 62
 """vLLM divides what it receives into parts that are a little larger than this many bytes."""
@@ -57,9 +58,11 @@ class TransferMaker:
     def __init__(self, meeting: Mapping[str, Any]) -> None:
         self._meeting = Meeting(**meeting)
         self._store = TCPStore(self._meeting.host, self._meeting.port, is_master=False)
-        address = address_towards(self._meeting.host)
-        self._groups = {name: _ServerGroup(address, count) for name, count in self._meeting.receivers.items()}
-        self._failures: dict[str, str] = {}
+        address = own = address_towards(self._meeting.host)
+        if own.startswith("127.") and not self._meeting.host.startswith(("127.", "localhost")):
+            # Many systems map their own name to the loopback, but other machines know it by another address.
+            address, own = self._meeting.host, ""
+        self._groups = {name: _ServerGroup(address, own, count) for name, count in self._meeting.receivers.items()}
 
     def make(self, version: int, number: int, weights: Iterable[tuple[str, Tensor]]) -> WeightBucket:
         # vLLM wants no gaps in the buffer. Every tensor is aligned if those with larger elements come first.
@@ -74,25 +77,22 @@ class TransferMaker:
             # The first send waits until the workers have joined.
             group.sent = call_on_daemon("spurline-broadcast", group.send, buffer)
         groups = {name: group.init_info for name, group in self._groups.items()}
-        return WeightBucket(NativeSync.transport, places, {GROUPS: {**groups, **self._failures}})
+        return WeightBucket(NativeSync.transport, places, {GROUPS: groups})
 
     def close(self) -> None:
-        self.taken()
         for group in self._groups.values():
             group.leave()
 
     def taken(self) -> None:
         """Wait until all servers have the last bucket. Leave the groups of servers that cannot get it."""
         for name, group in [*self._groups.items()]:
-            reason = None
-            while not group.sent.done() and reason is None:
+            while not (has_ended := self._meeting.failure(self._store, name) is not None) and not group.sent.done():
                 time.sleep(_POLL_S)
-                reason = self._meeting.failure(self._store, name)
-            if reason is None and (error := group.sent.exception()) is not None:
-                reason = f"{type(error).__name__}: {error}"
-            if reason is not None:
+            error = None if has_ended else group.sent.exception()
+            if error is not None:
+                tell(f"{name} gets no more weights, because sending failed: {type(error).__name__}: {error}")
+            if has_ended or error is not None:
                 self._groups.pop(name).leave()
-                self._failures[name] = reason
 
 
 class _ServerGroup:
@@ -103,28 +103,32 @@ class _ServerGroup:
         sent: The last send.
     """
 
-    def __init__(self, address: str, num_workers: int) -> None:
-        with socket.create_server((address, 0)) as listener:
-            port = listener.getsockname()[1]
+    def __init__(self, address: str, own: str, num_workers: int) -> None:
+        # Nothing else can get the port while it is open.
+        self._listener = socket.create_server((own, 0))
         self.init_info: dict[str, Any] = {
             "master_address": address,
-            "master_port": port,
+            "master_port": self._listener.getsockname()[1],
             "rank_offset": 1,
             "world_size": 1 + num_workers,
             "packed": True,
             "packed_buffer_size_bytes": _WHOLE_BUCKET,
         }
         self._communicator: Any = None
+        self._is_left = False
         self.sent: Future[None] = Future()
         self.sent.set_result(None)
 
     def leave(self) -> None:
+        self._is_left = True
+        self._listener.close()
         # Otherwise the kernel of a send that hangs would go on waiting.
         if self._communicator is not None:
             self._communicator.destroy()
 
     def send(self, buffer: Tensor) -> None:
-        from vllm.distributed.weight_transfer.nccl_common import trainer_init
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
 
         stream = None
         if buffer.is_cuda:
@@ -132,7 +136,13 @@ class _ServerGroup:
             # On the default stream, a send that hangs would stop all work of the trainer.
             stream = torch.cuda.Stream()
         if self._communicator is None:
-            self._communicator = trainer_init(self.init_info)
+            host, port, size = (self.init_info[key] for key in ("master_address", "master_port", "world_size"))
+            group = StatelessProcessGroup.create(host, port, 0, size, listen_socket=self._listener)
+            communicator = PyNcclCommunicator(group, buffer.device)
+            if self._is_left:
+                communicator.destroy()
+                return
+            self._communicator = communicator
         self._communicator.broadcast(buffer, src=0, stream=stream)
         if stream is not None:
             stream.synchronize()

@@ -13,6 +13,7 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -40,12 +41,18 @@ _LONGEST_LINE = 1 << 24
 """Limit in bytes for one line of a stream. It is large, because the first event contains the prompt."""
 API_KEY = "VLLM_API_KEY"
 """The environment variable with the key of the servers."""
-_START_HINT = (
+_START = (
     "Start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model ... "
     "--logprobs-mode processed_logprobs --scheduling-policy priority"
 )
 _BACKEND = "nccl"
 """The backend of vLLM's weight transfer that weight sync `vllm_native` speaks to."""
+_START_HINTS = {
+    False: f"{_START} --worker-extension-cls {WORKER_EXTENSION}.",
+    True: f"""{_START} --weight-transfer-config '{{"backend": "{_BACKEND}"}}' (vLLM 0.30 or newer).""",
+}
+"""How to start a server that has our worker extension, or one that is stock."""
+_tell_once = cache(tell)
 _OPEN = (
     "lets every client pause it and change its weights, because its development endpoints need no key. Allow only the "
     f"machines of this run to reach its port. Or use a proxy that requires the key of {API_KEY} on all paths."
@@ -72,7 +79,7 @@ class ServerApi:
 
     def __init__(self, url: str, connect_timeout_s: float, *, is_stock: bool = False):
         self.url = server_url(url)
-        self.start_hint = start_hint(is_stock=is_stock)
+        self._hint = _START_HINTS[is_stock]
         self.workers = StockWorkers(self._ask).call if is_stock else self._call_workers
         self._is_stock = is_stock
         api_key = os.environ.get(API_KEY)
@@ -104,16 +111,15 @@ class ServerApi:
                 is_open=not self.is_here and await self._obeys_strangers(),
             )
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {self.start_hint}"
+            text = f"answers, but not as vLLM does ({type(error).__name__}: {error}). {self._hint}"
             raise self._config_error(text) from error
         if mode != "processed_logprobs":
-            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {self.start_hint}")
+            raise self._config_error(f"has logprobs mode '{mode}', not processed_logprobs. {self._hint}")
         if self._is_stock and transfer != _BACKEND:
-            raise self._config_error(f"has weight transfer '{transfer}', not {_BACKEND}. {self.start_hint}")
+            raise self._config_error(f"has weight transfer '{transfer}', not {_BACKEND}. {self._hint}")
         if not self._is_stock and extension != WORKER_EXTENSION:
             other = " Or set source.weight_sync: vllm_native." if transfer == _BACKEND else ""
-            text = f"has worker extension '{extension}', not {WORKER_EXTENSION}. {self.start_hint}{other}"
-            raise self._config_error(text)
+            raise self._config_error(f"has worker extension '{extension}', not {WORKER_EXTENSION}. {self._hint}{other}")
         if config.get("lora_config") is not None:
             raise self._config_error(
                 "was started with --enable-lora, but this run sends merged weights to it. Start it without this option."
@@ -128,6 +134,11 @@ class ServerApi:
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the response in parts."""
         sampling = request.sampling
+        if request.is_urgent and not self.has_priorities:
+            _tell_once(
+                f"{self.url} was started without --scheduling-policy priority, so proofs of publishes wait behind its "
+                "other requests, and training waits for them. Start it with this option."
+            )
         body = {
             "model": model,
             "prompt": request.prompt_ids,
@@ -165,7 +176,7 @@ class ServerApi:
         """Return the value of this key in the answer. Raises RunFailedError if the call fails."""
         answer = await self._call(verb, path, body=body, on_failure=RunFailedError)
         if key not in answer:
-            raise RunFailedError(f"{self.url} answered to {path}, but not as vLLM does. {self.start_hint}")
+            raise RunFailedError(f"{self.url} answered to {path}, but not as vLLM does. {self._hint}")
         return answer[key]
 
     async def pause(self) -> None:
@@ -190,7 +201,7 @@ class ServerApi:
         try:
             async with self._session.request(verb, self.url + path, json=body, params=params) as answer:
                 if answer.status == 404:
-                    raise self._config_error(f"has no endpoint {path}. {self.start_hint}")
+                    raise self._config_error(f"has no endpoint {path}. {self._hint}")
                 await self._check(answer, on_failure)
                 try:
                     return await answer.json()
@@ -248,12 +259,6 @@ class ServerApi:
         return ConfigError.at("source.engine.urls", f"names {self.url}, which {text}")
 
 
-def start_hint(*, is_stock: bool) -> str:
-    """Return how to start a server. See `ServerApi` for `is_stock`."""
-    transfer = f"""--weight-transfer-config '{{"backend": "{_BACKEND}"}}'"""
-    return f"{_START_HINT} {transfer if is_stock else f'--worker-extension-cls {WORKER_EXTENSION}'}."
-
-
 def await_servers(config: VllmEngineConfig, tell: Callable[[str], None], *, is_stock: bool = False) -> None:
     """Wait until all servers answer. Call `tell` once if some do not answer yet.
 
@@ -276,7 +281,7 @@ def await_servers(config: VllmEngineConfig, tell: Callable[[str], None], *, is_s
 
     async def wait() -> None:
         limit = f"within {config.start_timeout_s:g} s (source.engine.start_timeout_s)"
-        hint = start_hint(is_stock=is_stock)
+        hint = _START_HINTS[is_stock]
         deadline = time.monotonic() + config.start_timeout_s
         has_told = False
         while problems := "; ".join(filter(None, await asyncio.gather(*map(problem_of, config.urls)))):
@@ -321,9 +326,6 @@ class ServerMember:
         self.num_workers, self.weights_dtype = served.num_workers, served.weights_dtype
         if served.is_open:
             tell(f"{self.name} {_OPEN}")
-        if not self._api.has_priorities:
-            missing = "was started without --scheduling-policy priority"
-            tell(f"{self.name} {missing}, so the requests of source.proof wait in its queue, and training for them.")
         await self._lease.begin()
         # An earlier run may have left the server paused.
         await self._api.resume()

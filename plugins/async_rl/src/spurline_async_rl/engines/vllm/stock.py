@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from spurline.errors import RunFailedError
-from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.weights.vllm_native import GROUPS
 from spurline_models.weight_buckets import WeightBucket
 
@@ -62,18 +61,16 @@ class StockWorkers:
 
     async def spurline_begin_update(self) -> None:
         if not self._is_clean:
-            # A killed run may have left half an update, whose weights vLLM would count in this one.
+            # vLLM would count weights of an update that did not end here, such as that of a killed run, in this one.
             with suppress(RunFailedError):
                 await self._post("start_weight_update")
             await self._post("finish_weight_update")
-            self._is_clean = True
+        self._is_clean = False
         await self._post("start_weight_update")
 
     async def spurline_load_bucket(self, plain: dict[str, Any]) -> None:
         bucket = WeightBucket.from_plain(plain)
         group = bucket.where[GROUPS][bucket.receiver]
-        if isinstance(group, str):
-            raise EngineDiedError(f"{bucket.receiver} could not be sent weights: {group}")
         if group != self._group:
             await self._post("init_weight_transfer_engine", {"init_info": group})
             self._group = group
@@ -82,6 +79,7 @@ class StockWorkers:
 
     async def spurline_finish_update(self) -> None:
         await self._post("finish_weight_update")
+        self._is_clean = True
 
     async def _read_mark(self) -> str:
         return await self._ask("GET", "/weight_info", None, "weight_version")
