@@ -51,7 +51,7 @@ _TABLE = {
     "async_rl": """
         source/async_rollouts source/recorded_rollouts rollout_engine/child_process rollout_engine/vllm
         weight_sync/in_process weight_sync/shared_memory weight_sync/disk weight_sync/collective
-        weight_sync/cuda_ipc report_panel/rollout_timeline command/simulate
+        weight_sync/cuda_ipc weight_sync/vllm_native report_panel/rollout_timeline command/simulate
     """,
     "agents": "environment/harness",
     "fsdp_backend": "backend/fsdp",
