@@ -62,10 +62,10 @@ def test_the_versions_of_a_group_range_over_all_its_turns() -> None:
 
 def test_the_mismatch_of_fresh_tokens_leaves_out_older_and_untrained_ones() -> None:
     groups = [group_of([5, 4, 5], mask=[1, 1, 0], logprobs=[-1, -2, -3]), group_of([5, 5], logprobs=[-1, -1])]
-    trainer = [np.array([-1.5, -9, -9], np.float32), np.array([-1, -1.25], np.float32)]
+    trainer = np.array([-1.5, -9, -9, -1, -1.25], np.float32)
     assert MismatchByEngine().add(groups, trainer, 5) == {"mismatch/fresh": pytest.approx(0.25)}
     assert MismatchByEngine().add(groups, trainer, 6) == {}
-    assert MismatchByEngine().add([group_of([5])], [np.array([-1], np.float32)], 5) == {}
+    assert MismatchByEngine().add([group_of([5])], np.array([-1], np.float32), 5) == {}
 
 
 def test_engines_are_compared_at_the_same_ages_over_several_steps() -> None:
@@ -77,8 +77,8 @@ def test_engines_are_compared_at_the_same_ages_over_several_steps() -> None:
     ]
 
     def worst(*of_engine: float) -> list[float]:
-        trainer = [np.full(2, -1 - nats, np.float32) for nats in of_engine]
-        found = mismatch.add(groups * 11, trainer * 11, 5)
+        trainer = np.tile(np.repeat(-1 - np.array(of_engine, np.float32), 2), 11)
+        found = mismatch.add(groups * 11, trainer, 5)
         return [found[name] for name in sorted(found) if "worst" in name]
 
     assert worst(0.02, 0.001, 0.02, 0.02) == []

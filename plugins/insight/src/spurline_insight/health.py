@@ -274,10 +274,11 @@ class Watcher:
 
 def health_words(metrics: Mapping[str, float]) -> dict[str, str]:
     """Return the problems of the rollouts of one step. Keys are short names, and values are one or two sentences."""
-    return dict(_judged(metrics))
+    return {**dict(_judged_engines(metrics)), **dict(_judged_groups(metrics))}
 
 
-def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+def _judged_engines(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the problems of what engines generate with."""
     # Logprobs of tokens from older weights are expected to differ, so only tokens of the current weights are judged.
     is_fresh = metrics.get("staleness/mean", 0.0) <= 0
     difference = metrics.get("mismatch/logprob_diff" if is_fresh else "mismatch/fresh", 0.0)
@@ -306,6 +307,10 @@ def _judged(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
             f"proof differ by {metrics.get('publish/probe_diff', 0.0):.2g} nats. Choose another source.weight_sync, or "
             "another version of the engine.",
         )
+
+
+def _judged_groups(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Yield the problems of rewards, prompts, updates and responses."""
     largest = max(abs(metrics.get("advantage/max", 0.0)), abs(metrics.get("advantage/min", 0.0)))
     # In groups of one sample, or with a critic, equal rewards may have advantages other than 0.
     if metrics.get("groups/zero_variance", 0.0) >= 1 and largest <= _NO_ADVANTAGE:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ class MismatchByEngine:
         # The nats, the number of tokens and the number of turns, by engine and age.
         self._sums: dict[tuple[str, int], NDArray[np.float64]] = {}
 
-    def add(self, groups: Sequence[Group], trainer: Sequence[NDArray[np.float32]], updates: int) -> dict[str, float]:
+    def add(self, groups: Sequence[Group], trainer: NDArray[np.float32], updates: int) -> dict[str, float]:
         """Add the tokens of a batch, and return metrics. They are left out if there are too few turns.
 
         `mismatch/fresh` is the mean difference over the tokens of age 0 of a batch that has older ones too, in nats.
@@ -42,7 +41,7 @@ class MismatchByEngine:
 
         Args:
             groups: The groups of the batch.
-            trainer: The trainer's logprobs of the response tokens of each turn.
+            trainer: The trainer's logprobs of all response tokens [A], turn after turn.
             updates: The version of the weights that are trained.
         """
         fresh, older = np.zeros(3), np.zeros(3)
@@ -82,13 +81,14 @@ class MismatchByEngine:
 
 
 def _differences(
-    groups: Sequence[Group], trainer: Sequence[NDArray[np.float32]], updates: int
+    groups: Sequence[Group], trainer: NDArray[np.float32], updates: int
 ) -> Iterator[tuple[tuple[str, int], NDArray[np.float64]]]:
     """Yield engine and age with the nats and the numbers of trained tokens and turns. Unknown engines have no name."""
-    turns = iter(trainer)
+    end = 0
     for group in groups:
         columns, counts = group.flat.columns, group.flat.num_response
-        of_trainer = np.concatenate([*islice(turns, len(counts))])
+        begin, end = end, end + int(counts.sum())
+        of_trainer = trainer[begin:end]
         if "logprobs" not in columns:
             continue
         distances = np.abs(of_trainer.astype(np.float64) - columns["logprobs"])

@@ -188,7 +188,7 @@ class AsyncRolloutSource(PromptSource):
             **self._take_synced(),
         }
         batch, columns = self._batch(step, collected, self._backend, retries=retries, seconds=waited)
-        ages |= self._mismatch.add(collected.groups, columns.split(batch.tokens["old_logprobs"]), self._updates)
+        ages |= self._mismatch.add(collected.groups, columns.flatten(batch.tokens["old_logprobs"]), self._updates)
         # The answers to the last probes must be judged before the update, which changes the weights of the trainer.
         self._settle_proof()
         proven, self._proven = self._proven, {}

@@ -84,7 +84,7 @@ class ServerApi:
         self._is_stock = is_stock
         api_key = os.environ.get(API_KEY)
         self._stranger_limit = aiohttp.ClientTimeout(total=connect_timeout_s)
-        self.has_priorities = False
+        self._has_priorities = False
         # A request has no total time limit here, because the callers have their own limits.
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -102,7 +102,7 @@ class ServerApi:
             model, parallel = config["model_config"], config["parallel_config"]
             mode, extension = model["logprobs_mode"], parallel["worker_extension_cls"]
             transfer = (config.get("weight_transfer_config") or {}).get("backend")
-            self.has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
+            self._has_priorities = config.get("scheduler_config", {}).get("policy") == "priority"
             served = ServedModel(
                 name=first["id"],
                 max_model_len=int(first["max_model_len"]),
@@ -134,7 +134,7 @@ class ServerApi:
     async def complete(self, model: str, request: GenerationRequest) -> AsyncGenerator[Delta, None]:
         """Yield the response in parts."""
         sampling = request.sampling
-        if request.is_urgent and not self.has_priorities:
+        if request.is_urgent and not self._has_priorities:
             _tell_once(
                 f"{self.url} was started without --scheduling-policy priority, so proofs of publishes wait behind its "
                 "other requests, and training waits for them. Start it with this option."
@@ -156,7 +156,7 @@ class ServerApi:
             "return_token_ids": True,
             "stream": True,
             # Lower numbers begin first. A server without priorities refuses all but 0.
-            "priority": -1 if request.is_urgent and self.has_priorities else 0,
+            "priority": -1 if request.is_urgent and self._has_priorities else 0,
         }
         try:
             async with self._session.post(self.url + "/v1/completions", json=body) as answer:
