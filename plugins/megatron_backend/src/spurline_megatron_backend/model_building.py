@@ -19,6 +19,7 @@ from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.core_attention import SegmentCoreAttention
 from spurline_megatron_backend.gpt import Groups, HiddenGPT
 from spurline_megatron_backend.grid import Grid
+from spurline_megatron_backend.grouped_experts import GroupedExperts
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-core 0.16.1 uses this name, but defines it only with TransformerEngine.
@@ -145,4 +146,6 @@ def _layer_spec(architecture: Architecture) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = SharedNorm
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = SharedNorm
+    if architecture.num_experts:
+        layer.mlp.submodules.experts.module = GroupedExperts
     return spec

@@ -5,8 +5,11 @@ This module also seeds, saves and restores the random generators of training.
 
 from __future__ import annotations
 
+import math
+import mmap
 import platform
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -63,14 +66,34 @@ class DeviceProfile:
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Send a host tensor to the device, without waiting for the device."""
+        """Send a host tensor to the device, without waiting for the device. Memory that is pinned is not copied again."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
+    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """Return `tensor[index]` in memory that `send` does not copy again. Both tensors are on the host."""
+        return torch.index_select(tensor, 0, index, out=self.pinned((len(index), *tensor.shape[1:]), tensor.dtype))
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised host memory. For a GPU it is pinned, which makes transfers faster."""
+        """Return uninitialised host memory for a short time. For a GPU it is pinned, which makes transfers faster.
+
+        torch keeps freed memory for the next call, and therefore rounds sizes up to powers of two.
+        """
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def pinned_exactly(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory like that of `pinned`, but no more than the tensor needs. It is for tensors that are kept."""
+        if self.device.type == "cpu" or 0 in shape:
+            return torch.empty(tuple(shape), dtype=dtype)
+        count = math.prod(shape)
+        # Pages of its own, since CUDA does not pin a page twice.
+        memory = mmap.mmap(-1, count * dtype.itemsize)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        weakref.finalize(memory, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
+        return tensor
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
         """Return the tensor itself if it is on `place`, or else a copy on the host. Waits for the copy."""

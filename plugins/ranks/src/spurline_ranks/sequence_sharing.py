@@ -55,19 +55,18 @@ class SequenceSharing:
             return stream, slice(0, stream.num_loss_tokens)
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
-        source = stream.source + padding
-        # Positions with loss are sorted, so the positions in a part are a slice. `tolist` waits for the device.
-        borders = torch.searchsorted(source, source.new_tensor([start, stop]))
-        first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
-        lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
+        # Positions with loss are sorted, so the positions in a part are a slice.
+        source = stream.host_source + padding
+        mine = slice(*np.searchsorted(source, [start, stop]).tolist())
+        lengths = np.concatenate([np.ones(padding, np.int64), stream.plan.lengths])
         plan = plan_segments(lengths, self._profile.slots_per_attention_call, self._profile.send)
-        mine = slice(first, end)
         part = replace(
             stream,
             input_ids=_in_front(stream.input_ids, padding)[:, start:stop],
             position_ids=_in_front(stream.position_ids, padding)[:, start:stop],
             plan=replace(plan, exchange=self if self._size > 1 else None),
-            source=source[mine] - start,
+            source=stream.source[mine] + (padding - start),
+            host_source=source[mine] - start,
             targets=stream.targets[mine],
             routed_experts=_experts_in_front(stream.routed_experts, padding, slice(start, stop)),
             num_fill=min(max(0, padding + stream.num_fill - start), length),
