@@ -25,13 +25,28 @@ class GroupedExperts(SequentialMLP):
 
         `tokens_per_expert` is int64 [experts of this rank], on any device.
         """
-        hidden = permuted_local_hidden_states
+        if not len(permuted_local_hidden_states):
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        hidden, experts = permuted_local_hidden_states, list[Any](self.local_experts)
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        hidden = F.grouped_mm(hidden, self._stacked("linear_fc1"), offs=ends)
+        hidden = _GroupedLinear.apply(hidden, ends, *(expert.linear_fc1.weight for expert in experts))
         hidden = weighted_bias_swiglu_impl(hidden, None, permuted_probs.unsqueeze(-1))
-        return F.grouped_mm(hidden, self._stacked("linear_fc2"), offs=ends), None
+        return _GroupedLinear.apply(hidden, ends, *(expert.linear_fc2.weight for expert in experts)), None
 
-    def _stacked(self, layer: str) -> Tensor:
-        """Return the weights of all experts in this linear layer: [experts, inputs, outputs]."""
-        experts: list[Any] = list(self.local_experts)
-        return torch.stack([getattr(expert, layer).weight for expert in experts]).transpose(1, 2)
+
+class _GroupedLinear(torch.autograd.Function):
+    """Linear layers [outputs, inputs] of several experts. The tokens of expert i end at `ends[i]`.
+
+    The copy that joins the weights is made again in the backward pass. It would take as much memory as the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        of_tokens = F.grouped_mm(grads[0], torch.stack(weights), offs=ends)
+        return of_tokens, None, *F.grouped_mm(grads[0].t(), tokens, offs=ends).unbind()

@@ -85,9 +85,7 @@ class SegmentPlan:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """A stream of T tokens in S segments. N tokens have loss.
-
-    All tensors but `batch_index` are on the device.
+    """A stream of T tokens in S segments. N tokens have loss. All tensors but `batch_index` are on the device.
 
     Attributes:
         input_ids: [1, T].
