@@ -6,20 +6,21 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
 from spurline_megatron_backend.core_attention import SegmentCoreAttention
 from spurline_megatron_backend.gpt import Groups, HiddenGPT
 from spurline_megatron_backend.grid import Grid
-from spurline_megatron_backend.grouped_experts import GroupedExperts
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-core 0.16.1 uses this name, but defines it only with TransformerEngine.
@@ -39,6 +40,42 @@ class SharedNorm(nn.RMSNorm):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+class GroupedExperts(SequentialMLP):
+    """The experts of a layer on this rank, with one matrix product for all of them.
+
+    The base class computes one expert after the other. Megatron's own grouped experts need TransformerEngine.
+    """
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        hidden, experts = permuted_local_hidden_states, list[Any](self.local_experts)
+        if not len(hidden):
+            return super().forward(hidden, tokens_per_expert, permuted_probs)
+        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        hidden = _GroupedLinear.apply(hidden, ends, *(expert.linear_fc1.weight for expert in experts))
+        hidden = weighted_bias_swiglu_impl(hidden, None, permuted_probs.unsqueeze(-1))
+        return _GroupedLinear.apply(hidden, ends, *(expert.linear_fc2.weight for expert in experts)), None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Linear layers [outputs, inputs] of several experts. The tokens of expert i end at `ends[i]`.
+
+    The backward pass joins the weights again, since a saved copy would take as much memory as the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, ends, *weights = ctx.saved_tensors
+        of_tokens = F.grouped_mm(grads[0], torch.stack(weights), offs=ends)
+        return of_tokens, None, *F.grouped_mm(grads[0].t(), tokens, offs=ends).unbind()
 
 
 def build_parts(

@@ -66,24 +66,21 @@ class DeviceProfile:
         return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def send(self, tensor: Tensor) -> Tensor:
-        """Send a host tensor to the device, without waiting for the device. Memory that is pinned is not copied again."""
+        """Send a host tensor to the device, without waiting for the device."""
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def take(self, tensor: Tensor, index: Tensor) -> Tensor:
-        """Return `tensor[index]` in memory that `send` does not copy again. Both tensors are on the host."""
+        """Return `tensor[index]` in host memory that `send` need not copy."""
         return torch.index_select(tensor, 0, index, out=self.pinned((len(index), *tensor.shape[1:]), tensor.dtype))
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised host memory for a short time. For a GPU it is pinned, which makes transfers faster.
-
-        torch keeps freed memory for the next call, and therefore rounds sizes up to powers of two.
-        """
+        """Return uninitialised host memory. For a GPU it is pinned, and torch rounds its size up to a power of two."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def pinned_exactly(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return memory like that of `pinned`, but no more than the tensor needs. It is for tensors that are kept."""
+        """Return host memory like `pinned`, without rounding. It is slower to get, and meant to be kept."""
         if self.device.type == "cpu" or 0 in shape:
             return torch.empty(tuple(shape), dtype=dtype)
         count = math.prod(shape)
