@@ -89,6 +89,8 @@ def test_experts_in_bf16_are_near_fp32_and_micro_batches_never_wait(tmp_path: Pa
     backend = on_gpu(model, precision="bf16")
     for name, gradient in backend.gradients(batch, OBJECTIVE):
         assert float((gradient - expected[name]).norm() / expected[name].norm()) <= 0.1, name
+    if torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch has no grouped product of one kernel for this GPU")
     streams = list(backend._streams(batch, ()))
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -77,9 +77,7 @@ def on_device(model: nn.Module, send: Callable[[Tensor], Tensor]) -> None:
 def sent(stream: TokenStream, send: Callable[[Tensor], Tensor]) -> TokenStream:
     """Only what `TokenStream` says to be on the host keeps its values."""
     tensors = {
-        name: send(value)
-        for name, value in vars(stream).items()
-        if isinstance(value, Tensor) and name != "batch_index"
+        name: send(value) for name, value in vars(stream).items() if isinstance(value, Tensor) and name != "batch_index"
     }
     buckets = [replace(one, slots=None if one.slots is None else send(one.slots)) for one in stream.plan.buckets]
     plan = replace(stream.plan, cu_seqlens=send(stream.plan.cu_seqlens), buckets=tuple(buckets))
