@@ -20,9 +20,8 @@ def grouped_experts(experts: nn.Module, hidden: Tensor, chosen: Tensor, weights:
 
     The result has the dtype of `hidden` [T, H].
     """
-    if not torch.is_autocast_enabled(hidden.device.type):
-        return grouped_mm_experts_forward(experts, hidden, chosen, weights)
-    dtype = torch.get_autocast_dtype(hidden.device.type)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     rounded: Any = _Rounded(experts, dtype)
     return grouped_mm_experts_forward(rounded, hidden.to(dtype), chosen, weights).to(hidden.dtype)
 
