@@ -15,6 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -51,31 +52,22 @@ class GroupedExperts(SequentialMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        hidden, experts = permuted_local_hidden_states, list[Any](self.local_experts)
+        hidden = permuted_local_hidden_states
         if not len(hidden):
             return super().forward(hidden, tokens_per_expert, permuted_probs)
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
-        hidden = _GroupedLinear.apply(hidden, ends, *(expert.linear_fc1.weight for expert in experts))
+        hidden = self._linear("linear_fc1", hidden, ends)
         hidden = weighted_bias_swiglu_impl(hidden, None, permuted_probs.unsqueeze(-1))
-        return _GroupedLinear.apply(hidden, ends, *(expert.linear_fc2.weight for expert in experts)), None
+        return self._linear("linear_fc2", hidden, ends), None
 
+    def _linear(self, name: str, tokens: Tensor, ends: Tensor) -> Tensor:
+        def multiply(tokens: Tensor) -> Tensor:
+            weights = torch.stack([getattr(expert, name).weight for expert in self.local_experts])
+            return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
 
-class _GroupedLinear(torch.autograd.Function):
-    """Linear layers [outputs, inputs] of several experts. The tokens of expert i end at `ends[i]`.
-
-    The backward pass joins the weights again, since a saved copy would take as much memory as the weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, ends, *weights)
-        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        tokens, ends, *weights = ctx.saved_tensors
-        of_tokens = F.grouped_mm(grads[0], torch.stack(weights), offs=ends)
-        return of_tokens, None, *F.grouped_mm(grads[0].t(), tokens, offs=ends).unbind()
+        # The backward pass joins the weights again, since a saved copy would take as much memory as the weights.
+        product = checkpoint(multiply, tokens, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, product)
 
 
 def build_parts(
