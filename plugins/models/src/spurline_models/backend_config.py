@@ -89,8 +89,8 @@ class ModelBackendConfig(BackendConfig):
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """`auto` is `cuda` if this machine has GPUs, else `cpu`."""
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU,
-    and a resumed run keeps what it was."""
+    """`bf16` computes in bf16, and keeps fp32 values of trained weights and sums of gradients. `auto` is bf16 on GPUs,
+    fp32 on CPU, and a resumed run keeps what it was."""
 
     @property
     def on(self) -> Literal["cpu", "cuda"]:

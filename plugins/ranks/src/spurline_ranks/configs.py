@@ -152,8 +152,7 @@ class RankBackendConfig(ModelBackendConfig):
 
     @property
     def facts(self) -> BackendFacts:
-        device = f"on {self.num_ranks} ranks, {self.device_words}"
-        return replace(super().facts, yields_device=True, device=device)
+        return replace(super().facts, yields_device=True, device=f"on {self.num_ranks} ranks, {self.device_words}")
 
     @property
     def num_ranks(self) -> int:

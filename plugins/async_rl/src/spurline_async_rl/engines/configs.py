@@ -85,11 +85,10 @@ class PoolConfig(RolloutEngineConfig):
         ranks = run.backend.rank_request()
         shares_gpu = self._takes_gpus() and (self.is_colocated or shares_trainers_gpus(run))
         if run.source.facts.transport == "collective" and self.placement != "ray" and shares_gpu:
-            why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
             yield Problem(
                 "placement",
-                f"{why}, but weight_sync: collective needs a GPU for each process. Remove weight_sync, or set it to "
-                "shared_memory.",
+                f"is {self.placement}, on a GPU that backend '{run.backend.name}' uses, but weight_sync: collective "
+                "needs a GPU for each process. Remove weight_sync, or set it to shared_memory.",
             )
         if not self.is_colocated:
             return

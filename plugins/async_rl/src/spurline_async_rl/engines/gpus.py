@@ -17,8 +17,6 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 def own_gpus(run: RunConfig, number: int, engines: int, each: int) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for an engine that gets `each` GPUs of its own, or None to inherit the variable.
 
-    Engines that share the GPU of a backend in this process share it with each other too.
-
     Raises:
         ConfigError: If there are too few GPUs.
     """
