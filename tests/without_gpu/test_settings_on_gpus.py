@@ -12,7 +12,7 @@ import pytest
 from backend_batches import run_config, write_model_folder
 
 from spurline import load_config
-from spurline.config.run_config import RunConfig
+from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import CheckpointError, ConfigError
 from spurline.plugins.host import PluginHost
 from spurline.run.checkpoints.checkpoint import CheckpointStore
@@ -21,7 +21,14 @@ from spurline.run.directory import RunDirectory
 from spurline.trackers.start_lines import banner
 from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.gpus import own_gpus, shared_gpu
-from spurline_async_rl.engines.vllm.launch import engine_arguments, engine_environment, engine_spec
+from spurline_async_rl.engines.member import EngineDiedError
+from spurline_async_rl.engines.vllm.launch import (
+    EngineSpec,
+    EngineStart,
+    engine_arguments,
+    engine_environment,
+    engine_spec,
+)
 from spurline_async_rl.source.publishing import choose_sync
 from spurline_models import machine
 from spurline_models.local.backend import LocalBackend
@@ -225,6 +232,18 @@ def test_engine_and_trainer_fit_a_gpu_together(see: See, tmp_path: Path, monkeyp
         assert shares["two beside"] == shares["beside"] / 2
         assert shares["by turns"] == pytest.approx(0.9 - 1 / gib, abs=0.01)
         assert [shares["alone by turns"], shares["alone"], shares["as written"]] == [0.9, 0.9, 0.42]
+
+
+def test_a_gpu_without_room_for_the_engine_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    def refuse(arguments: object) -> None:
+        raise ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization (0.9, 71.2 GiB).")
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", refuse)
+    with pytest.raises(EngineDiedError, match=r"Lower source\.engine\.gpu_memory_utilization.*placement: colocated"):
+        EngineStart(EngineSpec(VllmEngineConfig(), ModelConfig(path="m"))).run()
 
 
 def test_vllm_always_spawns_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
