@@ -11,7 +11,6 @@ from spurline.config.section import OnResume
 from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.progress import Progress
-from spurline_models.backend_config import ModelBackendConfig
 from spurline_models.machine import num_gpus
 from spurline_ranks.cluster import names_cluster
 from spurline_ranks.group import ClusterNeed
@@ -288,9 +287,9 @@ class VllmEngineConfig(PoolConfig):
         An engine that takes turns with the trainer gets what the trainer's weights leave. An engine beside the trainer
         gets half of what weights, gradients and optimizer leave. The other half is for the trainer's activations.
         """
-        backend = run.backend
+        backend: Any = run.backend
         shares = self.is_colocated or (not self.is_elsewhere and shares_trainers_gpus(run))
-        if self.gpu_memory_utilization is not None or not shares or not isinstance(backend, ModelBackendConfig):
+        if self.gpu_memory_utilization is not None or not shares or not hasattr(backend, "estimate_memory"):
             return self.gpu_memory_utilization or ALONE
         size = device_bytes or (backend.device_bytes() if num_gpus() else None)
         estimate = None if size is None or self.offloads_trainer else backend.estimate_memory(run, 0, 0)
