@@ -71,7 +71,7 @@ def test_an_advantage_where_a_loss_belongs_is_told_its_place_and_the_loss_that_g
         ("source: {name: rollouts, advantage: ppo, environment: {rewards: exact_match}}", "is a loss: set loss: ppo."),
         ("source: {name: rollouts, environment: exact_match}", "set source.environment.rewards: exact_match"),
         ("loss: sft", "'sft' is a source: set source: sft."),
-        ("backend: {precision: fp16}", "it must be 'fp32', 'bf16' or 'fp64'."),
+        ("backend: {precision: fp16}", "it must be 'auto', 'fp32', 'bf16' or 'fp64'."),
         ("backend: {ranks: 2}", "`backend: {name: fsdp, ranks: N}`"),
         ("backend: {tensor: 2}", "`plugins: [megatron_backend]`"),
         ("plugins: [fsdp_backend]\nbackend: {name: fsdp, tensor: 2}", "`plugins: [megatron_backend]`"),

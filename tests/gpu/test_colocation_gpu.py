@@ -19,6 +19,7 @@ from spurline_async_rl.engines.configs import VllmEngineConfig
 from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.configs import SharedMemorySyncConfig
 from spurline_async_rl.weights.shared_memory import SharedMemorySync
+from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_rl.protocols.rollout_engine import GenerationResult
 from spurline_rl.testing.engine_update_contract import WeightsOf
@@ -58,7 +59,8 @@ def test_a_sleeping_engine_leaves_its_gpu_to_others_and_its_tokens_match_the_wei
     old, new = (write_tiny_model(tmp_path / name, seed=seed, **SHAPE) for seed, name in enumerate(("old", "new")))
     config = VllmEngineConfig(placement="colocated", gpu_memory_utilization=SHARE, dtype="float32", max_num_seqs=32)
     model_config = ModelConfig(path=str(old))
-    run = run_config(old, model=model_config, run_dir=tmp_path)
+    # With a backend on the CPU, the engine sees all GPUs.
+    run = run_config(old, model=model_config, run_dir=tmp_path, backend=LocalBackendConfig(device="cpu"))
     total = torch.cuda.mem_get_info()[1]
 
     async def use() -> list[GenerationResult]:

@@ -57,7 +57,9 @@ class ContractOnGpus(BackendContract):
 
     @contextmanager
     def local(self, model: Path, *, critic: bool = False) -> Iterator[Backend]:
-        with opened(backend_run(model, {"name": "models/local", "device": "cuda"}, critic=critic)) as (backend, _):
+        with opened(
+            backend_run(model, {"name": "models/local", "device": "cuda", "precision": "fp32"}, critic=critic)
+        ) as (backend, _):
             yield backend
 
 
@@ -103,7 +105,7 @@ RANKS = [1, pytest.param(2, marks=needs(2)), pytest.param(4, marks=needs(4))]
 def test_bf16_steps_stay_near_those_of_one_gpu_in_bf16(spurline_tiny_model: Path, ranks: int, compiled: bool) -> None:
     run = backend_run(spurline_tiny_model, on(ranks, precision="bf16", compile=compiled), ("fsdp_backend",))
     alone = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda", "precision": "bf16"})
-    exact = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda"})
+    exact = backend_run(spurline_tiny_model, {"name": "models/local", "device": "cuda", "precision": "fp32"})
     with opened(run) as (backend, layout), opened(alone) as (local, _), opened(exact) as (reference, _):
         batch, _ = minibatch("packed", layout)
         # The half-precision attention kernel is another one than that of fp32.

@@ -41,7 +41,7 @@ pytestmark = [
 
 MIB = 1 << 20
 PLUGINS = ("megatron_backend",)
-LOCAL = {"name": "models/local", "device": "cuda"}
+LOCAL = {"name": "models/local", "device": "cuda", "precision": "fp32"}
 
 
 def needs(gpus: int) -> pytest.MarkDecorator:

@@ -56,7 +56,7 @@ def update_peak(layers: int, tokens: int, folder: Path, eight_bits: bool, settin
     torch.cuda.reset_peak_memory_stats()
     backend.update(batch, objective)
     peak = torch.cuda.max_memory_allocated() - before
-    config = LocalBackendConfig(device="cuda", **settings)
+    config = LocalBackendConfig(**{"device": "cuda", "precision": "fp32"} | settings)
     return peak, config.estimate_memory(run_config(folder, **run), tokens // 4, tokens).peak
 
 

@@ -21,6 +21,7 @@ from spurline_async_rl.engines.vllm.engine import VllmEngine
 from spurline_async_rl.weights.collective import CollectiveSync
 from spurline_async_rl.weights.configs import CollectiveSyncConfig, CudaIpcSyncConfig
 from spurline_async_rl.weights.cuda_ipc import CudaIpcSync, HandleMaker, read_handles
+from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.testing.inputs import write_tiny_model
 from spurline_models.weight_buckets import WeightBucket
 from spurline_rl.protocols.rollout_engine import GenerationResult
@@ -76,9 +77,12 @@ def test_tokens_match_the_weights_of_their_version(tmp_path: Path, transport: st
     sync.max_bucket_bytes = 100_000
     # On the trainer's GPU, or on the next one for NCCL.
     devices = {"device_ids": [1]} if transport == "collective" else {}
+    settings = {**ENGINE, "engine_args": {**ENGINE["engine_args"], **devices}}
+    # With a backend on the CPU, the engine sees all GPUs.
+    backend = LocalBackendConfig(device="cpu")
 
     async def main() -> list[GenerationResult]:
-        engine = vllm_engine(old, tmp_path, engine_args=devices, **ENGINE)
+        engine = vllm_engine(old, tmp_path, backend=backend, **settings)
         try:
             async with asyncio.timeout(1800):
                 await sync.publish(1, OnGpu(old), [engine])

@@ -91,8 +91,9 @@ def run_config(model: Path | str, /, **sections: Any) -> RunConfig:
 
 
 def local_backend(model: Path | str, *, run: dict[str, Any] | None = None, **settings: Any) -> LocalBackend:
-    """A local backend on CPU with one thread; `settings` are those of LocalBackendConfig."""
-    config = LocalBackendConfig(**({"device": "cpu", "num_threads": 1, "probe": False} | settings))
+    """A local backend on CPU with one thread, in fp32; `settings` are those of LocalBackendConfig."""
+    defaults = {"device": "cpu", "precision": "fp32", "num_threads": 1, "probe": False}
+    config = LocalBackendConfig(**(defaults | settings))
     registry = PluginHost.load([]).registry
     return LocalBackend(config, run=run_config(model, **(run or {})), registry=registry, total_updates=10)
 

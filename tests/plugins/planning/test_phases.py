@@ -71,7 +71,7 @@ def test_a_trainer_that_leaves_gives_all_of_the_device_to_the_engine(run: RunCon
 @pytest.mark.parametrize(
     ("engine", "bucket_bytes", "gib", "phase", "lower"),
     [
-        (vllm(), 0, 40, "generating", "source.engine.gpu_memory_utilization"),
+        (vllm(gpu_memory_utilization=0.9), 0, 40, "generating", "source.engine.gpu_memory_utilization"),
         (vllm(gpu_memory_utilization=0.1), 4 * GIB, 12, "publishing", "source.weight_sync.bucket_mb"),
         (vllm(gpu_memory_utilization=0.1), 0, 4, "training", "See memory above"),
         (

@@ -9,7 +9,7 @@ import shlex
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,6 +52,10 @@ class LoadedConfig:
     def resolved(self) -> dict[str, Any]:
         """Return every setting, defaults included, as JSON values with secrets hidden."""
         return hide_secrets(self.config.model_dump(mode="json"))
+
+    def settled(self, recorded: Mapping[str, Any]) -> LoadedConfig:
+        """Return this config with `Section.settled`. `recorded` is an earlier result of `resolved`, or {}."""
+        return replace(self, config=self.config.settled(self.config, recorded))
 
     def train_command(self, *options: str) -> str | None:
         """Return the command line that trains this config, with `options` at its end, or None if there is no file."""

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -77,6 +77,22 @@ class Section(BaseModel):
         `run` is the `RunConfig`. Its type cannot be given here, since RunConfig is made of sections.
         """
         return ()
+
+    def choices(self, run: Any) -> Mapping[str, Any]:
+        """Return values for the settings that are `auto` and whose values depend on the machine.
+
+        A run settles them at its start and records the values. A resumed run keeps the recorded values.
+        """
+        return {}
+
+    def settled(self, run: Any, recorded: Mapping[str, Any]) -> Self:
+        """Return this section with its `choices` and those of sections in it, with `recorded` values where present."""
+        values = {name: recorded.get(name, value) for name, value in self.choices(run).items()}
+        for name in type(self).model_fields:
+            part = getattr(self, name)
+            if isinstance(part, Section) and (now := part.settled(run, recorded.get(name) or {})) is not part:
+                values[name] = now
+        return self.model_copy(update=values) if values else self
 
     def await_services(self, run: Any, progress: Progress) -> None:
         """Wait until the services that this section names, such as servers, answer. By default, do nothing.

@@ -139,6 +139,7 @@ class Run:
     def _begin(self, stack: ExitStack) -> Session:
         """Prepare everything for the first step: the data, then the weights. The stack closes what is built."""
         resume = find_resume(self.directory, self.loaded, self._request)
+        self.loaded, self.config = resume.loaded, resume.loaded.config
         prepared = prepare(self.loaded, stack, progress=self._progress, done=resume.done)
         built = build_components(self.loaded, prepared, stack, self._progress, resume.done)
         components = replace(built, hook_states=self._hook_states)

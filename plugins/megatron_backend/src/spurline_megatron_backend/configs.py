@@ -51,9 +51,6 @@ class MegatronBackendConfig(RankBackendConfig):
     }
 
     name: str = "megatron"
-    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` computes with bf16 weights, sums gradients in fp32, and updates fp32 copies of the weights. The copies are
-    divided among the ranks. `auto` is bf16 on GPUs, fp32 on CPU."""
     tensor: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of ranks that divide the matrices of every layer, and the tokens in layers without divided matrices, such
     as norms. They exchange much data, so keep them on one machine."""

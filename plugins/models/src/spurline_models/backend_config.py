@@ -15,6 +15,7 @@ from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, BackendConfig, BackendFacts
 from spurline.protocols.dataset import KnowsLongest
 from spurline_models.configs import Fp8, Kernels, LoraConfig, check_libraries
+from spurline_models.machine import num_gpus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,11 +86,41 @@ class ModelBackendConfig(BackendConfig):
     beyond: ClassVar[str] = ""
     """A sentence that tells the user what to do if no setting makes a model fit into memory."""
 
+    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
+    """`auto` is `cuda` if this machine has GPUs, else `cpu`."""
+    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
+    """`bf16` computes in bf16, and keeps fp32 values of trained weights and sums of gradients. `auto` is bf16 on GPUs,
+    fp32 on CPU, and a resumed run keeps what it was."""
+
+    @property
+    def on(self) -> Literal["cpu", "cuda"]:
+        """The device, with `auto` replaced by the device of this machine."""
+        if self.device == "auto":
+            return "cuda" if num_gpus() else "cpu"
+        return self.device
+
+    @property
+    def computes_in(self) -> Literal["fp32", "bf16", "fp64"]:
+        """The precision, with `auto` replaced by the usual precision of the device."""
+        if self.precision == "auto":
+            return "bf16" if self.on == "cuda" else "fp32"
+        return self.precision
+
+    @property
+    def device_words(self) -> str:
+        """Words about device and precision, such as `cuda, bf16 (auto)`."""
+        return f"{self.on}, {self.computes_in}{' (auto)' if self.precision == 'auto' else ''}"
+
+    def choices(self, run: RunConfig) -> Mapping[str, Any]:
+        return {"precision": self.computes_in} if self.precision == "auto" else {}
+
     @property
     def facts(self) -> BackendFacts:
         lora = self.adapters
         return replace(
             super().facts,
+            computes_in=self.computes_in,
+            device=f"on {self.device_words}",
             trains_adapters=lora is not None,
             dropout_rates={} if lora is None else {"lora.dropout": lora.dropout},
         )

@@ -125,7 +125,7 @@ def device_profile(
     """Return the profile. Raises ConfigError, which names `setting`, if `device` is `cuda` and there is no GPU."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
-        raise ConfigError.at(setting, "is cuda, but torch sees no GPU. Set `device: auto`, or check `nvidia-smi`.")
+        raise ConfigError.at(setting, "needs a GPU, but torch sees none. Check `nvidia-smi`, or set device: cpu.")
     name = "cuda" if available and device != "cpu" else "cpu"
     return DeviceProfile(
         device=torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name),

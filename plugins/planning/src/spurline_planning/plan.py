@@ -152,10 +152,10 @@ def summarize_plan(loaded: LoadedConfig, data: DataComponents | None, model: _Mo
         facts, steps = data.source.summary(), data.source.total_steps
         found = (f" on {facts[name]:,} {name}" for name in ("pairs", "prompts", "samples") if name in facts)
         amount = f"{next(found, '')} for {steps:,} steps ({data.source.epoch(steps):.2f} epochs)"
+    backend = f"backend '{config.backend.name}' {config.backend.facts.device}".rstrip()
     return (
         f"Train {adapted}{shown_path(config.model.path)}{size} with source '{config.source.name}' and loss "
-        f"'{config.loss.name}'{amount}, backend '{config.backend.name}'; metrics, checkpoints and the report "
-        f"go to {config.run_dir}."
+        f"'{config.loss.name}'{amount}, {backend}; metrics, checkpoints and the report go to {config.run_dir}."
     )
 
 

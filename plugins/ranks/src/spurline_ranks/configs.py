@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -46,10 +46,6 @@ class RankBackendConfig(ModelBackendConfig):
     launch: Annotated[Launch, OnResume.FREE] = "local"
     """`local` starts the ranks on this machine, `ray` starts them on a Ray cluster. If `cluster.address` is set, the
     default is `ray`."""
-    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """`auto` is `cuda` if this machine has GPUs, else `cpu`."""
-    precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
-    """`bf16` keeps fp32 weights, computes in bf16 and sums gradients in fp32. `auto` is bf16 on GPUs, fp32 on CPU."""
     ranks_per_node: Annotated[int | None, OnResume.FREE] = Field(default=None, gt=0)
     """Ranks on each machine of a cluster. null uses one machine if it has enough GPUs, else fills several machines."""
     gpus: Annotated[tuple[Annotated[int, Field(ge=0)], ...] | None, OnResume.FREE] = None
@@ -155,27 +151,8 @@ class RankBackendConfig(ModelBackendConfig):
             )
 
     @property
-    def on(self) -> Literal["cpu", "cuda"]:
-        """The device, with `auto` replaced by the device of this machine."""
-        if self.device == "auto":
-            return "cuda" if num_gpus() else "cpu"
-        return self.device
-
-    @property
     def facts(self) -> BackendFacts:
-        return replace(
-            super().facts,
-            yields_device=True,
-            computes_in=self.computes_in,
-            device=f"on {self.num_ranks} ranks, {self.on}, {self.computes_in}",
-        )
-
-    @property
-    def computes_in(self) -> Literal["fp32", "bf16"]:
-        """The precision, with `auto` replaced by the usual precision of the device."""
-        if self.precision == "auto":
-            return "bf16" if self.on == "cuda" else "fp32"
-        return self.precision
+        return replace(super().facts, yields_device=True, device=f"on {self.num_ranks} ranks, {self.device_words}")
 
     @property
     def num_ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""Choose GPUs and network interfaces for the ranks of this machine, and find the GPUs that no rank uses."""
+"""Choose GPUs and network interfaces for the ranks of this machine."""
 
 from __future__ import annotations
 
@@ -38,17 +38,6 @@ def gpus_of_ranks(request: RankRequest) -> tuple[str, ...]:
             "backend.ranks", f"asks for {request.count} ranks with a GPU each, and there are {len(usable)} GPUs. {fix}"
         )
     return usable[: request.count]
-
-
-def gpus_beside_ranks(request: RankRequest | None) -> tuple[str, ...] | None:
-    """Return the GPUs of this machine that no rank uses, named as in CUDA_VISIBLE_DEVICES.
-
-    Return None if no rank uses a GPU of this machine, or if a cluster assigns the GPUs.
-    """
-    if request is None or request.device != "cuda" or request.launch != "local":
-        return None
-    taken = gpus_of_ranks(request)
-    return tuple(gpu for gpu in visible_gpus() if gpu not in taken)
 
 
 def variables_of_one_machine(*, peers_elsewhere: bool) -> dict[str, str]:

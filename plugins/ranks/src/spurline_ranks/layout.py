@@ -37,7 +37,7 @@ def describe_ranks(config: RankBackendConfig, groups: str) -> Iterator[str]:
         where = "a Ray cluster"
     else:
         where = f"{counted(-(-config.num_ranks // local), 'machine')} of a Ray cluster"
-    yield f"{counted(config.num_ranks, 'rank')} on {where}, {config.on}, {config.computes_in}: {groups}"
+    yield f"{counted(config.num_ranks, 'rank')} on {where}, {config.device_words}: {groups}"
     if local is None:
         yield "the number of machines is not known: set backend.ranks_per_node to plan for it"
     if config.device == "auto" and config.on == "cpu":

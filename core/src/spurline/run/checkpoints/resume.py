@@ -61,6 +61,7 @@ class Resume:
     """The point at which a run continues.
 
     Attributes:
+        loaded: The config of the run, with a value for each setting that is `auto` and depends on the machine.
         checkpoint: The checkpoint to restore, or None for a new run.
         notes: Sentences about the resume for the user.
         foreign: Whether the checkpoint belongs to another run or was moved aside.
@@ -68,7 +69,8 @@ class Resume:
             the change.
     """
 
-    checkpoint: Checkpoint | None
+    loaded: LoadedConfig
+    checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     foreign: bool = False
     history: tuple[Mapping[str, Any], ...] = ()
@@ -107,15 +109,22 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
                 f"--allow-change {request.allow_change[0]}: this is a new run, so there is no checkpoint to compare "
                 "with. Leave the option out, or give a checkpoint with --resume."
             )
-        return Resume(None)
+        return Resume(loaded.settled({}))
     foreign = _is_foreign(checkpoint, directory)
     earlier = checkpoint.manifest.get("history", [])
-    changes = permitted_changes(checkpoint, loaded, request)
+    kept = loaded.settled(checkpoint.config)
+    changes = permitted_changes(checkpoint, kept, request)
+    # Earlier versions recorded `auto` itself.
+    kept = kept.settled({})
     saved = checkpoint.manifest.get("versions", {})
     notes = [
         f"Resuming from {checkpoint.path} (step {checkpoint.step}).",
         *(f"Changed at step {entry['step']:,}: {_recorded(entry)}." for entry in earlier),
         *(f"Changed since the checkpoint: {change}{_REMARK[change.mark]}." for change in changes),
+        *(
+            f"{choice.key} stays {choice.now}, as in the checkpoint. On this machine, auto would be {choice.before}."
+            for choice in differences(loaded.settled({}).resolved(), kept.config)
+        ),
         *(
             f"Version differs: the checkpoint has {name} {saved.get(name, '(absent)')}, this run has {version}."
             for name, version in loaded.host.versions().items()
@@ -128,7 +137,7 @@ def find_resume(directory: RunDirectory, loaded: LoadedConfig, request: ResumeRe
         for change in changes
         if change.mark is not OnResume.FREE
     ]
-    return Resume(checkpoint, tuple(notes), foreign, (*earlier, *new))
+    return Resume(kept, checkpoint, tuple(notes), foreign, (*earlier, *new))
 
 
 def permitted_changes(checkpoint: Checkpoint, loaded: LoadedConfig, request: ResumeRequest) -> list[Difference]:

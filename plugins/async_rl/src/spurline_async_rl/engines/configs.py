@@ -82,13 +82,12 @@ class PoolConfig(RolloutEngineConfig):
                 "false.",
             )
         ranks = run.backend.rank_request()
-        shares_gpu = self._takes_gpus() and (self.is_colocated or trains_on_gpu_here(run))
+        shares_gpu = self._takes_gpus() and (self.is_colocated or shares_trainers_gpus(run))
         if run.source.facts.transport == "collective" and self.placement != "ray" and shares_gpu:
-            why = "is colocated" if self.is_colocated else f"is local, on a GPU that backend '{run.backend.name}' uses"
             yield Problem(
                 "placement",
-                f"{why}, but weight_sync: collective needs a GPU for each process. Remove weight_sync, or set it to "
-                "shared_memory.",
+                f"is {self.placement}, on a GPU that backend '{run.backend.name}' uses, but weight_sync: collective "
+                "needs a GPU for each process. Remove weight_sync, or set it to shared_memory.",
             )
         if not self.is_colocated:
             return
@@ -127,8 +126,18 @@ def server_url(url: str) -> str:
 
 
 def trains_on_gpu_here(run: RunConfig) -> bool:
-    """Return whether the backend trains in this process on a GPU. Local engines share that GPU."""
+    """Return whether the backend trains in this process on a GPU."""
     return num_gpus() > 0 and run.backend.rank_request() is None and not run.backend.facts.stays_on_cpu
+
+
+def shares_trainers_gpus(run: RunConfig) -> bool:
+    """Return whether the engines of this machine use GPUs on which the backend trains."""
+    ranks, facts = run.backend.rank_request(), run.source.facts
+    # A CUDA IPC handle of the trainer's memory works only on the GPU of that memory.
+    asked = facts.has_colocated_engines or facts.transport == "cuda_ipc"
+    if ranks is None:
+        return trains_on_gpu_here(run) and (asked or num_gpus() == 1)
+    return asked and ranks.device == "cuda" and ranks.launch == "local"
 
 
 def _estimate(name: str) -> Any:
@@ -195,10 +204,12 @@ class ChildProcessEngineConfig(DecodingConfig, PoolConfig):
     def _memory(self, run: RunConfig, responses: int, length: int) -> tuple[int, int]:
         """Return the bytes of the weights and the cache of one engine."""
         tokens = max(length, min(self._batch_of(responses) * length, self.max_cache_tokens))
-        cache: int = _estimate("estimate_cache")(run.model, tokens, precision=self.precision)
+        cache: int = _estimate("estimate_cache")(run.model, tokens, precision=self.computes_in(run))
         return 4 * _estimate("count_parameters")(run.model), cache
 
 
+ALONE, _LEAST = 0.9, 0.1
+"""The share of a GPU's memory for engines without a trainer on the GPU, and the least share with a trainer."""
 _OF_SERVERS = ("name", "mode", "urls", "engines", "kv_cache", "max_restarts")
 """Settings that apply to servers, besides the time limits."""
 CPU_KV_CACHE_GB = 4.0
@@ -224,8 +235,8 @@ class VllmEngineConfig(PoolConfig):
     max_model_len: int | None = Field(default=None, gt=1)
     """Largest number of tokens of prompt and response. null means the model's context, or less if the cache is
     small."""
-    gpu_memory_utilization: Annotated[float, OnResume.FREE] = Field(default=0.9, gt=0, le=1)
-    """Share of each GPU's memory that an engine may take. Lower it if the trainer uses the same GPUs."""
+    gpu_memory_utilization: Annotated[float | None, OnResume.FREE] = Field(default=None, gt=0, le=1)
+    """Share of each GPU's memory that an engine may take. null is 0.9, less what the trainer needs on the same GPU."""
     tensor_parallel_size: Annotated[int, OnResume.TO_ROUNDING] = Field(default=1, gt=0)
     """Number of GPUs of one engine."""
     max_num_seqs: Annotated[int, OnResume.TO_ROUNDING] = Field(default=256, gt=0)
@@ -270,6 +281,24 @@ class VllmEngineConfig(PoolConfig):
         # The answers of servers do not name the chosen experts.
         return self.mode == "engine"
 
+    def gpu_share(self, run: RunConfig, device_bytes: int | None = None) -> float:
+        """Return the share of a GPU's memory that an engine may take. `device_bytes` is by default that of GPUs here.
+
+        An engine that takes turns with the trainer gets what the trainer's weights leave. An engine beside the trainer
+        gets half of what weights, gradients and optimizer leave. The other half is for the trainer's activations.
+        """
+        backend: Any = run.backend
+        shares = self.is_colocated or (not self.is_elsewhere and shares_trainers_gpus(run))
+        if self.gpu_memory_utilization is not None or not shares or not hasattr(backend, "estimate_memory"):
+            return self.gpu_memory_utilization or ALONE
+        size = device_bytes or (backend.device_bytes() if num_gpus() else None)
+        estimate = None if size is None or self.offloads_trainer else backend.estimate_memory(run, 0, 0)
+        if size is None or estimate is None:
+            return ALONE
+        taken, parts = (sum(estimate.lent.values()), 1) if self.is_colocated else (estimate.peak, 2)
+        parts *= _on_a_device(run, self.engines * self.tensor_parallel_size)
+        return max(_LEAST, ALONE - taken / size) / parts
+
     def colocated_memory(
         self, run: RunConfig, responses: int, length: int, device_bytes: int
     ) -> dict[EngineMemory, int]:
@@ -279,14 +308,14 @@ class VllmEngineConfig(PoolConfig):
         if self.kv_cache_gb is not None:
             return {"weights": number * weights, "cache": number * round(self.kv_cache_gb * 2**30)}
         # gpu_memory_utilization also includes the memory for activations, so the cache gets at most this size.
-        cache = max(0, int(self.gpu_memory_utilization * device_bytes) - weights)
+        cache = max(0, int(self.gpu_share(run, device_bytes) * device_bytes) - weights)
         return {"weights": number * weights, "cache": number * cache}
 
     def describe(self, run: RunConfig, responses: int, length: int) -> Sequence[str]:
         if self.mode == "server":
             return [f"engine {self.name}: {len(self.urls)} servers that run already"]
         where = {"local": "", "ray": " on the Ray cluster", "colocated": " on the trainer's devices"}[self.placement]
-        share = f"{self.gpu_memory_utilization:.0%} of each of its GPUs (gpu_memory_utilization)"
+        share = f"{self.gpu_share(run):.0%} of each of its GPUs (gpu_memory_utilization)"
         gpus = "1 GPU" if self.tensor_parallel_size == 1 else f"{self.tensor_parallel_size} GPUs"
         takes, cache_gb = f"on {gpus} each, with {share}", self.kv_cache_gb
         if self.placement != "ray" and not num_gpus():

@@ -57,7 +57,8 @@ class LocalBackend:
         self._config = config
         self._run = run
         check_libraries(config.lora, config.fp8)
-        self._profile = device_profile(config.device, config.precision)
+        # torch may see a GPU that this machine does not list, as on WSL.
+        self._profile = device_profile("cuda" if config.on == "cuda" else config.device, config.computes_in)
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)

@@ -156,7 +156,7 @@ def _saved_tensors(config: LocalBackendConfig, model: ModelConfig, folder: Path)
         layout_of(path),
         read,
         facts["frozen_weights"],
-        torch.float64 if config.precision == "fp64" else torch.float32,
+        torch.float64 if config.computes_in == "fp64" else torch.float32,
         torch.float32 if config.lora is None else base_dtype(config.lora, model),
         config.lora is not None and config.lora.is_quantized,
         narrow,

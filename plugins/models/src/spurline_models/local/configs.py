@@ -31,10 +31,9 @@ class LocalBackendConfig(TransformersBackendConfig):
     )
 
     name: str = "local"
-    device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
-    """`auto` uses the GPU if there is one."""
-    precision: Annotated[Literal["fp32", "bf16", "fp64"], OnResume.BY_NAME] = "fp32"
-    """`bf16` computes under autocast. `fp64` is for numerical tests."""
+    precision: Annotated[Literal["auto", "fp32", "bf16", "fp64"], OnResume.BY_NAME] = "auto"
+    """`bf16` keeps fp32 weights and computes under autocast. `auto` is bf16 on GPUs, fp32 on CPU, and a resumed run
+    keeps what it was. `fp64` is for numerical tests."""
     weights: Annotated[Literal["fp32", "bf16_masters"], OnResume.BY_NAME] = "fp32"
     """The dtype of trained weights with `precision: bf16`. `bf16_masters` holds matrices in bf16. The optimizer then
     steps on fp32 copies of these matrices."""
@@ -56,8 +55,8 @@ class LocalBackendConfig(TransformersBackendConfig):
         if self.rows_per_microbatch is not None and self.max_tokens_per_microbatch is not None:
             yield Problem("rows_per_microbatch", "and max_tokens_per_microbatch exclude each other. Remove one.")
         # A config with `auto` may be meant for another machine, so check it as if there was a GPU.
-        yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.precision)
-        if self.narrow_weights and self.precision != "bf16":
+        yield from self.computing_problems("cpu" if self.device == "cpu" else "cuda", self.computes_in)
+        if self.narrow_weights and self.computes_in != "bf16":
             yield Problem(
                 "weights", f"is {self.weights}, which needs precision: bf16. Set precision: bf16, or weights: fp32."
             )
@@ -73,7 +72,6 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def facts(self) -> BackendFacts:
-        device = "a GPU if there is one" if self.device == "auto" else self.device
         return replace(
             super().facts,
             generates=True,
@@ -89,24 +87,15 @@ class LocalBackendConfig(TransformersBackendConfig):
             # Replay and balancing need hooks in routers, and hooks would make torch compile the decoder again.
             replays_experts=not self.compile,
             balances_experts=not self.compile,
-            computes_in=self.precision,
-            device=f"on {device}, {self.precision}",
         )
 
     def check_model(self, run: RunConfig) -> None:
-        self.check_computing(run, self.planned_device, self.precision)
-
-    @property
-    def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device of training. `auto` is resolved for this machine."""
-        if self.device != "auto":
-            return self.device
-        return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
+        self.check_computing(run, self.on, self.computes_in)
 
     def missing_here(self) -> str | None:
         # A config must not import torch, and only torch knows about GPUs.
-        if self.device == "cuda" and not resolve("torch.cuda:is_available", "GPU check of backend 'local'")():
-            return "backend.device is cuda, but torch sees no GPU here: this config can train only on another machine"
+        if self.on == "cuda" and not resolve("torch.cuda:is_available", "GPU check of backend 'local'")():
+            return f"backend.device is {self.device}, but torch sees no GPU here: this config can train only elsewhere"
         return None
 
     def device_bytes(self) -> int | None:
@@ -115,19 +104,19 @@ class LocalBackendConfig(TransformersBackendConfig):
         return resolve("spurline_models.device_profile:device_bytes", "memory of backend 'local'")(self.device)
 
     def savings(self, run: RunConfig, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:
-        may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
+        may_be_narrow = self.computes_in == "bf16" and self.lora is None and not self.fp8
         if may_be_narrow and not self.narrow_weights:
             yield {"weights": "bf16_masters"}
         if not self.activation_checkpointing:
             yield {"activation_checkpointing": True}
-        if not (self.offload_activations or self.compile) and self.planned_device == "cuda":
+        if not (self.offload_activations or self.compile) and self.on == "cuda":
             yield {"offload_activations": True}
         if self.lora is not None and self.lora.base_dtype in ("auto", "fp32"):
             yield {"lora.base_dtype": "bf16"}
         yield from self._smaller_microbatches(row_length, tokens)
         if self.lora is not None and not self.lora.is_quantized:
             yield {"lora.base_dtype": "nf4"}
-        if not self.offload_optimizer and self.planned_device == "cuda":
+        if not self.offload_optimizer and self.on == "cuda":
             yield {"offload_optimizer": True}
 
     def _smaller_microbatches(self, row_length: int, tokens: int) -> Iterable[Mapping[str, Any]]:

@@ -23,7 +23,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     """Estimate the memory of an update of `tokens` tokens that all have loss."""
     shapes = model_shapes(run.model, config.lora)
     check_groups(run.optimizer, shapes.trained)
-    wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
+    wide, computed = _WEIGHT_BYTES[config.computes_in], COMPUTED_BYTES[config.computes_in]
     microbatch = config.microbatch_tokens(row_length, tokens)
     held = {name: shape for name, shape in shapes.trained.items() if name in shapes.narrowable}
     narrow = num_values(held) if config.narrow_weights else 0
@@ -36,7 +36,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     # The copies from which an asynchronous checkpoint is written.
     copy = sum(trained * wide + state for state in states) if run.checkpoint.is_async else 0
     host = 0
-    if config.planned_device == "cuda":
+    if config.on == "cuda":
         host, copy = copy, 0
         if config.offload_optimizer:
             host += sum(masters + state for state in states)
@@ -56,7 +56,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     # Sums of gradients over several micro-batches are in full precision.
     gradients = (trained - narrow) * wide + narrow * (wide if several else _HALF_BYTES)
     # On a CPU there is only host memory.
-    offloading = config.offload_activations and config.planned_device == "cuda"
+    offloading = config.offload_activations and config.on == "cuda"
     on_device, on_host = shapes.activation_bytes(
         microbatch, computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
     )
@@ -75,7 +75,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
 
 def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[int, int]:
     """Return the bytes of all weights, and of their copies in the dtype of computation."""
-    wide, computed = _WEIGHT_BYTES[config.precision], COMPUTED_BYTES[config.precision]
+    wide, computed = _WEIGHT_BYTES[config.computes_in], COMPUTED_BYTES[config.computes_in]
     narrow_bytes = _HALF_BYTES if config.narrow_weights else wide
     if config.lora is not None:
         narrow_bytes = min(wide, base_dtype(config.lora, run.model).itemsize)

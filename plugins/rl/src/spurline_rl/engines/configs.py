@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,11 +30,21 @@ class DecodingConfig(RolloutEngineConfig):
     prompt with its response. A request that needs more is decoded alone."""
     device: Annotated[Literal["auto", "cpu", "cuda"], OnResume.TO_ROUNDING] = "auto"
     """Device of the engine's own model copy. `auto` is a GPU, or the CPU if there is no GPU or ranks use the GPUs."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Precision of the engine's own copy. `bf16` keeps fp32 weights and computes under autocast. `auto` is bf16 if the
+    trainer computes in bf16, else fp32, and a resumed run keeps what it was."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
     """Treatment of the KV cache of unfinished responses when the weights change. `recompute` computes it again with the
     new weights. `keep` is faster, but later tokens come from a mixture of old and new weights."""
+
+    def computes_in(self, run: RunConfig) -> Literal["fp32", "bf16"]:
+        """Return the precision, with `auto` replaced by the trainer's."""
+        if self.precision == "auto":
+            return "bf16" if run.backend.facts.computes_in == "bf16" else "fp32"
+        return self.precision
+
+    def choices(self, run: RunConfig) -> Mapping[str, Any]:
+        return {"precision": self.computes_in(run)} if self.precision == "auto" else {}
 
     @property
     def notes_experts(self) -> bool:

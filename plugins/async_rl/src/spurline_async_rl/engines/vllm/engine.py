@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spurline.config.run_config import RunConfig
 from spurline.errors import ConfigError, DataError
 from spurline_async_rl.engines.commands import Command, FinishUpdate, Gate
-from spurline_async_rl.engines.configs import VllmEngineConfig, trains_on_gpu_here
+from spurline_async_rl.engines.configs import VllmEngineConfig, shares_trainers_gpus
 from spurline_async_rl.engines.gpus import own_gpus
 from spurline_async_rl.engines.member import EngineDiedError, EngineMember
 from spurline_async_rl.engines.pool import EnginePool
@@ -110,11 +110,8 @@ class VllmEngine(EnginePool):
             transports = ("collective", "shared_memory", "disk", "cuda_ipc")
             # The preferred transport comes first. `collective` is last where NCCL would have to connect two processes
             # on one GPU, which it cannot do.
-            if config.is_colocated:
+            if config.is_colocated or (config.placement == "local" and shares_trainers_gpus(run)):
                 transports = ("cuda_ipc", "shared_memory", "disk", "collective")
-            elif config.placement == "local" and trains_on_gpu_here(run):
-                # `cuda_ipc` reaches only engine processes on the trainer's GPU, so it comes second.
-                transports = ("shared_memory", "cuda_ipc", "disk", "collective")
             if config.placement == "ray":
                 _require("ray", "has placement: ray", "pip install 'spurline-async-rl[ray]', or set placement: local.")
                 from spurline_async_rl.engines.vllm.ray import EngineCluster

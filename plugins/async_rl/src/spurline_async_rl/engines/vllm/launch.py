@@ -21,7 +21,7 @@ import psutil
 from spurline.config.run_config import ModelConfig, RunConfig
 from spurline.errors import BucketLostError, RunFailedError, listing
 from spurline_async_rl.engines.commands import UPDATE, Command
-from spurline_async_rl.engines.configs import CPU_KV_CACHE_GB, VllmEngineConfig
+from spurline_async_rl.engines.configs import ALONE, CPU_KV_CACHE_GB, VllmEngineConfig
 from spurline_async_rl.engines.gpus import VISIBLE
 from spurline_async_rl.engines.member import EngineDiedError
 from spurline_async_rl.engines.vllm.adapters import EngineAdapter, engine_adapter
@@ -34,6 +34,7 @@ OWNER = "SPURLINE_VLLM_OWNER"
 LOST = "lost"
 """Key in the answer of a worker that did not get a bucket. The value is the reason."""
 _NO_ADAPTER = "If vLLM has no LoRA support for this model, send merged weights: set source.weight_sync.adapters: false."
+_NO_MEMORY = "Lower source.engine.gpu_memory_utilization, or let trainer and engine take turns: placement: colocated."
 _MANY_MACHINES = {"distributed_executor_backend", "nnodes"}
 """Arguments of vLLM that let an engine use several machines."""
 _ONE_AT_A_TIME = threading.Lock()
@@ -91,7 +92,7 @@ def engine_spec(config: VllmEngineConfig, run: RunConfig) -> EngineSpec:
     """Return the spec of this run's engines. Raises ModelError as `engine_adapter` does."""
     ranks = run.backend.rank_request()
     return EngineSpec(
-        config,
+        config.model_copy(update={"gpu_memory_utilization": config.gpu_share(run)}),
         run.model,
         notes_experts=run.source.facts.replays_experts,
         adapter=engine_adapter(config, run),
@@ -115,7 +116,7 @@ def engine_arguments(spec: EngineSpec, *, on_cpu: bool) -> dict[str, Any]:
         "dtype": ("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
         # With -1, vLLM chooses the longest context for which the cache is large enough.
         "max_model_len": config.max_model_len or -1,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "gpu_memory_utilization": config.gpu_memory_utilization or ALONE,
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": on_cpu,
         "max_num_seqs": config.max_num_seqs,
@@ -161,6 +162,8 @@ def engine_environment(
         # Python's resource tracker would warn when it frees the shared memory of a dead engine.
         "PYTHONWARNINGS": ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker"))),
         "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
+        # By default, vLLM forks on GPUs, which is unsafe in a process with threads. In Ray's actors it always spawns.
+        **({} if config.placement == "ray" else {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
         **interfaces,
         **({} if gpus is None else {VISIBLE: gpus}),
     }
@@ -244,6 +247,7 @@ class EngineStart:
             except Exception as error:
                 hint = "" if spec.adapter is None else f" {_NO_ADAPTER}"
                 text = f"vLLM does not start: {type(error).__name__}: {error}{hint}{end_of(spec.log)}"
+                text += f"\n{_NO_MEMORY}" if "less than desired GPU memory" in text else ""
                 raise EngineDiedError(text) from error
             finally:
                 self._others = None

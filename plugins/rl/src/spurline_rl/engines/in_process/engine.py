@@ -61,7 +61,7 @@ def load_own_model(config: InProcessEngineConfig, run: RunConfig) -> GenerationM
 
 
 def _profile(config: InProcessEngineConfig, run: RunConfig) -> DeviceProfile:
-    return device_profile(config.copy_device(run), config.precision, setting="source.engine.device")
+    return device_profile(config.copy_device(run), config.computes_in(run), setting="source.engine.device")
 
 
 def _give_memory(memory: DeviceMemory, decoder: Decoder, *, keep_weights: bool) -> None:
