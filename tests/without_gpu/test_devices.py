@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
 
 import pytest
 
+from spurline import child
 from spurline.protocols.ranks import RankRequest
 from spurline_models import machine
 from spurline_ranks import devices
@@ -45,7 +47,8 @@ print(json.dumps([early, pretended_gpu.asked]))
 
 def test_modules_of_ours_ask_for_no_gpu_while_they_are_imported() -> None:
     command = [sys.executable, "-c", IMPORTS, json.dumps([FORKS, BEFORE_WORKERS, WORKERS])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     early, asked = json.loads(done.stdout.splitlines()[-1])
     assert not early, "processes that fork, or that have no GPU yet, import no torch"
@@ -53,7 +56,9 @@ def test_modules_of_ours_ask_for_no_gpu_while_they_are_imported() -> None:
 
 
 def test_each_rank_has_its_gpu_before_a_library_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the controller has used CUDA: ranks are no forks of it."""
+    """Also where the controller has used CUDA: ranks are no forks of a process that has imported torch."""
+    # Elsewhere ranks of tests are forks, which save imports.
+    monkeypatch.setattr(child, "subprocess", subprocess)
     for module in (machine, devices):
         monkeypatch.setattr(module, "visible_gpus", lambda: ("4", "7"))
     request = RankRequest(2, device="cuda")
