@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from spurline.errors import DataError
 from spurline_ranks.group import Place
@@ -114,6 +115,19 @@ class Worker:
     def after(self, seconds: float, value: Any) -> Any:
         time.sleep(seconds)
         return value
+
+
+class InGroups(Worker):
+    """Opens groups in its constructor, as backends do."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place)
+        self.mesh = init_device_mesh("cpu", (place.world, 1))
+        self.group = dist.new_group()
+
+    def timeouts_s(self) -> list[float]:
+        groups = (dist.group.WORLD, *self.mesh.get_all_groups(), self.group)
+        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 class FailsToStart:

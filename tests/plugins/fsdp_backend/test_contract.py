@@ -70,7 +70,7 @@ class TestExpertsDividedByTwoOfFourRanks(WithExperts):
 
 @pytest.mark.slow
 class TestTwoReplicasOfTwoRanks(FsdpContract):
-    backend_settings = on(4, replicas=2)
+    backend_settings = on(4, replicas=2, max_tokens_per_microbatch=40)
     in_every_run = ONE
 
 

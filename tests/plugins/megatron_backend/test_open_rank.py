@@ -14,9 +14,7 @@ import sys, types
 from types import SimpleNamespace
 import torch
 from spurline_ranks import messages
-from spurline_models import machine
 
-machine.num_gpus = lambda: 1
 before = dict(vars(torch.cuda))
 tensor_before = dict(vars(torch.Tensor))
 
@@ -28,7 +26,6 @@ messages.read_run = lambda run: (SimpleNamespace(backend=SimpleNamespace(on="cud
 
 from spurline_megatron_backend.open_rank import open_rank
 
-print("forked with", sorted(name for name in sys.modules if name.startswith("megatron")))
 open_rank("place", {}, 1)
 print("imported", [name for name in sys.modules if name.endswith("cpu_debug")])
 for what, now, then in (("replaced", torch.cuda, before), ("tensor", torch.Tensor, tensor_before)):
@@ -42,10 +39,4 @@ print("compiles", [torch._dynamo.eval_frame._stance.stance])
 def test_a_rank_on_a_gpu_replaces_nothing_and_imports_nothing_that_would() -> None:
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "forked with []",
-        "imported []",
-        "replaced []",
-        "tensor []",
-        "compiles ['default']",
-    ]
+    assert result.stdout.splitlines() == ["imported []", "replaced []", "tensor []", "compiles ['default']"]

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from backend_batches import cross_entropy, lay_out, local_backend, make_samples, write_model_folder
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spurline.config.run_config import DataConfig, ModelConfig
 from spurline.errors import DataError, ModelError
+from spurline_models import probe
+from spurline_models.device_profile import device_profile
+from spurline_models.streams.stream_model import StreamModel
 from spurline_text import configs as text_configs
 
 
@@ -145,3 +149,22 @@ def test_the_probe_leaves_no_trace(tmp_path: Path) -> None:
     assert not probed._model.decoder._forward_hooks
     for (name, one), (_, other) in zip(probed.named_weights(), plain.named_weights(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize(("kind", "deviation"), [("llama", 0.3), ("mixtral", 0.1)])
+def test_deep_models_in_half_precision_pass_packed_unless_segments_see_each_other(
+    kind: str, deviation: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 layers, each of which enlarges the differences of rounding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"vocab_size": 512, "num_hidden_layers": 64, "head_dim": 16, "num_local_experts": 4}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, initializer_range=deviation, **sizes)
+    model = StreamModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    profile = device_profile("cpu")
+    probe.check_exactness(model, profile, "deep", in_half_precision=True)
+    assert model.reading == "stream"
+    plan = probe.plan_segments
+    monkeypatch.setattr(probe, "plan_segments", lambda lengths, *rest: plan(lengths.sum(keepdims=True), *rest))
+    with pytest.raises(ModelError, match="than for each sequence alone"):
+        probe.check_exactness(model, profile, "deep", in_half_precision=True)

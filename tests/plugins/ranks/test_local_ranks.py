@@ -228,6 +228,10 @@ def test_a_rank_that_the_others_wait_for_too_long_is_named_beside_the_one_that_g
         assert words in note
 
 
+def test_all_groups_of_a_worker_have_the_time_limit_of_an_exchange(start: Start) -> None:
+    assert start(2, worker="InGroups", collective_s=17.0).call("timeouts_s") == [[17.0] * 4] * 2
+
+
 @pytest.mark.parametrize("size", [1, 3_000_000], ids=["small", "more than fits in a pipe"])
 def test_a_rank_that_cannot_run_python_is_named_as_well_with_why_there_is_no_stack(start: Start, size: int) -> None:
     ranks = start(2, call_s=2.0)

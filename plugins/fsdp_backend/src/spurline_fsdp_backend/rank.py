@@ -169,8 +169,12 @@ class FsdpRank(RankWorker):
         number = len(share.microbatches)
         for index, (rows, stream) in enumerate(share_streams(share, columns, self._profile), start=1):
             self._place.doing(f"micro-batch {index} of {number}")
+            causal, is_last = cast(FSDPModule, model.causal), index == number
             # FSDP2 must know which backward pass is the last of a step.
-            cast(FSDPModule, model.causal).set_is_last_backward(index == number)
+            causal.set_is_last_backward(is_last)
+            # Copies of the model sum their gradients once per step. With `cpu_offload` the sums of the first
+            # micro-batches would stay on the device.
+            causal.set_requires_all_reduce(is_last or self._config.cpu_offload)
             yield rows, stream
 
     @contextmanager

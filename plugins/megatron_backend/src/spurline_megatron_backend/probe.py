@@ -21,7 +21,7 @@ from spurline_megatron_backend.grid import Grid
 from spurline_megatron_backend.stages import StagedModel
 from spurline_models.dealing import Rows
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.probe import CHUNK_TOKENS, HALF_PRECISION_TOLERANCE, TOLERANCE, probe_sequences, probe_stream
+from spurline_models.probe import CHUNK_TOKENS, distance, probe_sequences, probe_stream, rounded_layers
 from spurline_models.streams.token_stream import TokenStream
 from spurline_ranks.sequence_sharing import SequenceSharing
 
@@ -48,15 +48,20 @@ def check_exactness(
         [found] = _logprobs(model, [packed], grid, doing)
     with model.computing_otherwise(sharing=alone, chunk_tokens=packed.num_tokens):
         expected = torch.cat(_logprobs(model, separate, grid, doing))
-    distance = _distance(found, expected, half_precision).to(profile.device)
+        rounded = None
+        if half_precision:
+            with rounded_layers(layer for part in model.parts for layer in part.decoder.layers):
+                rounded = torch.cat(_logprobs(model, separate, grid, doing))
     # Only the last stage has logprobs, but all stages need the distance.
-    dist.all_reduce(distance, op=dist.ReduceOp.MAX)
-    allowed = HALF_PRECISION_TOLERANCE if half_precision else TOLERANCE
-    if distance > allowed:
+    values = distance(found, expected, expected.std(), rounded) if len(expected) else (0.0, 0.0)
+    compared = torch.tensor(values, device=profile.device).nan_to_num(nan=torch.inf)
+    dist.all_reduce(compared, op=dist.ReduceOp.MAX)
+    difference, allowed = compared.tolist()
+    if difference > allowed:
         raise ModelError(
             f"model.path: {path} ({architecture.model_type} of Megatron-core) gives other log-probabilities when ranks "
-            f"pack sequences, share them, and score in chunks. They differ by {distance:.2g} standard deviations "
-            f"(allowed {allowed:g}). Choose backend fsdp, which computes the model's own layers."
+            f"pack sequences, share them, and score in chunks. They differ by {difference:.2g} standard deviations "
+            f"(allowed {allowed:.2g}). Choose backend fsdp, which computes the model's own layers."
         )
 
 
@@ -75,16 +80,3 @@ def _logprobs(
     missing = grid.rounded_up(len(numbered)) - len(numbered)
     model.run([*numbered, *numbered[:1] * missing], visit, (), 1.0, doing=doing, backward=False)
     return found
-
-
-def _distance(values: Tensor, reference: Tensor, half_precision: bool) -> Tensor:
-    """Return the largest difference of any token's values, in standard deviations of the reference.
-
-    In half precision, return the mean difference instead, since a router may choose another expert for a single token.
-    The distance is 0 if there are no values, and infinite if a value is NaN.
-    """
-    if not len(reference):
-        return torch.zeros(())
-    difference = (values - reference).abs()
-    distance = difference.mean() if half_precision else difference.max()
-    return (distance / reference.std().clamp_min(1e-30)).nan_to_num(nan=torch.inf, posinf=torch.inf)

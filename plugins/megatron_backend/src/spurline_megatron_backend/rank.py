@@ -59,7 +59,7 @@ class MegatronRank(RankWorker):
         super().__init__(place, run, registry, total_updates)
         # If `ranks` is not set, the config counts the visible GPUs. But a rank sees only its own GPU.
         grid = replace(self._config.grid, ranks=place.world)
-        self._groups = _open_groups(grid, place.rank, self._config.limits.collective_s, run.seed)
+        self._groups = _open_groups(grid, place.rank, run.seed)
         self._counts = grid.speaks(place.rank)
 
     def build(self) -> None:
@@ -221,14 +221,9 @@ class MegatronRank(RankWorker):
                 self._profile.release_cached_memory()
 
 
-def _open_groups(grid: Grid, rank: int, timeout_s: float, seed: int) -> Groups:
-    """Open the groups, and seed Megatron. This is a collective. `timeout_s` limits each exchange between ranks."""
-    parallel_state.initialize_model_parallel(
-        **grid.parallel_sizes,
-        # Megatron passes this to timedelta, which takes fractions.
-        distributed_timeout_minutes=timeout_s / 60,  # pyright: ignore[reportArgumentType]
-        create_gloo_process_groups=False,
-    )
+def _open_groups(grid: Grid, rank: int, seed: int) -> Groups:
+    """Open the groups, and seed Megatron. This is a collective."""
+    parallel_state.initialize_model_parallel(**grid.parallel_sizes, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(seed % 2**31)
     # Megatron's functions have no types.
     state: Any = parallel_state

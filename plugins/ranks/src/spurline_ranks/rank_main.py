@@ -66,6 +66,7 @@ class _Rank:
         self._say(f"making {order.worker}")
         place = Place(self._rank, order.request.count, self._rank - order.ranks.start, order.node, self._say)
         self._worker = make_worker(place, *order.arguments)
+        self._limit_exchanges()
         self._say("waiting for a call")
 
     def call(self, call: Mapping[str, Any]) -> Any:
@@ -102,3 +103,13 @@ class _Rank:
             timeout=timedelta(seconds=limits.collective_s),
             device_id=profile.device if request.device == "cuda" else None,
         )
+
+    def _limit_exchanges(self) -> None:
+        """Set the timeout of an exchange in all groups that the worker has opened, such as those of a `DeviceMesh`.
+
+        Otherwise groups have the default timeouts of torch, in which there is no public function that changes them.
+        """
+        from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+        for group in _world.pg_map:
+            _set_pg_timeout(timedelta(seconds=self._order.limits.collective_s), group)

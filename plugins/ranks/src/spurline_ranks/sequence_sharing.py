@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spurline.errors import ModelError
-from spurline_models.architecture import vocabulary_size
+from spurline_models.architecture import decoder_layers, vocabulary_size
 from spurline_models.device_profile import DeviceProfile
-from spurline_models.probe import probe_sequences, probe_stream
+from spurline_models.probe import distance, probe_sequences, probe_stream, rounded_layers
 from spurline_models.streams.stream_model import evaluation_mode
 from spurline_models.streams.token_stream import TokenStream, plan_segments
 
@@ -148,8 +148,6 @@ class _Join(torch.autograd.Function):
 
 
 _PROBE_LENGTHS = (2, 5, 9)
-_TOLERANCE, _HALF_PRECISION_TOLERANCE = 3e-4, 0.25
-"""Allowed differences of a logprob, in standard deviations. Matrix products of other sizes round differently."""
 
 
 def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precision: bool) -> None:
@@ -172,14 +170,15 @@ def check_sharing(model: Any, profile: DeviceProfile, path: str, *, half_precisi
         model.sharing = None
         try:
             alone = model.loss_inputs(stream, ()).logprobs
+            with rounded_layers(decoder_layers(model.causal)):
+                rounded = model.loss_inputs(stream, ()).logprobs
         finally:
             model.sharing = sharing
-    allowed = _HALF_PRECISION_TOLERANCE if half_precision else _TOLERANCE
-    difference = float((shared - alone).abs().max() / alone.std().clamp_min(1e-30))
+    difference, allowed = distance(shared, alone, alone.std(), rounded if half_precision else None)
     # This form of the comparison also refuses NaN.
     if not difference <= allowed:
         raise ModelError(
             f"model.path: {path} ({type(model.causal).__name__}) gives other log-probabilities when ranks share a "
-            f"sequence: {difference:.2g} standard deviations (allowed {allowed:g}). It mixes tokens outside of "
+            f"sequence: {difference:.2g} standard deviations (allowed {allowed:.2g}). It mixes tokens outside of "
             "attention (linear attention, convolutions). Set backend.context: 1, or choose another model."
         )
