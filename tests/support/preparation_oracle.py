@@ -196,9 +196,9 @@ def _with_advantages(groups: Sequence[Group], values: NDArray[Any]) -> list[Grou
 
 
 def _laid_out(groups: Sequence[Group], merged: bool) -> TrainingBatch:
-    attempts = [attempt for group in groups for attempt in group.trajectories]
-    rows = [merge_turns(attempt) if merged else attempt for attempt in attempts]
-    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(rows)
+    if merged:
+        groups = [replace(group, trajectories=tuple(map(merge_turns, group.trajectories))) for group in groups]
+    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(groups)
 
 
 def _add_gae(attempts: Sequence[Sequence[Row]]) -> None:

@@ -225,8 +225,9 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes
     kept = [merge_turns(attempt) for attempt in attempts] if merged else attempts
     turns = [turn for attempt in attempts for turn in attempt.turns]
     collator = RolloutsCollator(RolloutsCollatorConfig(pad_side=pad_side), 0, ParallelLayout(data=ranks))
-    batch = collator.collate_rollouts(kept).without_padding_rows()
-    columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], [Group("p", 0, tuple(kept))])
+    laid_out = [Group("p", 0, tuple(kept))]
+    batch = collator.collate_rollouts(laid_out).without_padding_rows()
+    columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], laid_out)
     written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
     column = columns.join("advantages", np.concatenate(written))
     for found, expected in zip(columns.split(column), written, strict=True):

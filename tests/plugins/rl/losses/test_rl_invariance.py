@@ -37,7 +37,7 @@ from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.backend_cases import assert_gradients_close
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Trajectory, Turn, merge_turns
+from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 EXAMPLES = 40 if os.environ.get("SPURLINE_SOAK") else 3
@@ -248,7 +248,7 @@ def test_merging_turns_before_they_are_collated_changes_no_gradient(loss: str, r
     found: list[dict[str, Tensor]] = []
     for trajectories in (attempts, merged):
         collator = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout())
-        batch = collator.collate_rollouts(trajectories)
+        batch = collator.collate_rollouts([Group("prompt", 0, tuple(trajectories))])
         own = backend("fp64").logprobs(batch)
         nearby = own + 0.1 * batch.tokens["rollout_logprobs"]
         batch = batch.with_tokens(old_logprobs=nearby, reference_logprobs=own)
