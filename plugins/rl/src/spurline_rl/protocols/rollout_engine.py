@@ -228,15 +228,6 @@ class MaySleep(Protocol):
         ...
 
 
-@runtime_checkable
-class MayBeDown(Protocol):
-    """An engine that may be unable to generate for a while, for example while its process starts again."""
-
-    def seconds_down(self) -> float:
-        """Return for how many seconds the engine could not generate. Time limits of attempts do not count this time."""
-        ...
-
-
 class TakesWeights(ABC):
     """Base of an engine with its own weights, which a `weight_sync` replaces between two tokens.
 
@@ -284,6 +275,10 @@ class TakesWeights(ABC):
     def holder_of(self, name: str) -> str | None:
         """Return the member that works on this request; None if the request waits. May be called on any thread."""
         return "the engine"
+
+    def seconds_down(self) -> float:
+        """Return for how many seconds so far no member could generate. Time limits of attempts leave this time out."""
+        return 0.0
 
     async def start(self) -> None:
         """Wait until all members can take weights. If not called, the engine starts when it is first used."""
