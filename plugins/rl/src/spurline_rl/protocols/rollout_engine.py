@@ -310,7 +310,7 @@ class TakesWeights(ABC):
         """Note that this member has proven to generate with the weights of this version."""
 
     def reject(self, name: str, reason: str) -> None:
-        """Replace a member that does not generate with the weights of the version that it claims.
+        """Replace a member that does not generate with the weights of the version that it claims. The caller says so.
 
         A request in flight keeps this member's tokens up to the last version that the member has proven.
 
