@@ -128,7 +128,7 @@ def test_a_group_is_freed_with_its_last_reference_whether_its_turns_merge_or_not
         gc.enable()
 
 
-COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
+COLUMNS = ("logprobs", "versions", "rewards")
 
 
 def going_on(shapes: list[tuple[int, int]], seed: int = 0) -> Trajectory:
@@ -196,7 +196,7 @@ def test_a_column_that_some_turn_lacks_is_left_out_and_the_last_turn_says_how_it
     [merged] = merge_turns(replace(trajectory, turns=mixed)).turns
     assert merged.logprobs is None
     assert merged.routed_experts is None
-    assert merged.advantages is not None
+    assert merged.rewards is not None
     assert merged.finish_reason == "length"
 
 

@@ -23,14 +23,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
 from spurline_rl.trajectory import Group, Trajectory, Turn, trajectories_of
 
-RESPONSE_COLUMNS = {
-    "rollout_logprobs": "logprobs",
-    "token_versions": "versions",
-    "rewards": "rewards",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
+RESPONSE_COLUMNS = {"rollout_logprobs": "logprobs", "token_versions": "versions", "rewards": "rewards"}
 """Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
 
 

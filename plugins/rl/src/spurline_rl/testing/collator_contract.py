@@ -19,7 +19,7 @@ from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.trajectory import Group, Trajectory
 
-_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns", "routed_experts")
+_TURN_COLUMNS = ("logprobs", "versions", "rewards", "routed_experts")
 
 
 class RolloutCollatorContract:
@@ -51,7 +51,7 @@ class RolloutCollatorContract:
         check_batch(batch)
         assert batch.num_rows % ranks == 0
         assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
-        assert ("advantages" in batch.tokens) == optional
+        assert ("rewards" in batch.tokens) == optional
         expected = _turns_of(trajectories)
         assert turns_in(batch) == expected
         assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
@@ -102,7 +102,7 @@ def _turns_of(trajectories: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
             no_prompt = [0.0] * len(turn.prompt_ids)
             weights = [*no_prompt, *turn.loss_mask.astype(float).tolist()]
             columns = [[*turn.prompt_ids.tolist(), *turn.response_ids.tolist()], [0.0, *weights[1:]]]
-            if turn.advantages is not None:
-                columns.append([*no_prompt, *turn.advantages.tolist()])
+            if turn.rewards is not None:
+                columns.append([*no_prompt, *turn.rewards.tolist()])
             expected.append((trajectory.uid, trajectory.sample, number, *columns))
     return expected
