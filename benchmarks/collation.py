@@ -15,7 +15,7 @@ These candidates take turns on one thread, for each layout:
 The limits for reference loops apply to core's reference. They were chosen for loops that took 4 us per token. The
 per-token loops are similar (1 us), so their ratios are printed with the same limits, but are no gates.
 Rollouts are trajectory records, and joining the records counts. Only "fast, flat groups" gets the data that sources
-have when they make a batch: groups of 8 attempts in flat arrays.
+have when they make a batch: groups of 8 attempts that are in flat arrays already.
 
 Before timing, all candidates are compared with the reference, including dtypes. Compilation is not timed. The exit code
 is 0 even if gates are not met. The output names the gates that are not met.
@@ -54,7 +54,7 @@ from spurline_collation_fast.collators import FastPackedCollator, FastPaddedColl
 from spurline_collation_fast.row_writer import BufferPool
 from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollout_batches import RolloutsCollator
-from spurline_rl.trajectory import FlatTurns
+from spurline_rl.trajectory import Group
 
 RANKS = 8
 GROUP = 8
@@ -116,14 +116,14 @@ def _rollout_candidates(inputs: Inputs) -> dict[str, Callable[[], TrainingBatch]
     config = RolloutsCollatorConfig()
     reference = RolloutsCollator(config, PAD, LAYOUT)
     fast = FastRolloutsCollator(config, PAD, LAYOUT)
-    attempts = inputs.trajectories
-    blocks = [FlatTurns.of(attempts[start : start + GROUP]) for start in range(0, len(attempts), GROUP)]
+    attempts = tuple(inputs.trajectories)
+    groups = [Group("p", 0, attempts[start : start + GROUP]) for start in range(0, len(attempts), GROUP)]
     return {
-        "reference": lambda: reference.collate_rollouts(inputs.trajectories),
+        "reference": lambda: reference.collate_rollouts(groups),
         "per-token loops": lambda: token_loops_rollouts(inputs, PAD),
         "row slices": lambda: row_slices_rollouts(inputs, PAD),
-        "fast": lambda: fast.collate_rollouts(inputs.trajectories),
-        "fast, flat groups": lambda: fast.collate_flat(blocks),
+        "fast": lambda: fast.collate_rollouts([Group("p", 0, attempts)]),
+        "fast, flat groups": lambda: fast.collate_rollouts(groups),
     }
 
 

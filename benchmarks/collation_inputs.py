@@ -106,13 +106,13 @@ def _turn(random: np.random.Generator, length: int) -> Turn:
         response_ids=ids[length - response :].copy(),
         loss_mask=np.ones(response, np.uint8),
         logprobs=random.standard_normal(response).astype(np.float32),
-        advantages=random.standard_normal(response).astype(np.float32),
+        rewards=random.standard_normal(response).astype(np.float32),
         versions=random.integers(0, 3, response).astype(np.int32),
     )
 
 
 def _as_lists(turn: Turn) -> dict[str, list[Any]]:
-    names = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "advantages", "versions")
+    names = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "rewards", "versions")
     return {name: getattr(turn, name).tolist() for name in names}
 
 
@@ -155,7 +155,7 @@ def row_slices_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
         columns["position_ids"][r, :stop] = ascending[:stop]
         columns["loss_weights"][r, prompt:stop] = turn["loss_mask"]
         columns["rollout_logprobs"][r, prompt:stop] = turn["logprobs"]
-        columns["advantages"][r, prompt:stop] = turn["advantages"]
+        columns["rewards"][r, prompt:stop] = turn["rewards"]
         columns["token_versions"][r, prompt:stop] = turn["versions"]
     return _finished_rollouts(inputs, columns)
 
@@ -200,7 +200,7 @@ def token_loops_rollouts(inputs: Inputs, pad: int) -> TrainingBatch:
             ids[r, offset] = turn.response_ids[offset - prompt]
             weights[r, offset] = turn.loss_mask[offset - prompt]
             columns["rollout_logprobs"][r, offset] = turn.logprobs[offset - prompt]
-            columns["advantages"][r, offset] = turn.advantages[offset - prompt]
+            columns["rewards"][r, offset] = turn.rewards[offset - prompt]
             columns["token_versions"][r, offset] = turn.versions[offset - prompt]
     return _finished_rollouts(inputs, columns)
 
@@ -216,7 +216,7 @@ def _fresh(num_rows: int, length: int, pad: int) -> dict[str, NDArray[Any]]:
 
 def _fresh_rollouts(length: int, pad: int) -> dict[str, NDArray[Any]]:
     columns = _fresh(BATCH, length, pad)
-    for name, dtype in (("rollout_logprobs", "f4"), ("advantages", "f4"), ("token_versions", "i4")):
+    for name, dtype in (("rollout_logprobs", "f4"), ("rewards", "f4"), ("token_versions", "i4")):
         columns[name] = np.zeros((BATCH, length), dtype)
     return columns
 

@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dealing import time_over_ideal
 from timing import Gate, gates_as_json, print_gates
 
 from spurline.data.batch import TrainingBatch
@@ -170,7 +171,7 @@ def measure_parts(model: Path, updates: int, num_tokens: int) -> dict[str, float
             answers = ranks.call("profiled_update", plain_objective(objective), per_rank=wires)
             if number == 0:
                 continue
-            balance.append(dealing.time_over_ideal)
+            balance.append(time_over_ideal(dealing.costs))
             whole += sum(answer["seconds"] for answer in answers)
             for name, value in _shares([answer["collectives"] for answer in answers]).items():
                 totals[name] += value

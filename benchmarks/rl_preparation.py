@@ -83,7 +83,7 @@ def _rewarded(trajectory: Trajectory, reward: float) -> Trajectory:
     [turn] = trajectory.turns
     rewards = np.zeros(len(turn.response_ids), np.float32)
     rewards[-1] = reward
-    return replace(trajectory, turns=(replace(turn, rewards=rewards, advantages=None),))
+    return replace(trajectory, turns=(replace(turn, rewards=rewards),))
 
 
 def _preparation(ranks: int) -> Preparation:

@@ -121,6 +121,7 @@ def test_an_engine_with_other_weights_is_replaced_and_none_of_its_tokens_is_trai
     err = capfd.readouterr().err
     said = f" does not generate with the weights of version {version}"
     engines = sorted(line.partition(said)[0] for line in err.splitlines() if said in line)
+    assert "An engine has died" not in err
     assert [engine.partition(" (process ")[0] for engine in engines] == [f"engine {number}" for number in broken]
     trained = trained_by(proven_config)
     assert all(max(trained[engine], default=0) < version for engine in engines)

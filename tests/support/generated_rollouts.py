@@ -20,7 +20,7 @@ from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.engine import InProcessEngine
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.rollout_batches import RolloutsCollator
-from spurline_rl.trajectory import Trajectory, Turn
+from spurline_rl.trajectory import Group, Trajectory, Turn
 from spurline_text.tokenizer import load_tokenizer
 
 
@@ -46,7 +46,7 @@ def generate(engine: InProcessEngine, requests: Sequence[GenerationRequest]) -> 
 
 def batch_of(requests: Sequence[GenerationRequest], results: Sequence[GenerationResult]) -> TrainingBatch:
     """Lay out a row for each request, each of a prompt of its own."""
-    trajectories: list[Trajectory] = []
+    groups: list[Group] = []
     for number, (asked, result) in enumerate(zip(requests, results, strict=True)):
         turn = Turn(
             np.asarray(asked.prompt_ids, np.int32),
@@ -55,8 +55,9 @@ def batch_of(requests: Sequence[GenerationRequest], results: Sequence[Generation
             logprobs=result.logprobs,
             routed_experts=result.routed_experts,
         )
-        trajectories.append(Trajectory(f"prompt-{number}", 0, (turn,)))
-    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(trajectories)
+        uid = f"prompt-{number}"
+        groups.append(Group(uid, number, (Trajectory(uid, 0, (turn,)),)))
+    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(groups)
 
 
 def largest_mismatch(backend: LocalBackend, batch: TrainingBatch, temperature: float = 1.0) -> float:

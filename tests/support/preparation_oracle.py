@@ -180,25 +180,25 @@ def batch_of_records(
     """
     scopes = [groups[start : start + scope] for start in range(0, len(groups), scope)]
     computed = np.concatenate([advantage.advantages(ScoredGroups(given))["advantages"] for given in scopes])
-    batch = _laid_out(_with_advantages(groups, computed), merged)
+    batch = _laid_out(groups, merged).with_tokens(advantages=_column(groups, computed, merged))
     for name in carry:
         counts = [sum(len(turn.response_ids) for turn in turns_of([group])) for group in groups]
         numbers = np.repeat([group.columns[name] for group in groups], counts)
-        laid_out = _laid_out(_with_advantages(groups, numbers), merged)
-        batch = batch.with_tokens(**{name: laid_out.tokens["advantages"]})
+        batch = batch.with_tokens(**{name: _column(groups, numbers, merged)})
     return batch
 
 
-def _with_advantages(groups: Sequence[Group], values: NDArray[Any]) -> list[Group]:
+def _column(groups: Sequence[Group], values: NDArray[Any], merged: bool) -> Tensor:
+    """Lay the values out as rewards are."""
     rest = iter(values.astype(np.float32))
-    turns = turns_of(groups)
-    return with_turns(groups, [replace(turn, advantages=[next(rest) for _ in turn.response_ids]) for turn in turns])
+    turns = [replace(turn, rewards=[next(rest) for _ in turn.response_ids]) for turn in turns_of(groups)]
+    return _laid_out(with_turns(groups, turns), merged).tokens["rewards"]
 
 
 def _laid_out(groups: Sequence[Group], merged: bool) -> TrainingBatch:
-    attempts = [attempt for group in groups for attempt in group.trajectories]
-    rows = [merge_turns(attempt) if merged else attempt for attempt in attempts]
-    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(rows)
+    if merged:
+        groups = [replace(group, trajectories=tuple(map(merge_turns, group.trajectories))) for group in groups]
+    return RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout()).collate_rollouts(groups)
 
 
 def _add_gae(attempts: Sequence[Sequence[Row]]) -> None:

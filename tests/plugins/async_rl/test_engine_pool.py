@@ -264,7 +264,7 @@ def test_a_rejected_engine_is_replaced_and_its_tokens_since_the_last_proof_are_w
     assert (first, second == rejected) == (rejected, False)
 
 
-def test_an_engine_whose_replacement_is_rejected_too_is_not_replaced_again() -> None:
+def test_an_engine_whose_replacement_is_rejected_too_is_not_replaced_again(capsys: pytest.CaptureFixture[str]) -> None:
     world = World()
 
     async def body(pool: EnginePool, trainer: Trainer) -> None:
@@ -277,6 +277,7 @@ def test_an_engine_whose_replacement_is_rejected_too_is_not_replaced_again() -> 
         pool.reject("engine 0 life 2", "it is late")
 
     use(lambda: world.pool(2), body)
+    assert capsys.readouterr().err == "", "the caller tells the user"
 
 
 def test_every_engine_answers_a_probe_and_one_that_crosses_an_update() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from spurline_rl.configs import RolloutsCollatorConfig
 from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing import RolloutCollatorContract
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import FlatTurns
+from spurline_rl.trajectory import Group
 
 PAD = 999
 
@@ -160,47 +159,13 @@ def test_what_is_written_into_a_batch_does_not_reach_the_next_one(make: Any) -> 
         if make is FastPaddedCollator:
             batch = collator.collate(make_view([3, 4, 5]), training=True)
         else:
-            batch = collator.collate_rollouts(make_trajectories([[(3, 4)], [(1, 2)], [(2, 2)]]))
+            batch = collator.collate_rollouts([Group("p", 0, tuple(make_trajectories([[(3, 4)], [(1, 2)], [(2, 2)]])))])
         return batch.segments["length"].offsets
 
     first = offsets()
     before = first.copy()
     first[:] = -1
     assert np.array_equal(offsets(), before)
-
-
-TURNS = st.lists(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any), min_size=1, max_size=3), max_size=14
-)
-
-
-@given(
-    TURNS,
-    st.lists(st.integers(0, 14), max_size=12),
-    st.integers(1, 5),
-    st.sampled_from(["left", "right"]),
-    st.integers(0, 9),
-)
-@settings(max_examples=60)
-def test_blocks_of_flat_turns_give_the_batch_of_the_reference(
-    turns: Any, cuts: list[int], ranks: int, pad_side: Any, seed: int
-) -> None:
-    attempts = make_trajectories(turns, seed, routed_experts=True)
-    bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
-    blocks = [FlatTurns.of(attempts[start:stop]) for start, stop in pairwise(bounds)]
-    config, layout = RolloutsCollatorConfig(pad_side=pad_side), ParallelLayout(data=ranks)
-    batch = FastRolloutsCollator(config, 9, layout).collate_flat(blocks)
-    assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts(attempts))
-
-
-def test_a_column_that_only_some_blocks_have_is_left_out() -> None:
-    with_experts = make_trajectories([[(3, 12)]], 1, routed_experts=True)
-    without = make_trajectories([[(2, 12)]], 2)
-    config, layout = RolloutsCollatorConfig(), ParallelLayout(data=1)
-    blocks = [FlatTurns.of(with_experts), FlatTurns.of(without)]
-    batch = FastRolloutsCollator(config, 9, layout).collate_flat(blocks)
-    assert "routed_experts" not in batch.tokens
-    assert_batches_equal(batch, RolloutsCollator(config, 9, layout).collate_rollouts([*with_experts, *without]))
 
 
 def acquire(pool: BufferPool, count: int = 10) -> Lease:

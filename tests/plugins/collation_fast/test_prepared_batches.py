@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparation_oracle import FakeBackend, batch_of_records, make_groups
 
-from spurline.data.batch import TrainingBatch
 from spurline.errors import PluginError
 from spurline.protocols.collator import ParallelLayout
 from spurline.testing.samples import PAD
@@ -29,19 +27,8 @@ from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.scored_groups import ScoredGroups
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Trajectory
 
 RANKS = 3
-
-
-class OnlyRecords:
-    """A plugin's collator that knows records alone."""
-
-    def __init__(self, config: Any, pad_token_id: int, layout: ParallelLayout) -> None:
-        self._collator = FastRolloutsCollator(config, pad_token_id, layout)
-
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        return self._collator.collate_rollouts(trajectories)
 
 
 ADVANTAGES = (
@@ -81,7 +68,7 @@ def make_preparation(collator: Any, advantage: Any, per_step: int, per_minibatch
     per_minibatch=st.integers(1, 2),
     seed=st.integers(0, 99),
     advantage=st.sampled_from(ADVANTAGES),
-    collator=st.sampled_from([RolloutsCollator, FastRolloutsCollator, OnlyRecords]),
+    collator=st.sampled_from([RolloutsCollator, FastRolloutsCollator]),
     turns=st.sampled_from(["separate", "merged"]),
     scope=st.sampled_from(["batch", "minibatch"]),
     ready=st.lists(st.booleans(), min_size=4, max_size=4),
@@ -120,24 +107,6 @@ def test_columns_are_those_of_the_records_bit_for_bit(
         assert batch.segments[name].offsets.tolist() == column.offsets.tolist(), name
     trained = expected.tokens["advantages"][expected.tokens["loss_weights"] != 0].double()
     assert batch.info["advantage/mean"] == pytest.approx(float(trained.mean()), abs=1e-9)
-
-
-class Unweighted(FastRolloutsCollator):
-    """A plugin's collator, derived from one that reads flat arrays."""
-
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        batch = super().collate_rollouts(trajectories)
-        return batch.with_tokens(loss_weights=torch.zeros_like(batch.tokens["loss_weights"]))
-
-
-def test_what_a_subclass_overrides_is_not_passed_by() -> None:
-    groups, backend = make_groups(2, 3, seed=1), cast("Any", FakeBackend(RANKS))
-    whole, unweighted = (
-        make_preparation(collator, Grpo(GrpoConfig()), 2, 1).prepare(groups, backend)
-        for collator in (FastRolloutsCollator, Unweighted)
-    )
-    assert bool(whole.tokens["loss_weights"].any())
-    assert not bool(unweighted.tokens["loss_weights"].any())
 
 
 @pytest.mark.parametrize("odd", [{}, {"advantages": 3}, {"advantages": 0, "loss_weights": 0}])

@@ -149,5 +149,6 @@ def test_lognormal_lengths_are_dealt_within_three_percent_of_ideal(rows: int, ra
     for _ in range(5):
         lengths = np.clip(random.lognormal(np.log(500) - 0.405, 0.9, rows), 16, 4096).astype(int)
         dealing = deal(batch_of(lengths.tolist()), ranks, max_tokens=limit)
-        assert dealing.time_over_ideal <= 1.03
+        # Ranks wait for each other in every micro-batch.
+        assert dealing.costs.max(axis=0).sum() <= 1.03 * dealing.costs.sum() / ranks
         assert max(max(tokens_of(share)) for share in dealing.shares) <= limit

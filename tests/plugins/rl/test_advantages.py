@@ -25,7 +25,7 @@ from spurline_rl.advantages.configs import (
 )
 from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.scored_groups import ScoredGroups
-from spurline_rl.testing.advantage_contract import AdvantageContract, by_attempt
+from spurline_rl.testing.advantage_contract import AdvantageContract, by_attempt, with_values
 from spurline_rl.trajectory import Group, Trajectory, Turn
 
 ADVANTAGES: dict[str, Advantage] = {
@@ -75,12 +75,12 @@ def turns(draw: st.DrawFn, length: int) -> Turn:
 
     mask = np.array([draw(st.integers(0, 3)) > 0 for _ in range(length)], dtype=np.uint8)
     tokens = np.ones(length, dtype=np.int32)
-    return Turn(tokens[:0], tokens, mask, rewards=floats(), values=floats())
+    return Turn(tokens[:0], tokens, mask, rewards=floats(), logprobs=floats())
 
 
 def computed(advantage: Advantage, groups: Sequence[Group], name: str = "advantages") -> list[np.ndarray]:
     """A column that the advantage computes, for each attempt."""
-    scored = ScoredGroups(groups)
+    scored = with_values(groups)
     return by_attempt(scored, advantage.advantages(scored)[name])
 
 
@@ -169,7 +169,7 @@ def test_gae_is_the_decayed_sum_of_temporal_differences(groups: list[Group], gam
     advantage = Gae(GaeConfig(gamma=gamma, lam=lam, normalize=False))
     result = zip(computed(advantage, groups), computed(advantage, groups, "returns"), strict=True)
     for before, (advantages, targets) in zip(all_trajectories(groups), result, strict=True):
-        rewards, values = joined(before, "rewards"), joined(before, "values")
+        rewards, values = joined(before, "rewards"), joined(before, "logprobs")
         differences = [r + gamma * v1 - v0 for r, v0, v1 in zip(rewards, values, [*values[1:], 0.0], strict=True)]
         expected = plain_discounted(differences, gamma * lam)
         np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-5)
@@ -188,11 +188,8 @@ def test_gae_normalises_the_trained_tokens_and_leaves_the_returns_alone() -> Non
 
 
 def test_gae_without_a_critic_says_what_is_missing() -> None:
-    groups = AdvantageContract().groups()
-    first = groups[0].trajectories[0]
-    bare = replace(first, turns=tuple(replace(turn, values=None) for turn in first.turns))
     with pytest.raises(DataError, match=r"Turn 0 of sample 0 of prompt 'prompt-0' has no values\. Choose"):
-        computed(Gae(GaeConfig()), [replace(groups[0], trajectories=(bare,))])
+        Gae(GaeConfig()).advantages(ScoredGroups(AdvantageContract().groups()))
 
 
 @pytest.mark.parametrize("name", [*RELATIVE, "reinforce_pp"])

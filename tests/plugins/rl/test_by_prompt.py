@@ -24,7 +24,7 @@ from spurline_rl.protocols.rollout_engine import RolloutEngineConfig
 from spurline_rl.rollout_batches import ByPrompt, RolloutsCollator
 from spurline_rl.testing.inputs import make_trajectories
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Trajectory
+from spurline_rl.trajectory import Group
 from spurline_text.configs import SftSourceConfig
 
 # Per prompt a list of samples, each given by its number of turns.
@@ -33,13 +33,13 @@ steps_strategy = st.lists(st.lists(st.integers(1, 7), min_size=1, max_size=3), m
 
 def rollouts(turns_by_prompt: list[list[int]], ranks: int = 1) -> TrainingBatch:
     """One row per turn; the samples of a prompt share its uid."""
-    trajectories: list[Trajectory] = []
+    groups: list[Group] = []
     for prompt, samples in enumerate(turns_by_prompt):
-        for sample, turns in enumerate(samples):
-            [made] = make_trajectories([[(2, 1 + turn % 3) for turn in range(turns)]], seed=prompt)
-            trajectories.append(Trajectory(f"prompt-{prompt}", sample, made.turns))
+        uid, shapes = f"prompt-{prompt}", [[(2, 1 + turn % 3) for turn in range(turns)] for turns in samples]
+        made = [replace(each, uid=uid, sample=number) for number, each in enumerate(make_trajectories(shapes, prompt))]
+        groups.append(Group(uid, prompt, tuple(made)))
     collator = RolloutsCollator(RolloutsCollatorConfig(), PAD, ParallelLayout(data=ranks))
-    return collator.collate_rollouts(trajectories)
+    return collator.collate_rollouts(groups)
 
 
 def prompt_source(prompts: int) -> PromptSourceConfig:

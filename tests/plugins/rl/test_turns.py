@@ -128,7 +128,7 @@ def test_a_group_is_freed_with_its_last_reference_whether_its_turns_merge_or_not
         gc.enable()
 
 
-COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns")
+COLUMNS = ("logprobs", "versions", "rewards")
 
 
 def going_on(shapes: list[tuple[int, int]], seed: int = 0) -> Trajectory:
@@ -196,7 +196,7 @@ def test_a_column_that_some_turn_lacks_is_left_out_and_the_last_turn_says_how_it
     [merged] = merge_turns(replace(trajectory, turns=mixed)).turns
     assert merged.logprobs is None
     assert merged.routed_experts is None
-    assert merged.advantages is not None
+    assert merged.rewards is not None
     assert merged.finish_reason == "length"
 
 
@@ -225,8 +225,9 @@ def test_what_is_written_for_a_turn_is_read_back_for_it_at_its_own_tokens(shapes
     kept = [merge_turns(attempt) for attempt in attempts] if merged else attempts
     turns = [turn for attempt in attempts for turn in attempt.turns]
     collator = RolloutsCollator(RolloutsCollatorConfig(pad_side=pad_side), 0, ParallelLayout(data=ranks))
-    batch = collator.collate_rollouts(kept).without_padding_rows()
-    columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], [Group("p", 0, tuple(kept))])
+    laid_out = [Group("p", 0, tuple(kept))]
+    batch = collator.collate_rollouts(laid_out).without_padding_rows()
+    columns = TurnColumns(batch, [Group("p", 0, tuple(attempts))], laid_out)
     written = [np.arange(1, len(turn.response_ids) + 1, dtype=np.float32) + 100 * i for i, turn in enumerate(turns)]
     column = columns.join("advantages", np.concatenate(written))
     for found, expected in zip(columns.split(column), written, strict=True):

@@ -131,12 +131,12 @@ def assert_batches_equal(batch: TrainingBatch, expected: TrainingBatch) -> None:
 
 
 def turns_in(batch: TrainingBatch) -> list[tuple[Any, ...]]:
-    """Return (uid, sample, turn, tokens, loss weights) of each segment, with advantages if the batch has them."""
+    """Return (uid, sample, turn, tokens, loss weights) of each segment, with rewards if the batch has them."""
     found: list[tuple[Any, ...]] = []
     for row in range(batch.num_rows):
         names = zip(*(batch.segments[name][row].tolist() for name in ("uid", "sample", "turn")), strict=True)
         for segment, name in enumerate(names, start=1):
             where = batch.tokens["segment_ids"][row] == segment
-            columns = ("input_ids", "loss_weights", "advantages")
+            columns = ("input_ids", "loss_weights", "rewards")
             found.append((*name, *(batch.tokens[key][row][where].tolist() for key in columns if key in batch.tokens)))
     return found

@@ -23,7 +23,7 @@ from spurline.protocols.collator import ParallelLayout
 from spurline_collation_fast.kernels import compiled
 from spurline_collation_fast.row_writer import FlatColumn, FlatSegments, Placement, RowWriter, Table
 from spurline_rl.rollout_batches import RESPONSE_COLUMNS
-from spurline_rl.trajectory import FlatTurns, Trajectory
+from spurline_rl.trajectory import FlatTurns, Group
 
 Rows = tuple[Table, Table, Table]
 """Positions of the samples, row by row; the offset of each row in them; and the first column of each sample."""
@@ -155,13 +155,9 @@ class FastPackedCollator:
 class FastRolloutsCollator(FastPaddedCollator):
     """Lays out one turn per row. Tokenized samples are laid out as by `padded`."""
 
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+    def collate_rollouts(self, groups: Sequence[Group]) -> TrainingBatch:
         """Return the turns in order, as rows [R, L]. Empty rows at the end make R a multiple of the rank count."""
-        return self.collate_flat([FlatTurns.of(trajectories)])
-
-    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
-        """Lay out turns that are flat already."""
-        return self._lay_out(flat_turns(FlatTurns.join(blocks)), _in_order)
+        return self._lay_out(flat_turns(FlatTurns.join([group.flat for group in groups])), _in_order)
 
 
 @functools.lru_cache(maxsize=8)

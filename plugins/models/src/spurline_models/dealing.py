@@ -71,12 +71,6 @@ class Dealing:
     shares: tuple[RankShare, ...]
     costs: NDArray[np.float64]
 
-    @property
-    def time_over_ideal(self) -> float:
-        """The estimated time of the step, divided by the time that it would take if no rank waited for another."""
-        ideal = float(self.costs.sum()) / len(self.shares)
-        return float(self.costs.max(axis=0).sum()) / ideal if ideal else 1.0
-
     def gather(self, values: Sequence[NDArray[Any] | Tensor]) -> Tensor:
         """Join the values [rows of the share, ...] of all ranks, in mini-batch order. Padding rows are left out."""
         assert len(values) == len(self.shares), (len(values), len(self.shares))

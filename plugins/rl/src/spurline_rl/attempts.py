@@ -19,7 +19,7 @@ from spurline_rl.group_runner import GivenUpPrompts, GroupRunner, Outcome
 from spurline_rl.held_out import deciding_term
 from spurline_rl.policy import EnginePolicy
 from spurline_rl.protocols.environment import Environment, ShowsPrompt
-from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling
+from spurline_rl.protocols.rollout_engine import RolloutEngine, Sampling, TakesWeights
 from spurline_rl.scoring import overlong_penalty, score
 from spurline_rl.trajectory import Trajectory
 
@@ -47,6 +47,7 @@ class Attempts:
             "rollout_engine", config.engine, run=run, tokenizer=context.tokenizer
         )
         check_engine(self.engine)
+        self._seconds_down = self.engine.seconds_down if isinstance(self.engine, TakesWeights) else lambda: 0.0
         self._environment: Environment = registry.create(
             "environment", config.environment, registry=registry, tokenizer=context.tokenizer, data=run.data
         )
@@ -99,7 +100,7 @@ class Attempts:
             retries=config.faults.retries,
             attempt_timeout_s=config.faults.attempt_timeout_s,
             max_concurrent=config.max_concurrent,
-            seconds_down=getattr(self.engine, "seconds_down", lambda: 0.0),
+            seconds_down=self._seconds_down,
             carry=config.carry if trains else (),
         )
 

@@ -103,7 +103,7 @@ class GroupRunner:
         score: Scores a trajectory. An error that it raises counts as a failure of the attempt.
         retries: Largest number of further attempts after an attempt fails.
         max_concurrent: Largest number of attempts that run at the same time.
-        seconds_down: See `MayBeDown`.
+        seconds_down: See `TakesWeights`.
         carry: Columns of the row whose numbers are copied into the group.
     """
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,16 +30,7 @@ from spurline_rl.protocols.advantage import Advantage
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.scored_groups import ScoredGroups
-from spurline_rl.trajectory import (
-    FlatTurns,
-    Group,
-    Trajectory,
-    Turn,
-    in_one_block,
-    trajectories_of,
-    turns_of,
-    with_turns,
-)
+from spurline_rl.trajectory import Group, Trajectory, Turn, in_one_block, trajectories_of, turns_of, with_turns
 from spurline_text.tokenizer import pad_token_id
 
 
@@ -89,22 +80,6 @@ class TurnColumns:
             start = stop
         assert start == len(values), f"{name} has {len(values)} values for {start} response tokens"
         return column
-
-
-@runtime_checkable
-class CollatesFlat(RolloutCollator, Protocol):
-    """A rollout collator that reads flat arrays.
-
-    If a subclass overrides only `collate_rollouts`, sources call that method.
-    """
-
-    def collate_flat(self, blocks: Sequence[FlatTurns]) -> TrainingBatch:
-        """Return the batch that `collate_rollouts` makes of the same turns.
-
-        Of the arrays in the blocks, the batch may keep only the uids and numbers of the turns, so that the memory of
-        the others can be freed.
-        """
-        ...
 
 
 class Preparation:
@@ -186,10 +161,7 @@ class Preparation:
 
     def _lay_out(self, groups: Sequence[Group]) -> TrainingBatch:
         rows = [self._rows_of(group) for group in groups]
-        if isinstance(self._collator, CollatesFlat) and _speaks_for(self._collator, "collate_flat", "collate_rollouts"):
-            batch = self._collator.collate_flat([group.flat for group in rows])
-        else:
-            batch = self._collator.collate_rollouts(trajectories_of(rows))
+        batch = self._collator.collate_rollouts(rows)
         if self._config.router_replay:
             _check_experts(batch, rows)
         return batch
@@ -260,13 +232,6 @@ class Preparation:
                 )
             found.append(columns)
         return {name: np.concatenate([columns[name] for columns in found]) for name in found[0]}
-
-
-def _speaks_for(component: object, shortcut: str, method: str) -> bool:
-    """Return whether the shortcut may replace the method. It may not if a subclass overrides only the method."""
-    classes = type(component).__mro__
-    first = next((cls for cls in classes if shortcut in vars(cls) or method in vars(cls)), None)
-    return first is None or shortcut in vars(first)
 
 
 def _joined(groups: Sequence[Group], name: str) -> NDArray[np.int64]:

@@ -21,27 +21,24 @@ from spurline.data.collators.reference import PaddedCollator
 from spurline.errors import RunFailedError, listing
 from spurline.protocols.collator import ParallelLayout
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Trajectory, Turn
+from spurline_rl.trajectory import Group, Trajectory, Turn, trajectories_of
 
-RESPONSE_COLUMNS = {
-    "rollout_logprobs": "logprobs",
-    "token_versions": "versions",
-    "rewards": "rewards",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
+RESPONSE_COLUMNS = {"rollout_logprobs": "logprobs", "token_versions": "versions", "rewards": "rewards"}
 """Maps each optional column with one value per response token to the field of `Turn` that it is copied from."""
 
 
 class RolloutCollator(Protocol):
-    """Lay trajectories out as one TrainingBatch, one turn per row. Factory and padding are as for `Collator`.
+    """Lay groups out as one TrainingBatch, one turn per row. Factory and padding are as for `Collator`.
 
     An optional token column is present if and only if every turn has its values.
     """
 
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
-        """Return one batch with each turn in a row of its own, in order. Padding rows come last."""
+    def collate_rollouts(self, groups: Sequence[Group]) -> TrainingBatch:
+        """Return one batch with each turn in a row of its own, in order. Padding rows come last.
+
+        `Group.flat` has the turns in flat arrays. A source usually computes them when a group finishes. The batch may
+        keep only the uids and numbers of the turns, so that the memory of the tokens can be freed.
+        """
         ...
 
 
@@ -51,11 +48,11 @@ class RolloutsCollator(PaddedCollator):
     Tokenized samples are laid out as by the collator `padded`, so a run may evaluate on plain text between RL steps.
     """
 
-    def collate_rollouts(self, trajectories: Sequence[Trajectory]) -> TrainingBatch:
+    def collate_rollouts(self, groups: Sequence[Group]) -> TrainingBatch:
         # Mini-batches are cut between prompts, so rows keep their order. Padding rows come last.
         rows = [
             [_segment(turn, trajectory, number)]
-            for trajectory in trajectories
+            for trajectory in trajectories_of(groups)
             for number, turn in enumerate(trajectory.turns)
         ]
         rows += [[] for _ in range(round_up(max(len(rows), 1), self._layout.data) - len(rows))]

@@ -24,8 +24,8 @@ class ScoredGroups:
     Attributes:
         groups: The groups as the environment and the rewards made them. Their turns and their own `returns` lack what
             is in `computed`, so algorithms read `column` and `returns` of this object.
-        computed: Columns [A] that were computed for this batch, by field name of `Turn`: `values` of a critic, and
-            `rewards` after a KL penalty. They become read-only.
+        computed: Columns [A] that were computed for this batch: `values` of a critic, and `rewards` after a KL penalty.
+            They become read-only.
     """
 
     groups: Sequence[Group]
@@ -47,7 +47,7 @@ class ScoredGroups:
         for group in groups:
             if name not in group.flat.columns:
                 raise _lacking(group, name)
-        return joined([group.flat.columns[name] for group in groups], RESPONSE_FIELDS[name])
+        return joined([group.flat.columns[name] for group in groups], RESPONSE_FIELDS.get(name, np.float32))
 
     @cached_property
     def attempt_tokens(self) -> NDArray[np.int64]:
@@ -112,7 +112,7 @@ def _lacking(group: Group, name: str) -> DataError:
         (attempt.sample, number)
         for attempt in group.trajectories
         for number, turn in enumerate(attempt.turns)
-        if getattr(turn, name) is None
+        if getattr(turn, name, None) is None
     )
     return DataError(
         f"Turn {number} of sample {sample} of prompt '{group.uid}' has no {name}. Choose an `advantage` that does not "

@@ -25,9 +25,6 @@ RESPONSE_FIELDS: Mapping[str, np.dtype[Any]] = {
     "logprobs": np.dtype(np.float32),
     "versions": np.dtype(np.int32),
     "rewards": np.dtype(np.float32),
-    "advantages": np.dtype(np.float32),
-    "values": np.dtype(np.float32),
-    "returns": np.dtype(np.float32),
 }
 """Fields of a turn with one value per response token."""
 
@@ -42,8 +39,7 @@ class Turn:
         logprobs: float32 [A], logprobs of the distribution from which the tokens were sampled, or None.
         versions: int32 [A], the version of the weights that wrote each token, or None.
         loss_mask: uint8 [A], 0 for response tokens that are not trained on.
-        rewards, advantages: float32 [A] or None.
-        values, returns: float32 [A] or None: the critic's estimate before each token, and its training target.
+        rewards: float32 [A] or None.
         routed_experts: int16 [P + A, layers, top_k], the experts of each token for router replay, or None.
         engines: Names of the engines that generated the tokens, in order; empty if they are unknown.
     """
@@ -54,9 +50,6 @@ class Turn:
     logprobs: NDArray[np.float32] | None = None
     versions: NDArray[np.int32] | None = None
     rewards: NDArray[np.float32] | None = None
-    advantages: NDArray[np.float32] | None = None
-    values: NDArray[np.float32] | None = None
-    returns: NDArray[np.float32] | None = None
     routed_experts: NDArray[np.int16] | None = None
     finish_reason: FinishReason = "stop"
     engines: tuple[str, ...] = ()

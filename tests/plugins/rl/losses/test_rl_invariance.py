@@ -33,11 +33,12 @@ from spurline_rl.losses import configs as losses_configs
 from spurline_rl.losses.algorithms import Cispo, Gspo, PolicyGradient, Ppo, Sapo, ValueLoss
 from spurline_rl.losses.configs import KlConfig
 from spurline_rl.losses.corrections import MaskedImportanceSampling, TruncatedImportanceSampling, compare
+from spurline_rl.preparation import TurnColumns
 from spurline_rl.protocols.correction import Correction
 from spurline_rl.rollout_batches import RolloutsCollator
 from spurline_rl.testing.backend_cases import assert_gradients_close
 from spurline_rl.training_configs import ByPromptConfig
-from spurline_rl.trajectory import Trajectory, Turn, merge_turns
+from spurline_rl.trajectory import Group, Trajectory, Turn, merge_turns
 
 TOLERANCES = {"fp64": 1e-10, "fp32": 3e-6}
 EXAMPLES = 40 if os.environ.get("SPURLINE_SOAK") else 3
@@ -229,8 +230,8 @@ def attempt(sample: int, shapes: list[tuple[int, int]], goes_on: bool) -> Trajec
         prompt = (seen if goes_on else []) + random.integers(4, 61, before).tolist()
         response = random.integers(4, 61, length).tolist()
         mask = (random.random(length) < 0.8).tolist()
-        columns = {name: random.standard_normal(length) for name in ("logprobs", "advantages", "values", "returns")}
-        turns.append(Turn(prompt, response, mask, **columns))  # type: ignore[arg-type]  # converted by the class
+        logprobs = random.standard_normal(length)
+        turns.append(Turn(prompt, response, mask, logprobs=logprobs))  # type: ignore[arg-type]  # converted by the class
         seen = prompt + response
     return Trajectory("prompt", sample, tuple(turns))
 
@@ -248,7 +249,13 @@ def test_merging_turns_before_they_are_collated_changes_no_gradient(loss: str, r
     found: list[dict[str, Tensor]] = []
     for trajectories in (attempts, merged):
         collator = RolloutsCollator(RolloutsCollatorConfig(), 0, ParallelLayout())
-        batch = collator.collate_rollouts(trajectories)
+        laid_out = [Group("prompt", 0, tuple(trajectories))]
+        batch = collator.collate_rollouts(laid_out)
+        columns, random = TurnColumns(batch, [Group("prompt", 0, tuple(attempts))], laid_out), np.random.default_rng(0)
+        names = ("advantages", "values", "returns")
+        batch = batch.with_tokens(
+            **{name: columns.join(name, random.standard_normal(columns.num_tokens)) for name in names}
+        )
         own = backend("fp64").logprobs(batch)
         nearby = own + 0.1 * batch.tokens["rollout_logprobs"]
         batch = batch.with_tokens(old_logprobs=nearby, reference_logprobs=own)

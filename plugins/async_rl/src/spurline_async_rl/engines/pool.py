@@ -328,10 +328,12 @@ class EnginePool(ControlledEngine):
                         f"{self._deaths} engines have died in this run (source.engine.max_restarts is "
                         f"{self._config.max_restarts}). The last one: {reason}"
                     )
-                tell(
-                    f"An engine has died and is started again ({self._deaths} of at most "
-                    f"{self._config.max_restarts}, source.engine.max_restarts): {reason}"
-                )
+                # The proof has told of an engine that it rejected.
+                if not engine.is_rejected:
+                    tell(
+                        f"An engine has died and is started again ({self._deaths} of at most "
+                        f"{self._config.max_restarts}, source.engine.max_restarts): {reason}"
+                    )
                 self._engines[number] = self._new_engine(number)
         except Exception as error:  # noqa: BLE001 - raised by all later calls
             self._fail(error)

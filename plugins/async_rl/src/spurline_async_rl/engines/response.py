@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import DataError
-from spurline_rl.engines.in_process.response import ExpertRecord, check_request
+from spurline_rl.engines.in_process.response import ExpertRecord, check_request, find_refusal
 from spurline_rl.policy import derive_seed
 from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult
 from spurline_rl.trajectory import FinishReason
@@ -236,18 +235,10 @@ class VllmResponse(Response):
         """Check the prompt. Raises DataError if it is too long, or has tokens outside the vocabulary."""
         check_request(request)
         prompt: list[int] = np.asarray(request.prompt_ids, np.int64).tolist()
-        if len(prompt) >= max_model_len:
-            raise DataError(
-                f"{request.name}: the prompt has {len(prompt)} tokens, but the engine's context for prompt and "
-                f"response has {max_model_len}. Shorten the prompt, or raise max_model_len and kv_cache_gb where the "
-                "model allows it."
-            )
-        for token in (min(prompt), max(prompt)):
-            if token < 0 or (vocabulary and token >= vocabulary):
-                raise DataError(
-                    f"{request.name}: the prompt has token {token}, but the model knows only tokens from 0 to "
-                    f"{(vocabulary or 0) - 1}. Does the tokenizer belong to another model?"
-                )
+        remedy = "Shorten the prompt, or raise max_model_len and kv_cache_gb where the model allows it."
+        refusal = find_refusal(request.name, prompt, max_model_len, vocabulary, remedy)
+        if refusal is not None:
+            raise refusal
         asked = request.sampling
         eos = None if asked.ignore_eos else tokenizer.eos_token_id
         sampling = replace(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -200,18 +201,13 @@ class PublishProof:
         Raises:
             RunFailedError: At the time limit.
         """
-        if self._failure is not None:
-            raise self._failure
         # A run that was asked to stop has little time for its last checkpoint, so it soon says what it waits for.
         every_s = min(_SOON_S, self._settings.report_s) if for_checkpoint else self._settings.report_s
         before = ", before which no checkpoint is written," if for_checkpoint else ""
-        try:
+        with self._failing_for_good():
             for asked in self._asked:
                 what = f"The proof that the engines have the weights of version {asked.version}{before}"
                 self._loop.wait(asked.answers, self._settings.timeout_s, what, every_s=every_s)
-        except Exception as error:
-            self._failure = error
-            raise
 
     def settle(self, score: Score, *, for_checkpoint: bool = False) -> Mapping[str, float]:
         """Judge the answers to the last probes, and return metrics.
@@ -224,15 +220,23 @@ class PublishProof:
         """
         self.await_answers(for_checkpoint=for_checkpoint)
         metrics: dict[str, float] = {}
-        try:
+        # An error of the trainer, such as a lack of memory, leaves the weights unproven too.
+        with self._failing_for_good():
             for asked in self._asked:
                 note_worst(metrics, self._judge_all(asked, *asked.answers.result(), score))
-        except Exception as error:
-            # An error of the trainer, such as a lack of memory, leaves the weights unproven too.
-            self._failure = error
-            raise
         self._asked = []
         return metrics
+
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Raise the first error of a proof again in all later proofs."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            raise
 
     def state_dict(self) -> dict[str, float]:
         """Return the measured difference of logprobs, from which the limit follows."""

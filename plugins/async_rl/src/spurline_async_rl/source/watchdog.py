@@ -15,13 +15,7 @@ from spurline_async_rl.proof.proof import PublishProof
 from spurline_async_rl.source.configs import AsyncRolloutsConfig
 from spurline_async_rl.source.loop_thread import LoopThread
 from spurline_async_rl.source.producer import Producer
-from spurline_rl.protocols.rollout_engine import (
-    GenerationRequest,
-    GenerationResult,
-    MayBeDown,
-    RolloutEngine,
-    TakesWeights,
-)
+from spurline_rl.protocols.rollout_engine import GenerationRequest, GenerationResult, RolloutEngine, TakesWeights
 
 T = TypeVar("T")
 
@@ -38,7 +32,6 @@ class ObservedEngine:
         self.answered_at = 0.0
         self.num_tokens = 0
         self.pause, self.resume, self.close = engine.pause, engine.resume, engine.close
-        self.seconds_down: Callable[[], float] = engine.seconds_down if isinstance(engine, MayBeDown) else lambda: 0.0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         number = next(self._numbers)

@@ -228,15 +228,6 @@ class MaySleep(Protocol):
         ...
 
 
-@runtime_checkable
-class MayBeDown(Protocol):
-    """An engine that may be unable to generate for a while, for example while its process starts again."""
-
-    def seconds_down(self) -> float:
-        """Return for how many seconds the engine could not generate. Time limits of attempts do not count this time."""
-        ...
-
-
 class TakesWeights(ABC):
     """Base of an engine with its own weights, which a `weight_sync` replaces between two tokens.
 
@@ -285,6 +276,10 @@ class TakesWeights(ABC):
         """Return the member that works on this request; None if the request waits. May be called on any thread."""
         return "the engine"
 
+    def seconds_down(self) -> float:
+        """Return for how many seconds so far no member could generate. Time limits of attempts leave this time out."""
+        return 0.0
+
     async def start(self) -> None:
         """Wait until all members can take weights. If not called, the engine starts when it is first used."""
         return
@@ -315,7 +310,7 @@ class TakesWeights(ABC):
         """Note that this member has proven to generate with the weights of this version."""
 
     def reject(self, name: str, reason: str) -> None:
-        """Replace a member that does not generate with the weights of the version that it claims.
+        """Replace a member that does not generate with the weights of the version that it claims. The caller says so.
 
         A request in flight keeps this member's tokens up to the last version that the member has proven.
 

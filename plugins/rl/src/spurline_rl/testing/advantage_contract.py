@@ -48,7 +48,8 @@ class AdvantageContract:
 
     def computed(self, groups: Sequence[Group]) -> list[NDArray[np.float32]]:
         """Return the advantages of each attempt's response tokens."""
-        return by_attempt(ScoredGroups(groups), self.make_advantage().advantages(ScoredGroups(groups))["advantages"])
+        scored = with_values(groups)
+        return by_attempt(scored, self.make_advantage().advantages(scored)["advantages"])
 
     def test_it_describes_itself_and_the_columns_that_it_needs(self) -> None:
         text = self.make_advantage().describe()
@@ -56,11 +57,12 @@ class AdvantageContract:
         assert text.endswith(".")
         needs = self.make_advantage().needs
         assert isinstance(needs, frozenset), f"`needs` is a frozenset of names, not {needs!r}"
-        assert needs <= RESPONSE_FIELDS.keys(), f"response tokens have no {sorted(needs - RESPONSE_FIELDS.keys())}"
+        known = {*RESPONSE_FIELDS, "values"}
+        assert needs <= known, f"response tokens have no {sorted(needs - known)}"
 
     def test_every_response_token_gets_a_finite_float32(self) -> None:
-        assert len(self.make_advantage().advantages(ScoredGroups([]))["advantages"]) == 0
-        scored = ScoredGroups(self.groups())
+        assert len(self.make_advantage().advantages(with_values([]))["advantages"]) == 0
+        scored = with_values(self.groups())
         columns = self.make_advantage().advantages(scored)
         assert {"advantages"} <= columns.keys() <= {"advantages", "returns"}
         for values in columns.values():
@@ -81,7 +83,9 @@ class AdvantageContract:
         rewards = np.random.default_rng(9).random(sum(sizes), np.float32)
         parts = zip(turns_of(groups), np.split(rewards, np.cumsum(sizes)[:-1]), strict=True)
         charged = with_turns(groups, [replace(turn, rewards=part) for turn, part in parts])
-        found = self.make_advantage().advantages(ScoredGroups(groups, {"rewards": rewards}))["advantages"]
+        scored = with_values(groups)
+        scored = replace(scored, computed={**scored.computed, "rewards": rewards})
+        found = self.make_advantage().advantages(scored)["advantages"]
         np.testing.assert_array_equal(found, np.concatenate(self.computed(charged)))
 
     def test_order_of_groups_and_samples_does_not_matter(self) -> None:
@@ -105,6 +109,11 @@ class AdvantageContract:
         assert np.concatenate(result[3:]).any()
 
 
+def with_values(groups: Sequence[Group]) -> ScoredGroups:
+    """Return the groups with values of a critic, which are the logprobs of the turns."""
+    return ScoredGroups(groups, {"values": ScoredGroups(groups).column("logprobs").copy()})
+
+
 def by_attempt(scored: ScoredGroups, column: NDArray[np.float32]) -> list[NDArray[np.float32]]:
     """Split a column [A] into the tokens of each attempt."""
     return np.split(column, np.cumsum(scored.attempt_tokens)[:-1])
@@ -116,7 +125,7 @@ def _one_token_groups(carry: Sequence[str]) -> list[Group]:
     def sample(uid: str, number: int, reward: float) -> Trajectory:
         array = np.array([reward], dtype=np.float32)
         token = np.ones(1, dtype=np.int32)
-        return Trajectory(uid, number, (Turn(token, token, np.ones(1, np.uint8), rewards=array, values=0 * array),))
+        return Trajectory(uid, number, (Turn(token, token, np.ones(1, np.uint8), rewards=array, logprobs=0 * array),))
 
     rewards = {"a": (0.0, 0.25, 1.0), "b": (0.5, 0.5, 0.75)}
     return [

@@ -15,12 +15,11 @@ from spurline.protocols.collator import ParallelLayout
 from spurline.testing.collator_contract import PAD, assert_batches_equal, layout_strategy, turns_in
 from spurline.testing.fuzzing import fuzzing
 from spurline.testing.samples import check_batch
-from spurline_rl.preparation import CollatesFlat
 from spurline_rl.rollout_batches import RolloutCollator
 from spurline_rl.testing.inputs import make_trajectories
-from spurline_rl.trajectory import FlatTurns, Trajectory
+from spurline_rl.trajectory import Group, Trajectory
 
-_TURN_COLUMNS = ("logprobs", "versions", "rewards", "advantages", "values", "returns", "routed_experts")
+_TURN_COLUMNS = ("logprobs", "versions", "rewards", "routed_experts")
 
 
 class RolloutCollatorContract:
@@ -48,11 +47,11 @@ class RolloutCollatorContract:
         self, turns: Any, ranks: int, optional: bool, seed: int
     ) -> None:
         trajectories = make_trajectories(turns, seed, optional_columns=optional)
-        batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts(trajectories)
+        batch = self.make_collator(PAD, ParallelLayout(data=ranks)).collate_rollouts([_group(trajectories)])
         check_batch(batch)
         assert batch.num_rows % ranks == 0
         assert bool((batch.tokens["input_ids"][batch.tokens["segment_ids"] == 0] == PAD).all())
-        assert ("advantages" in batch.tokens) == optional
+        assert ("rewards" in batch.tokens) == optional
         expected = _turns_of(trajectories)
         assert turns_in(batch) == expected
         assert not bool(batch.is_padding_row[: len(expected)].any()), "padding rows come before turns"
@@ -66,7 +65,7 @@ class RolloutCollatorContract:
         seed=st.integers(0, 9),
     )
     @fuzzing(60)
-    def test_the_reference_and_blocks_of_flat_turns_give_the_same_batch_bit_for_bit(
+    def test_the_reference_gives_the_same_batch_bit_for_bit_however_groups_are_cut(
         self, turns: Any, layout: ParallelLayout, cuts: list[int], columns: set[str], odd_one: int, seed: int
     ) -> None:
         collator, reference = self.make_collator(PAD, layout), self.make_reference(PAD, layout)
@@ -76,22 +75,24 @@ class RolloutCollatorContract:
         first, *others = trajectories[place].turns
         missing: dict[str, Any] = {name: None for name in _TURN_COLUMNS if name not in columns}
         trajectories[place] = replace(trajectories[place], turns=(replace(first, **missing), *others))
-        expected = (reference or collator).collate_rollouts(trajectories)
-        assert_batches_equal(collator.collate_rollouts(trajectories), expected)
-        if isinstance(collator, CollatesFlat):
-            bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
-            blocks = [FlatTurns.of(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
-            tokens = [weakref.ref(block.tokens) for block in blocks]
-            batch = collator.collate_flat(blocks)
-            del blocks
-            assert not any(block() for block in tokens), "the batch keeps tokens of its blocks in memory"
-            assert_batches_equal(batch, expected)
+        expected = (reference or collator).collate_rollouts([_group(trajectories)])
+        bounds = [0, *sorted(min(cut, len(turns)) for cut in cuts), len(turns)]
+        groups = [_group(trajectories[start:stop]) for start, stop in itertools.pairwise(bounds)]
+        responses = [weakref.ref(group.flat.responses) for group in groups]
+        batch = collator.collate_rollouts(groups)
+        del groups
+        assert all(array() is None for array in responses), "the batch keeps tokens of its groups in memory"
+        assert_batches_equal(batch, expected)
 
     def test_no_trajectories_give_padding_rows_alone(self) -> None:
         batch = self.make_collator(PAD, ParallelLayout(data=3)).collate_rollouts([])
         check_batch(batch)
         assert batch.num_rows == 3
         assert bool(batch.is_padding_row.all())
+
+
+def _group(trajectories: Sequence[Trajectory]) -> Group:
+    return Group("prompt", 0, tuple(trajectories))
 
 
 def _turns_of(trajectories: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
@@ -101,7 +102,7 @@ def _turns_of(trajectories: Sequence[Trajectory]) -> list[tuple[Any, ...]]:
             no_prompt = [0.0] * len(turn.prompt_ids)
             weights = [*no_prompt, *turn.loss_mask.astype(float).tolist()]
             columns = [[*turn.prompt_ids.tolist(), *turn.response_ids.tolist()], [0.0, *weights[1:]]]
-            if turn.advantages is not None:
-                columns.append([*no_prompt, *turn.advantages.tolist()])
+            if turn.rewards is not None:
+                columns.append([*no_prompt, *turn.rewards.tolist()])
             expected.append((trajectory.uid, trajectory.sample, number, *columns))
     return expected

@@ -43,8 +43,7 @@ def _turn(
 ) -> Turn:
     columns: dict[str, Any] = {}
     if optional_columns:
-        names = ("logprobs", "rewards", "advantages", "values", "returns")
-        columns = dict(zip(names, random.random((5, response), np.float32), strict=True))
+        columns = dict(zip(("logprobs", "rewards"), random.random((2, response), np.float32), strict=True))
         columns["versions"] = random.integers(0, 4, response).astype(np.int32)
     return Turn(
         prompt_ids=random.integers(1, VOCABULARY, prompt).astype(np.int32),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from spurline.errors import DataError, ModelError, RunFailedError
+from spurline.errors import ModelError, RunFailedError
 from spurline_models.abilities import GenerationModel
 from spurline_models.architecture import find_decoder, vocabulary_size
 from spurline_models.experts.router_replay import ExpertRouting
@@ -33,7 +33,7 @@ from spurline_models.streams.token_logprobs import OutputLogits
 from spurline_models.streams.token_stream import plan_segments
 from spurline_rl.engines.configs import InProcessEngineConfig
 from spurline_rl.engines.in_process.attention import CACHED_ATTENTION, KvCache, PromptPass, TokenPass, generating
-from spurline_rl.engines.in_process.response import Response
+from spurline_rl.engines.in_process.response import Response, find_refusal
 from spurline_rl.engines.in_process.sampling import sample, uniform
 from spurline_rl.protocols.rollout_engine import GenerationRequest, Sampling
 
@@ -91,11 +91,12 @@ class Decoder:
         longest = max((response.most_cached_tokens for response in self.responses), default=0)
         while waiting:
             response = waiting[0]
-            response.refused = self._find_refusal(response)
+            limit = self.model.max_tokens
+            response.refused = find_refusal(response.request.name, response.prompt, limit, self._vocabulary)
             if response.refused is not None:
                 refused.append(response)
             elif not response.abandoned:
-                asked, limit = response.request.sampling.max_new_tokens, self.model.max_tokens
+                asked = response.request.sampling.max_new_tokens
                 response.max_tokens = asked if limit is None else min(asked, limit - len(response.prompt))
                 longest = max(longest, response.most_cached_tokens)
                 count, config = len(self.responses) + len(taken) + 1, self._config
@@ -171,21 +172,6 @@ class Decoder:
                 self.responses[gap] = self.responses[mover]
         del self.responses[left:]
         return removed
-
-    def _find_refusal(self, response: Response) -> DataError | None:
-        prompt, limit = response.prompt, self.model.max_tokens
-        if limit is not None and len(prompt) >= limit:
-            return DataError(
-                f"{response.request.name}: the prompt has {len(prompt)} tokens, and the model's context of {limit} "
-                "must hold prompt and response. Shorten the prompt."
-            )
-        outside = [token for token in (min(prompt), max(prompt)) if not 0 <= token < self._vocabulary]
-        if outside:
-            return DataError(
-                f"{response.request.name}: the prompt has token {outside[0]}, but the model has tokens 0 to "
-                f"{self._vocabulary - 1}. Does the tokenizer belong to another model?"
-            )
-        return None
 
     def _read_prompts(self, responses: Sequence[Response], start: int, version: int) -> None:
         """Read the contexts of the responses, from short to long. Equal contexts are read once."""

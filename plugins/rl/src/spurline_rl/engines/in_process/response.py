@@ -159,6 +159,24 @@ class Response:
         )
 
 
+def find_refusal(
+    name: str, prompt: list[int], context: int | None, vocabulary: int | None, remedy: str = "Shorten the prompt."
+) -> DataError | None:
+    """Return an error if the context has no room for a response, or if the model lacks a token of the prompt.
+
+    The limits are None if they are unknown. `remedy` is advice for a prompt that is too long.
+    """
+    if context is not None and len(prompt) >= context:
+        problem = f"{len(prompt)} tokens, but the context for prompt and response has {context}. {remedy}"
+        return DataError(f"{name}: the prompt has {problem}")
+    for token in (min(prompt), max(prompt)):
+        if token < 0 or (vocabulary is not None and token >= vocabulary):
+            known = "no negative tokens" if vocabulary is None else f"only tokens 0 to {vocabulary - 1}"
+            problem = f"token {token}, but the model has {known}. Does the tokenizer belong to another model?"
+            return DataError(f"{name}: the prompt has {problem}")
+    return None
+
+
 def check_request(request: GenerationRequest) -> None:
     """Raise DataError for a request that no model can answer."""
     asked = request.sampling
