@@ -242,6 +242,7 @@ def test_a_gpu_without_room_for_the_engine_says_what_to_change(monkeypatch: pyte
         raise ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization (0.9, 71.2 GiB).")
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", refuse)
+    monkeypatch.setattr("vllm.AsyncEngineArgs", dict)
     with pytest.raises(EngineDiedError, match=r"Lower source\.engine\.gpu_memory_utilization.*placement: colocated"):
         EngineStart(EngineSpec(VllmEngineConfig(), ModelConfig(path="m"))).run()
 
