@@ -234,6 +234,7 @@ def test_engine_and_trainer_fit_a_gpu_together(see: See, tmp_path: Path, monkeyp
         assert [shares["alone by turns"], shares["alone"], shares["as written"]] == [0.9, 0.9, 0.42]
 
 
+@pytest.mark.processes
 def test_a_gpu_without_room_for_the_engine_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -242,6 +243,7 @@ def test_a_gpu_without_room_for_the_engine_says_what_to_change(monkeypatch: pyte
         raise ValueError("Free memory on device cuda:0 is less than desired GPU memory utilization (0.9, 71.2 GiB).")
 
     monkeypatch.setattr(AsyncLLM, "from_engine_args", refuse)
+    monkeypatch.setattr("vllm.AsyncEngineArgs", dict)
     with pytest.raises(EngineDiedError, match=r"Lower source\.engine\.gpu_memory_utilization.*placement: colocated"):
         EngineStart(EngineSpec(VllmEngineConfig(), ModelConfig(path="m"))).run()
 
