@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -45,6 +45,10 @@ class FsdpBackendConfig(TransformersBackendConfig, RankBackendConfig):
     reshard_after_forward: Annotated[bool, OnResume.TO_ROUNDING] = True
     """Free the gathered weights of a layer after its forward pass. With `false`, they stay until the backward pass
     of the layer. This needs more memory, but less communication."""
+
+    @property
+    def planned_device(self) -> Literal["cpu", "cuda"]:
+        return self.on
 
     def problems(self, run: RunConfig) -> Iterable[Problem]:
         yield from super().problems(run)

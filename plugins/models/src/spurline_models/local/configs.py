@@ -98,7 +98,6 @@ class LocalBackendConfig(TransformersBackendConfig):
 
     @property
     def planned_device(self) -> Literal["cpu", "cuda"]:
-        """The device of training. `auto` is resolved for this machine."""
         if self.device != "auto":
             return self.device
         return "cuda" if resolve("torch.cuda:is_available", "GPU check of backend 'local'")() else "cpu"
@@ -118,7 +117,7 @@ class LocalBackendConfig(TransformersBackendConfig):
         may_be_narrow = self.precision == "bf16" and self.lora is None and not self.fp8
         if may_be_narrow and not self.narrow_weights:
             yield {"weights": "bf16_masters"}
-        if not self.activation_checkpointing:
+        if self.activation_checkpointing is not True:
             yield {"activation_checkpointing": True}
         if not (self.offload_activations or self.compile) and self.planned_device == "cuda":
             yield {"offload_activations": True}
