@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, run_config, write_model_folder
 from every_run import SOAK
 from fused_kernels import Fused
 from transformers.models.qwen3 import modeling_qwen3
 
 from spurline.errors import ConfigError, ModelError
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_models import configs
 from spurline_models.kernels import own_code
+from spurline_models.local.configs import LocalBackendConfig
 
 OBJECTIVE = cross_entropy(20.0)
 SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"
@@ -85,6 +88,19 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
     assert "kernels" not in local_backend(write_model_folder(tmp_path / "other"), kernels="auto", **settings).facts()
 
 
+@pytest.mark.parametrize("config", [LocalBackendConfig, FsdpBackendConfig])
+def test_a_run_on_a_gpu_without_them_names_the_package(
+    config: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def notes(**settings: Any) -> str:
+        return " ".join(config(**settings).notes(run_config(model)))
+
+    assert "pip install" not in notes(device="cuda")
+    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    assert "pip install 'spurline-models[liger]'" in notes(device="cuda")
+    assert "pip install" not in notes(device="cpu") + notes(device="cuda", kernels="none")
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="importing Liger takes a quarter of a minute; see `make soak`")
@@ -92,5 +108,7 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
 def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
     done = subprocess.run([sys.executable, SUPPORT, *TYPES], capture_output=True, text=True, check=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(TYPES, "gated activations, norms, rotary positions")
+    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(
+        TYPES, "gated activations, norms, rotary positions"
+    )
     assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

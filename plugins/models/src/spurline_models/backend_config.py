@@ -149,8 +149,8 @@ class TransformersBackendConfig(ModelBackendConfig):
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Kernels of norms, gated activations and rotary positions. `liger` uses the fused kernels of Liger-Kernel. `auto`
-    uses them on a GPU if Liger-Kernel is installed and supports the model. `none` uses PyTorch. With `liger` and `auto`,
-    attention uses FlashAttention 3 on GPUs of Hopper's generation if it is installed."""
+    uses them on a GPU if Liger-Kernel is installed and supports the model. With both, attention uses FlashAttention 3
+    on GPUs of Hopper's generation if it is installed. `none` uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers approximately in fp8, on GPUs of Hopper's generation or newer. `emulated` rounds in the
     same way on every device, and is slow."""

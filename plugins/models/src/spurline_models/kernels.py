@@ -145,7 +145,11 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         # replay depend on it. No other parameter has three dimensions.
         stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         fused = None if given is None or stores_experts else given.__func__
-        if forward.__module__ in rotating and isinstance(forward, FunctionType) and _ROTATE in forward.__code__.co_names:
+        if (
+            forward.__module__ in rotating
+            and isinstance(forward, FunctionType)
+            and _ROTATE in forward.__code__.co_names
+        ):
             fused = _rotating(forward)
         if fused is None or "forward" in own:
             vars(module).clear()

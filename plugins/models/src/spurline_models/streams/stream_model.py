@@ -24,11 +24,11 @@ from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
+from spurline_models.configs import num_checkpointed
 from spurline_models.device_profile import attention_library
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
-from spurline_models.configs import num_checkpointed
 from spurline_models.kernels import kernels_of
 from spurline_models.streams.segment_attention import ATTENTION_NAME, Unpad
 from spurline_models.streams.token_logprobs import OutputLogits, TokenLogprobs
