@@ -1,4 +1,4 @@
-"""A stand-in for Liger-Kernel that computes with PyTorch: it replaces what Liger replaces, and notes what it computes."""
+"""A stand-in for Liger-Kernel that replaces what Liger replaces, computes with PyTorch, and notes what it computes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_share_of_the_layers_is_recomputed_and_not_a_bit_of_the_gradients_chan
         calls = [0] * 4
         for number, layer in enumerate(decoder_layers(backend._model.causal)):
 
-            def count(*_: Any, number: int = number) -> None:
+            def count(*_: Any, number: int = number, calls: list[int] = calls) -> None:
                 calls[number] += 1
 
             layer.mlp.register_forward_pre_hook(count)  # type: ignore[union-attr, operator]

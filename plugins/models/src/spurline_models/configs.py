@@ -61,9 +61,7 @@ def missing_kernels(kernels: Kernels, device: str) -> list[str]:
     """Return a note if training would be faster with Liger's kernels, which are not installed."""
     if kernels != "auto" or device != "cuda" or find_spec("liger_kernel") is not None:
         return []
-    return [
-        "kernels: those of PyTorch. Fused ones are faster and need less memory: pip install 'spurline-models[liger]'"
-    ]
+    return ["kernels: PyTorch's. Fused kernels are faster and need less memory: pip install 'spurline-models[liger]'"]
 
 
 def check_libraries(lora: LoraConfig | None, fp8: Fp8) -> None:

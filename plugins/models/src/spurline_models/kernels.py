@@ -1,9 +1,9 @@
 """Make layers compute with fused kernels or in fp8, according to the backend's settings `kernels` and `fp8`.
 
-Liger-Kernel (arXiv:2410.10989) has fused kernels for norms, gated activations and rotary positions. Liger itself changes
-the classes and functions of transformers for the whole process. Here only the modules of one model get Liger's
-functions. Liger's fused linear cross-entropy is not used, since it rounds the weight of each token, computes no entropy,
-and waits for the device.
+Liger-Kernel (arXiv:2410.10989) has fused kernels for norms, gated activations and rotary positions. Liger itself
+changes the classes and functions of transformers for the whole process. Here only the modules of one model get Liger's
+functions. Liger's fused linear cross-entropy is not used, since it rounds the weight of each token, computes no
+entropy, and waits for the device.
 
 torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. In the matrix products that
 compute the output and the gradient of the input, both factors are rounded to e4m3, with a scale for each row or column.
@@ -140,16 +140,13 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
-        forward: Any = type(module).forward
+        forward = type(module).forward
         # Modules that store all experts in one tensor keep their own code, because expert parallelism and routing
         # replay depend on it. No other parameter has three dimensions.
         stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
         fused = None if given is None or stores_experts else given.__func__
-        if (
-            forward.__module__ in rotating
-            and isinstance(forward, FunctionType)
-            and _ROTATE in forward.__code__.co_names
-        ):
+        rotates = isinstance(forward, FunctionType) and _ROTATE in forward.__code__.co_names
+        if rotates and forward.__module__ in rotating:
             fused = _rotating(forward)
         if fused is None or "forward" in own:
             vars(module).clear()

@@ -93,8 +93,8 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps the rounded weights of all layers for the backward pass, or of one checkpointed layer at a time with
-    # LoRA.
+    # Autocast keeps the rounded weights of all layers for the backward pass, or, with LoRA, those of one checkpointed
+    # layer at a time.
     if config.lora is not None:
         rounded = rounded * shapes.num_whole(config.activation_checkpointing) // max(1, len(shapes.blocks))
     # Matrices in a narrower dtype than the computation are converted one at a time.
