@@ -39,15 +39,7 @@ from spurline_models.kernels import change_computing
 from spurline_models.optimizers.groups import freeze_parameters
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_models.probe import check_exactness, check_routers, choose_reading
-from spurline_models.streams.stream_model import (
-    RowPass,
-    StreamModel,
-    ValueHead,
-    ValueModel,
-    compile_layer,
-    idle_pass,
-    put_value_head,
-)
+from spurline_models.streams.stream_model import RowPass, StreamModel, ValueHead, ValueModel, idle_pass, put_value_head
 from spurline_models.streams.token_stream import SegmentPlan, TokenStream
 from spurline_models.weights import check_initial_weights, without_adapters
 from spurline_ranks.checkpoint import digest_of_ranks
@@ -225,6 +217,8 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
     """
     if config.activation_checkpointing:
         StreamModel(causal).checkpoint_activations({"use_reentrant": False}, config.activation_checkpointing)
+    if config.compile:
+        StreamModel(causal).compile()
     computing = torch.bfloat16 if config.computes_in == "bf16" else torch.float32
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
@@ -237,8 +231,6 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
-        if config.compile:
-            compile_layer(layer)
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
     head = causal.get_output_embeddings()
     if isinstance(head, ValueHead):

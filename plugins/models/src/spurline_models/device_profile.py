@@ -134,18 +134,13 @@ def device_profile(
 
 def has_flash_attention_3(capability: tuple[int, int]) -> bool:
     """Return whether torch can use FlashAttention 3 on GPUs of this compute capability, and it is installed."""
-    # Its kernels are for GPUs of Hopper's generation.
-    return (
-        capability[0] == 9
-        and hasattr(torch.nn.attention, "activate_flash_attention_impl")
-        and find_spec("flash_attn_interface") is not None
-    )
+    can_activate = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return capability[0] == 9 and can_activate and find_spec("flash_attn_interface") is not None
 
 
-def attention_library() -> str | None:
-    """Return torch's name of the library that computes flash attention, such as `FA3`, or None if torch itself does."""
-    current: Callable[[], str | None] = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    return current()
+def attention_library() -> str:
+    """Return torch's name of the library that computes flash attention, such as `FA3`, or "" if torch itself does."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", str)() or ""
 
 
 def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:

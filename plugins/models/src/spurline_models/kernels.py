@@ -218,10 +218,7 @@ def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
 
 @contextmanager
 def _undone(causal: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
-    """When the context ends, undo changes of the Python modules that define the classes of this model.
-
-    Yields the namespaces of these Python modules.
-    """
+    """Yield the namespaces of Python modules that define this model's classes. At the end, undo changes of them."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]

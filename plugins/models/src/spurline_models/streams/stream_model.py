@@ -68,11 +68,9 @@ class StreamModel:
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def checkpoint_activations(self, options: dict[str, Any], share: float = 1.0) -> None:
-        """Keep only the inputs of the lowest layers, and recompute their other activations.
+        """Keep only the inputs of a share of the layers, the lowest ones, and recompute their other activations.
 
-        Args:
-            options: Keywords of torch's `checkpoint`.
-            share: The share of the layers, rounded up.
+        `options` are keywords of torch's `checkpoint`.
         """
         # Version 5 of transformers renamed the method.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
@@ -88,7 +86,10 @@ class StreamModel:
     def compile(self) -> None:
         """Run each layer of the decoder through torch.compile. Attention stays outside of the compiled graphs."""
         for layer in decoder_layers(self.causal) or [self.decoder]:
-            compile_layer(layer)
+            layer.compile(dynamic=True)
+            if getattr(layer, "gradient_checkpointing", False):
+                # A checkpoint whose function calls attention cannot be traced. So compile the function alone.
+                vars(layer)[_CHECKPOINT] = partial(_checkpoint_compiled, getattr(layer, _CHECKPOINT))
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -115,12 +116,8 @@ class StreamModel:
     def facts(self) -> dict[str, str]:
         """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
-        fused = kernels_of(self.causal)
-        if fused:
-            facts["kernels"] = fused
-        library = attention_library()
-        if library:
-            facts["attention"] = library
+        libraries = {"kernels": kernels_of(self.causal), "attention": attention_library()}
+        facts |= {name: used for name, used in libraries.items() if used}
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
@@ -258,14 +255,6 @@ def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) ->
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))
-
-
-def compile_layer(layer: nn.Module) -> None:
-    """Run a layer through torch.compile, and also what it recomputes in its backward pass."""
-    layer.compile(dynamic=True)
-    if getattr(layer, "gradient_checkpointing", False):
-        # torch.compile cannot trace a checkpoint whose function calls attention. So compile the function alone.
-        vars(layer)[_CHECKPOINT] = partial(_checkpoint_compiled, getattr(layer, _CHECKPOINT))
 
 
 @torch.compiler.disable
