@@ -68,7 +68,7 @@ def launches(run: Callable[[], None]) -> Iterator[tuple[Any, dict[str, Any], dic
         seen.append((kernel, defaults | given, options))
 
     own = triton.runtime.JITFunction.run
-    triton.runtime.JITFunction.run = launch
+    triton.runtime.JITFunction.run = launch  # pyright: ignore
     try:
         run()
     finally:
