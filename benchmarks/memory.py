@@ -110,6 +110,7 @@ ESTIMATES: dict[str, Case] = {
     "all weights": Case(),
     "all weights, many tokens": Case(tokens=2048),
     "activation checkpointing": Case(backend(activation_checkpointing=True), tokens=2048),
+    "activation checkpointing of half of the layers": Case(backend(activation_checkpointing=0.5), tokens=2048),
     "whole logits": Case(shape=MANY, tokens=1536),
     "small chunks of logits": Case(backend(logits_chunk_tokens=128), shape=MANY, tokens=1536),
     "bf16": Case(backend(precision="bf16"), tokens=1024),

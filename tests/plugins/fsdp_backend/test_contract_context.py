@@ -45,7 +45,7 @@ class TestContext(BackendContract):
 @pytest.mark.slow
 class TestDataAndContext(BackendContract):
     plugins = ("fsdp_backend",)
-    backend_settings = on(4, context=2, max_tokens_per_microbatch=40, activation_checkpointing=True)
+    backend_settings = on(4, context=2, max_tokens_per_microbatch=40, activation_checkpointing=0.5)
     keeps_open = True
     in_every_run = ()
 

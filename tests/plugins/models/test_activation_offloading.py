@@ -65,7 +65,9 @@ def test_the_inputs_of_all_layers_are_moved(tmp_path: Path, monkeypatch: pytest.
     assert sum(tensor.nbytes for tensor in sent) <= sum(tensor.nbytes for tensor in inputs) + 4096
 
 
-@pytest.mark.parametrize("settings", [{"compile": True, "activation_checkpointing": True}, {}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"compile": True, "activation_checkpointing": True}, {"activation_checkpointing": 0.5}, {}], ids=str
+)
 def test_compiled_layers_and_layers_that_are_not_checkpointed_are_refused(settings: dict[str, Any]) -> None:
     problems = list(LocalBackendConfig(offload_activations=True, **settings).problems(run_config("m")))
     assert [problem.key for problem in problems] == ["offload_activations"]

@@ -7,71 +7,29 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
 import torch
-from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, write_model_folder
+from backend_batches import cross_entropy, excite, lay_out, local_backend, make_samples, run_config, write_model_folder
 from every_run import SOAK
+from fused_kernels import Fused
 from transformers.models.qwen3 import modeling_qwen3
 
 from spurline.errors import ConfigError, ModelError
+from spurline_fsdp_backend.configs import FsdpBackendConfig
+from spurline_models import configs
 from spurline_models.kernels import own_code
+from spurline_models.local.configs import LocalBackendConfig
 
 OBJECTIVE = cross_entropy(20.0)
 SUPPORT = Path(__file__).parents[2] / "support" / "liger_on_cpu.py"
 TYPES = ["qwen3", "llama", "qwen2", "mistral", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"]
 
 
-class Fused:
-    """Stands for Liger: replaces classes of transformers' file, and functions of a given model.
-
-    factor: what its norms multiply by; 1.0 computes the same. calls: names of what was computed by it.
-    """
-
-    def __init__(self) -> None:
-        self.factor = 1.0
-        self.calls: set[str] = set()
-        self.own_mlp = modeling_qwen3.Qwen3MLP.forward
-
-    def apply(self, model: Any, **_: Any) -> None:
-        fused = self
-
-        class FusedNorm(torch.nn.Module):
-            pass
-
-        def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-            fused.calls.add("norm")
-            scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-            return self.weight * x * scale * fused.factor
-
-        def mlp(self: Any, x: torch.Tensor) -> torch.Tensor:
-            fused.calls.add("mlp")
-            return fused.own_mlp(self, x)
-
-        modeling_qwen3.Qwen3RMSNorm = FusedNorm  # type: ignore[misc,assignment]
-        for module in model.modules():
-            if type(module).__name__ == "Qwen3RMSNorm":
-                vars(module)["forward"] = MethodType(norm, module)
-            if type(module).__name__ == "Qwen3MLP":
-                vars(module)["forward"] = MethodType(mlp, module)
-
-
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> Fused:
-    made = Fused()
-    names = ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch")
-    modules = {name: ModuleType(name) for name in names}
-    for name, module in modules.items():
-        module.__spec__ = object()  # type: ignore[assignment]  # only whether there is one is asked
-        monkeypatch.setitem(sys.modules, name, module)
-    vars(modules[names[1]])["monkey_patch"] = modules[names[2]]
-    vars(modules[names[2]]).update(
-        _apply_liger_kernel_to_instance=made.apply, MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen3": None}
-    )
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return made
+    return Fused(monkeypatch)
 
 
 @pytest.fixture
@@ -90,8 +48,8 @@ def test_kernels_compute_one_model_and_no_other_of_its_class(fused: Fused, model
     assert fused.calls == set()
     for name, gradient in with_kernels.gradients(batch, OBJECTIVE):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-    assert fused.calls == {"norm", "mlp"}
-    assert with_kernels.facts()["kernels"] == "gated activations, norms"
+    assert fused.calls == {"norm", "mlp", "rope"}
+    assert with_kernels.facts()["kernels"] == "gated activations, norms, rotary positions"
     assert "kernels" not in plain.facts()
 
 
@@ -103,7 +61,7 @@ def test_a_model_computes_by_its_own_code_again_for_as_long_as_it_is_asked_to(fu
         backend.logprobs(batch)
     assert fused.calls == set()
     backend.logprobs(batch)
-    assert fused.calls == {"norm", "mlp"}
+    assert fused.calls == {"norm", "mlp", "rope"}
 
 
 def test_the_probe_refuses_kernels_that_compute_something_else(fused: Fused, model: Path) -> None:
@@ -130,6 +88,19 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
     assert "kernels" not in local_backend(write_model_folder(tmp_path / "other"), kernels="auto", **settings).facts()
 
 
+@pytest.mark.parametrize("config", [LocalBackendConfig, FsdpBackendConfig])
+def test_a_run_on_a_gpu_without_them_names_the_package(
+    config: Any, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def notes(**settings: Any) -> str:
+        return " ".join(config(**settings).notes(run_config(model)))
+
+    assert "pip install" not in notes(device="cuda")
+    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    assert "pip install 'spurline-models[liger]'" in notes(device="cuda")
+    assert "pip install" not in notes(device="cpu") + notes(device="cuda", kernels="none")
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(not SOAK, reason="importing Liger takes a quarter of a minute; see `make soak`")
@@ -137,5 +108,7 @@ def test_kernels_that_are_asked_for_and_do_not_fit_are_refused(
 def test_gradients_by_the_real_kernels_are_those_of_pytorch() -> None:
     done = subprocess.run([sys.executable, SUPPORT, *TYPES], capture_output=True, text=True, check=True, timeout=600)
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(TYPES, "gated activations, norms")
+    assert {name: kernels for name, (_, kernels) in found.items()} == dict.fromkeys(
+        TYPES, "gated activations, norms, rotary positions"
+    )
     assert {name: worst for name, (worst, _) in found.items() if worst > 1e-5} == {}

@@ -15,6 +15,7 @@ from expert_models import write_expert_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model_families import family_of, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from spurline.config.run_config import ModelConfig
@@ -44,6 +45,28 @@ def test_only_adapters_change(model: Path) -> None:
     changed = {name for name, parameter in causal.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed == {name for name in before if "lora_" in name}
     assert {name for name, _ in backend.gradients(lay_out(make_samples([9])), OBJECTIVE)} == changed
+
+
+def test_autocast_alone_converts_the_inputs_of_adapters(model: Path) -> None:
+    class Conversions(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func is torch.ops.aten._to_copy.default
+            return func(*args, **(kwargs or {}))
+
+    def gradients(by_peft: bool) -> tuple[int, dict[str, torch.Tensor]]:
+        backend = excite(local_backend(model, precision="bf16", lora=LoraConfig(rank=4)))
+        for _, layer in adapted_layers(backend._model.causal):
+            layer.cast_input_dtype_enabled = layer.cast_input_dtype_enabled or by_peft  # type: ignore[attr-defined]
+        with Conversions() as seen:
+            found = dict(backend.gradients(lay_out(make_samples([9, 12])), OBJECTIVE))
+        return seen.count, found
+
+    (count, got), (by_peft, expected) = gradients(False), gradients(True)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+    # Of 2 layers, the inputs of o_proj and down_proj, to fp32 and back, in the forward and backward pass.
+    assert by_peft - count == 2 * 2 * 2 * 2
 
 
 def test_adapters_of_a_model_without_memory_have_no_values_and_draw_none(model: Path) -> None:

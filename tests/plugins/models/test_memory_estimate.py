@@ -12,6 +12,7 @@ from expert_models import write_expert_model
 from torch import Tensor
 
 from spurline.config.run_config import ModelConfig
+from spurline_models.architecture import decoder_layers
 from spurline_models.configs import LoraConfig
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_planning.fit import Load, memory_lines
@@ -48,6 +49,30 @@ def test_activations_are_about_what_autograd_keeps(tmp_path: Path, experts: bool
     grown = (kept_bytes(backend, 320) - kept_bytes(backend, 64)) / 256 - 4 * backend._model.causal.config.vocab_size
     estimate = LocalBackendConfig(**settings).estimate_memory(run_config(tmp_path, model=model), 1000, 1000)
     assert estimate.parts["activations"] / 1000 == pytest.approx(grown, rel=0.35)
+
+
+def test_a_share_of_the_layers_is_recomputed_and_not_a_bit_of_the_gradients_changes(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path, num_hidden_layers=4)
+    run, batch = run_config(folder), lay_out(make_samples([9, 12]))
+    plain = dict(local_backend(folder).gradients(batch, OBJECTIVE))
+    activations = []
+    for share, recomputed in ((False, 0), (0.3, 2), (0.5, 2), (0.9, 4), (True, 4)):
+        backend = local_backend(folder, activation_checkpointing=share)
+        calls = [0] * 4
+        for number, layer in enumerate(decoder_layers(backend._model.causal)):
+
+            def count(*_: Any, number: int = number, calls: list[int] = calls) -> None:
+                calls[number] += 1
+
+            layer.mlp.register_forward_pre_hook(count)  # type: ignore[union-attr, operator]
+        for name, gradient in backend.gradients(batch, OBJECTIVE):
+            assert torch.equal(gradient, plain[name]), name
+        assert calls == [2] * recomputed + [1] * (4 - recomputed), "the lowest layers"
+        activations.append(backend._config.estimate_memory(run, 100, 100).parts["activations"])
+        savings = list(backend._config.savings(run, 100, 100))
+        assert ({"activation_checkpointing": True} in savings) == (share is not True)
+    whole, part, same, last, least = activations
+    assert whole > part == same > last == least
 
 
 def test_gradients_add_up_with_activations_in_several_microbatches_alone(tmp_path: Path) -> None:

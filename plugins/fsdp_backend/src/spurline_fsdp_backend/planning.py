@@ -76,7 +76,7 @@ def _heads(model: Any) -> int | None:
 
 def savings(config: FsdpBackendConfig, run: RunConfig, row_length: int, tokens: int) -> Iterator[Mapping[str, Any]]:
     """Yield changes of settings that save memory. Changes that cost least time come first."""
-    if not config.activation_checkpointing:
+    if config.activation_checkpointing is not True:
         yield {"activation_checkpointing": True}
     if not (config.offload_activations or config.compile) and config.on == "cuda":
         yield {"offload_activations": True}
@@ -108,7 +108,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
         microbatch,
         computed,
         computed,
-        checkpointing=config.activation_checkpointing,
+        share=config.activation_checkpointing,
         offloading=config.offload_activations and config.on == "cuda",
     )
     groups = _groups(shapes, _gathered(config, shapes.trained))

@@ -216,7 +216,9 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
     The gradients of a step are sums over ranks and micro-batches, in fp32.
     """
     if config.activation_checkpointing:
-        StreamModel(causal).checkpoint_activations({"use_reentrant": False})
+        StreamModel(causal).checkpoint_activations({"use_reentrant": False}, config.activation_checkpointing)
+    if config.compile:
+        StreamModel(causal).compile()
     computing = torch.bfloat16 if config.computes_in == "bf16" else torch.float32
     options: dict[str, Any] = {
         "mesh": meshes.sharding,
@@ -229,8 +231,6 @@ def shard(causal: PreTrainedModel, config: FsdpBackendConfig, meshes: Meshes) ->
             apart = {**options, "mesh": meshes.experts[EXPERT_SHARD]}
             fully_shard(holder, reshard_after_forward=_reshards(holder, causal, config), **apart)
     for layer in decoder_layers(causal):
-        if config.compile:
-            layer.compile(dynamic=True)
         fully_shard(layer, reshard_after_forward=_reshards(layer, causal, config), **options)
     head = causal.get_output_embeddings()
     if isinstance(head, ValueHead):

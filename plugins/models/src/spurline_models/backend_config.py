@@ -14,7 +14,7 @@ from spurline.errors import Problem
 from spurline.plugins.registry import resolve
 from spurline.protocols.backend import Backend, BackendConfig, BackendFacts
 from spurline.protocols.dataset import KnowsLongest
-from spurline_models.configs import Fp8, Kernels, LoraConfig, check_libraries
+from spurline_models.configs import Checkpointing, Fp8, Kernels, LoraConfig, check_libraries, missing_kernels
 from spurline_models.machine import num_gpus
 
 if TYPE_CHECKING:
@@ -170,16 +170,18 @@ class ModelBackendConfig(BackendConfig):
 class TransformersBackendConfig(ModelBackendConfig):
     """Settings of a backend whose model computes with the code of Hugging Face transformers."""
 
-    activation_checkpointing: Annotated[bool, OnResume.TO_ROUNDING] = False
-    """Recompute activations in the backward pass. This needs less memory, and about a third more time."""
+    activation_checkpointing: Annotated[Checkpointing, OnResume.TO_ROUNDING] = False
+    """Recompute activations in the backward pass. This needs less memory, and about a third more time. A number between
+    0 and 1 does this in a share of the decoder's layers, rounded up."""
     offload_activations: Annotated[bool, OnResume.FREE] = False
     """Keep the inputs of the decoder's layers in host memory until the backward pass. This is meant for GPUs, and needs
-    `activation_checkpointing`."""
+    `activation_checkpointing: true`."""
     compile: Annotated[bool, OnResume.TO_ROUNDING] = False
     """Run each decoder layer through torch.compile."""
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
-    """Kernels of norms and gated activations. `liger` uses the fused kernels of Liger-Kernel. `auto` uses them on a GPU
-    if Liger-Kernel is installed and supports the model. `none` uses PyTorch."""
+    """Kernels of norms, gated activations and rotary positions. `liger` uses the fused kernels of Liger-Kernel. `auto`
+    uses them on a GPU if Liger-Kernel is installed and supports the model. With both, attention uses FlashAttention 3
+    on GPUs of Hopper's generation if it is installed. `none` uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers approximately in fp8, on GPUs of Hopper's generation or newer. `emulated` rounds in the
     same way on every device, and is slow."""
@@ -194,7 +196,7 @@ class TransformersBackendConfig(ModelBackendConfig):
         """Yield the problems of these settings with this device (`cpu` or `cuda`) and precision."""
         if self.compile and self.offload_activations:
             yield Problem("offload_activations", "together with compile is not supported. Turn one of them off.")
-        if self.offload_activations and not self.activation_checkpointing:
+        if self.offload_activations and self.activation_checkpointing is not True:
             yield Problem(
                 "offload_activations", "moves the inputs of checkpointed layers. Set activation_checkpointing: true."
             )
@@ -218,7 +220,8 @@ class TransformersBackendConfig(ModelBackendConfig):
             _part("kernels:chooses_liger", "kernels of a model")(self.kernels, run.model, device, precision)
 
     def notes(self, run: RunConfig) -> Sequence[str]:
-        return [] if self.lora is None else _part("adapters.lora:notes", "list of adapters")(run.model, self.lora)
+        adapters = [] if self.lora is None else _part("adapters.lora:notes", "list of adapters")(run.model, self.lora)
+        return [*adapters, *missing_kernels(self.kernels, self.on)]
 
 
 @runtime_checkable

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 from typing import Annotated, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from spurline.errors import ConfigError
 
 Kernels = Literal["auto", "liger", "none"]
 Fp8 = bool | Literal["emulated"]
+Checkpointing = bool | Annotated[float, Field(gt=0, lt=1)]
 
 
 class LoraConfig(Section):
@@ -48,6 +50,18 @@ class LoraConfig(Section):
 def no_peft() -> ConfigError:
     """Return the error to raise if peft is not installed."""
     return ConfigError.at("backend.lora", "needs peft. Run `pip install 'spurline-models[lora]'`.")
+
+
+def num_checkpointed(share: float, layers: int) -> int:
+    """Return how many of the lowest layers are checkpointed, for a setting of the type `Checkpointing`."""
+    return math.ceil(share * layers)
+
+
+def missing_kernels(kernels: Kernels, device: str) -> list[str]:
+    """Return a note if training would be faster with Liger's kernels, which are not installed."""
+    if kernels != "auto" or device != "cuda" or find_spec("liger_kernel") is not None:
+        return []
+    return ["kernels: PyTorch's. Fused kernels are faster and need less memory: pip install 'spurline-models[liger]'"]
 
 
 def check_libraries(lora: LoraConfig | None, fp8: Fp8) -> None:

@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.attention
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -60,6 +62,22 @@ class DeviceProfile:
         if self.weight_dtype == torch.float64:
             options["context_fn"] = lambda: (nullcontext(), KeepDouble())
         return options
+
+    def use_fastest_attention(self) -> None:
+        """Let torch compute flash attention by FlashAttention 3 in this process, if `has_flash_attention_3`.
+
+        Raises ConfigError if it is installed but cannot be loaded.
+        """
+        if self.device.type != "cuda" or not has_flash_attention_3(torch.cuda.get_device_capability(self.device)):
+            return
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except (ImportError, OSError, RuntimeError) as error:
+            raise ConfigError.at(
+                "backend.kernels",
+                f"would use FlashAttention 3, which is installed but does not load: {error}. Install it for torch "
+                f"{torch.__version__}, remove it, or set kernels: none.",
+            ) from error
 
     def keeping_generators(self) -> AbstractContextManager[object]:
         """Return a context that restores the states of torch's random generators at its end."""
@@ -132,6 +150,17 @@ def device_profile(
         weight_dtype=torch.float64 if precision == "fp64" else torch.float32,
         autocast_dtype=torch.bfloat16 if precision == "bf16" else None,
     )
+
+
+def has_flash_attention_3(capability: tuple[int, int]) -> bool:
+    """Return whether torch can use FlashAttention 3 on GPUs of this compute capability, and it is installed."""
+    can_activate = hasattr(torch.nn.attention, "activate_flash_attention_impl")
+    return capability[0] == 9 and can_activate and find_spec("flash_attn_interface") is not None
+
+
+def attention_library() -> str:
+    """Return torch's name of the library that computes flash attention, such as `FA3`, or "" if torch itself does."""
+    return getattr(torch.nn.attention, "current_flash_attention_impl", str)() or ""
 
 
 def device_bytes(device: Literal["auto", "cpu", "cuda"]) -> int:

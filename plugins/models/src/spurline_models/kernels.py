@@ -1,9 +1,9 @@
 """Make layers compute with fused kernels or in fp8, according to the backend's settings `kernels` and `fp8`.
 
-Liger-Kernel (arXiv:2410.10989) has fused kernels for norms and gated activations. Liger itself changes the classes of
-transformers for the whole process. Here only the modules of one model get Liger's functions. Two parts of Liger are not
-used: its rotary positions, which replace a function for the whole process, and its fused linear cross-entropy, which
-rounds the weight of each token, computes no entropy, and waits for the device.
+Liger-Kernel (arXiv:2410.10989) has fused kernels for norms, gated activations and rotary positions. Liger itself
+changes the classes and functions of transformers for the whole process. Here only the modules of one model get Liger's
+functions. Liger's fused linear cross-entropy is not used, since it rounds the weight of each token, computes no
+entropy, and waits for the device.
 
 torchao computes linear layers in fp8. Weights, gradients and optimizer keep their dtypes. In the matrix products that
 compute the output and the gradient of the input, both factors are rounded to e4m3, with a scale for each row or column.
@@ -17,8 +17,9 @@ import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any, cast
 
 import torch
@@ -37,7 +38,10 @@ _MULTIPLE = 16
 _NEEDS = (9, 0)
 """The lowest compute capability for which torchao has kernels with a scale for each row."""
 
-_NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations"}
+_NAMES = {"RMSNorm": "norms", "LayerNorm": "norms", "MLP": "gated activations", "Attention": "rotary positions"}
+
+_ROTATE = "apply_rotary_pos_emb"
+"""The name of the function of rotary positions in the Python modules of transformers."""
 
 _OWN = "_spurline_own_forward"
 """Attribute of a changed module: (the setting that changed the module, its original forward function)."""
@@ -55,6 +59,9 @@ def change_computing(
     precision = "fp64" if profile.weight_dtype.itemsize == 8 else "fp32"
     if chooses_liger(kernels, model, profile.device.type, precision):
         _use_kernels(causal)
+    if kernels != "none" and not getattr(causal.config.get_text_config(), "attention_dropout", None):
+        # FlashAttention 3 has no dropout.
+        profile.use_fastest_attention()
     if fp8 is True:
         capability = cast(tuple[int, int], torch.cuda.get_device_capability(profile.device))
         if capability < _NEEDS:
@@ -118,14 +125,14 @@ def _as_under_autocast(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[T
 
 def _use_kernels(causal: PreTrainedModel) -> None:
     """Make modules of this model compute with Liger's functions. Raises ModelError if the functions do not fit."""
-    from liger_kernel.transformers import monkey_patch  # pyright: ignore
+    from liger_kernel.transformers import monkey_patch, rope  # pyright: ignore
 
     before = {id(module): dict(vars(module)) for module in causal.modules()}
     try:
-        with _undone(causal):
-            monkey_patch._apply_liger_kernel_to_instance(
-                causal, rope=False, cross_entropy=False, fused_linear_cross_entropy=False
-            )
+        with _undone(causal) as namespaces:
+            monkey_patch._apply_liger_kernel_to_instance(causal, cross_entropy=False, fused_linear_cross_entropy=False)
+            # Liger knows which families rotate in the standard way. The others keep their function.
+            rotating = {space["__name__"] for space in namespaces if space.get(_ROTATE) is rope.liger_rotary_pos_emb}
     except (TypeError, AttributeError, ImportError, AssertionError, NotImplementedError, ValueError) as error:
         raise ModelError(
             f"backend.kernels: Liger's kernels do not fit {type(causal).__name__} of the installed transformers "
@@ -133,15 +140,40 @@ def _use_kernels(causal: PreTrainedModel) -> None:
         ) from error
     for module in causal.modules():
         own, given = before[id(module)], vars(module).get("forward")
+        forward = type(module).forward
         # Modules that store all experts in one tensor keep their own code, because expert parallelism and routing
         # replay depend on it. No other parameter has three dimensions.
         stores_experts = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False))
-        if given is None or own.get("forward") is not None or stores_experts:
+        fused = None if given is None or stores_experts else given.__func__
+        rotates = isinstance(forward, FunctionType) and _ROTATE in forward.__code__.co_names
+        if rotates and forward.__module__ in rotating:
+            fused = _rotating(forward)
+        if fused is None or "forward" in own:
             vars(module).clear()
             vars(module).update(own)
         else:
-            vars(module)[_OWN] = ("kernels", type(module).forward)
-            vars(module)["forward"] = MethodType(given.__func__, module)
+            vars(module)[_OWN] = ("kernels", forward)
+            vars(module)["forward"] = MethodType(fused, module)
+
+
+@cache
+def _rotating(forward: FunctionType) -> FunctionType:
+    """Return a copy of an attention's forward function that rotates queries and keys by Liger's kernel.
+
+    All modules of a class share the copy, and it has a code object of its own. torch.compile finds compiled code by
+    the code object, and keeps a part of it in the function's globals, so functions must not share only one of them.
+    """
+    from liger_kernel.ops import LigerRopeFunction  # pyright: ignore
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+        # Liger's own function chooses among libraries in each call, which torch.compile cannot trace.
+        return LigerRopeFunction.apply(query, key, cos, sin, None, unsqueeze_dim)
+
+    code = forward.__code__.replace(co_name=f"{forward.__name__}_with_liger")
+    used = {**forward.__globals__, _ROTATE: rotate}
+    copy = FunctionType(code, used, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 def kernels_of(causal: nn.Module) -> str:
@@ -185,15 +217,15 @@ def _why_not(model: ModelConfig, device: str, precision: str) -> str | None:
 
 
 @contextmanager
-def _undone(causal: PreTrainedModel) -> Iterator[None]:
-    """When the context ends, undo changes of the Python modules that define the classes of this model."""
+def _undone(causal: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
+    """Yield the namespaces of Python modules that define this model's classes. At the end, undo changes of them."""
     files = {type(module).__module__ for module in causal.modules()}
     namespaces = [vars(sys.modules[name]) for name in files if name in sys.modules]
     owners = [value for space in namespaces for value in space.values() if isinstance(value, type)]
     methods = {owner: vars(owner).get("forward") for owner in owners if issubclass(owner, nn.Module)}
     before = [dict(space) for space in namespaces]
     try:
-        yield
+        yield namespaces
     finally:
         for space, old in zip(namespaces, before, strict=True):
             for name in space.keys() - old.keys():

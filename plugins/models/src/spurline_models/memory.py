@@ -19,7 +19,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.protocols.optimizer import num_values
 from spurline_models.adapters.adapter_targets import is_target, unadaptable
 from spurline_models.architecture import build_without_memory, decoder_layers, load_model_config, vocabulary_size
-from spurline_models.configs import LoraConfig
+from spurline_models.configs import Checkpointing, LoraConfig, num_checkpointed
 from spurline_models.optimizers.groups import frozen_names
 from spurline_models.placement.narrow_weights import narrowable_modules, quantizable_modules
 
@@ -66,8 +66,13 @@ class Shapes:
     outputs: int
     cached: int
 
+    def num_whole(self, share: Checkpointing) -> int:
+        """Return how many layers have all their activations at once, if this share of the layers is checkpointed."""
+        # The last layers run first in the backward pass. When one of the others is recomputed, theirs are freed.
+        return max(1, len(self.blocks) - num_checkpointed(share, len(self.blocks)))
+
     def activation_bytes(
-        self, tokens: int, computed_bytes: int, residual_bytes: int, *, checkpointing: bool, offloading: bool
+        self, tokens: int, computed_bytes: int, residual_bytes: int, *, share: Checkpointing, offloading: bool
     ) -> tuple[int, int]:
         """Return the bytes that the backward pass needs for these tokens, on the device and on the host.
 
@@ -75,16 +80,18 @@ class Shapes:
             tokens: Tokens of a micro-batch.
             computed_bytes: Bytes of an output value of a linear layer.
             residual_bytes: Bytes of a value of the residual stream.
-            checkpointing: Whether only the inputs of layers are kept, and one layer at a time is recomputed.
+            share: The share of layers of which only the inputs are kept. They are recomputed one at a time.
             offloading: Whether the kept values of all but two layers are moved to host memory.
         """
         layers = len(self.blocks)
         residuals = _RESIDUALS * self.hidden
         values = int(_KEPT_OF_OUTPUTS * self.outputs / layers)
         whole = max(0, values - residuals) * computed_bytes + residuals * residual_bytes
-        kept = self.hidden * residual_bytes if checkpointing else whole
-        here = min(layers, _LAYERS_ON_DEVICE) if offloading else layers
-        return tokens * (here * kept + (whole if checkpointing else 0)), (layers - here) * pinned_bytes(tokens * kept)
+        inputs = num_checkpointed(share, layers)
+        here = min(inputs, _LAYERS_ON_DEVICE) if offloading else inputs
+        kept = self.hidden * residual_bytes
+        whole *= self.num_whole(share)
+        return tokens * (here * kept + whole), (inputs - here) * pinned_bytes(tokens * kept)
 
 
 def pinned_bytes(size: int) -> int:

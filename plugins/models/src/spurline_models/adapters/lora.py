@@ -92,6 +92,15 @@ def add_adapters(causal: PreTrainedModel, lora: LoraConfig, seed: int) -> None:
                 causal.get_parameter(name).copy_(value)
 
 
+def leave_inputs_to_autocast(causal: nn.Module) -> None:
+    """Let autocast alone convert the inputs of adapters. PEFT would widen them to fp32 for autocast to round again.
+
+    Afterwards, the model must run under autocast, or with inputs in the dtype of the adapters.
+    """
+    for _, layer in adapted_layers(causal):
+        vars(layer)["cast_input_dtype_enabled"] = False
+
+
 def initial_adapters(causal: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yield (parameter name, initial value in fp32 on CPU) of every adapter matrix, one at a time.
 

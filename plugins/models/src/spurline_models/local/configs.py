@@ -107,7 +107,7 @@ class LocalBackendConfig(TransformersBackendConfig):
         may_be_narrow = self.computes_in == "bf16" and self.lora is None and not self.fp8
         if may_be_narrow and not self.narrow_weights:
             yield {"weights": "bf16_masters"}
-        if not self.activation_checkpointing:
+        if self.activation_checkpointing is not True:
             yield {"activation_checkpointing": True}
         if not (self.offload_activations or self.compile) and self.on == "cuda":
             yield {"offload_activations": True}

@@ -58,7 +58,7 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     # On a CPU there is only host memory.
     offloading = config.offload_activations and config.on == "cuda"
     on_device, on_host = shapes.activation_bytes(
-        microbatch, computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
+        microbatch, computed, wide, share=config.activation_checkpointing, offloading=offloading
     )
     host += on_host
     forward = {
@@ -93,9 +93,9 @@ def _held_weights(config: LocalBackendConfig, run: RunConfig, shapes: Shapes) ->
             rounded += values
         elif size < computed:
             largest = max(largest, values)
-    # Autocast keeps the rounded weights of all layers for the backward pass, or of one layer at a time with LoRA and
-    # activation checkpointing.
-    if config.activation_checkpointing and config.lora is not None:
-        rounded //= len(shapes.blocks)
+    # Autocast keeps the rounded weights of all layers for the backward pass, or, with LoRA, those of one checkpointed
+    # layer at a time.
+    if config.lora is not None:
+        rounded = rounded * shapes.num_whole(config.activation_checkpointing) // max(1, len(shapes.blocks))
     # Matrices in a narrower dtype than the computation are converted one at a time.
     return held, (rounded + largest) * computed

@@ -215,7 +215,7 @@ class WeightPlacement:
         """Combine a model from `load_trainable` with an optimizer."""
         config = self._config
         if config.activation_checkpointing:
-            model.checkpoint_activations(self._profile.checkpoint_options())
+            model.checkpoint_activations(self._profile.checkpoint_options(), config.activation_checkpointing)
         if config.offload_activations:
             model.offload_activations()
         if config.compile:
@@ -241,7 +241,7 @@ class WeightPlacement:
             masters.update(narrow_weights(causal, torch.bfloat16, wide, also_trained=True))
         if lora is None:
             return
-        from spurline_models.adapters.lora import add_adapters
+        from spurline_models.adapters.lora import add_adapters, leave_inputs_to_autocast
 
         dtype = self._base_dtype()
         if dtype is not None:
@@ -251,6 +251,8 @@ class WeightPlacement:
             # Quantize before adapters wrap the layers.
             quantize_weights(causal, wide)
         add_adapters(causal, lora, self._run.seed)
+        if self._profile.autocast_dtype is not None:
+            leave_inputs_to_autocast(causal)
         if dtype is not None:
             narrow_weights(causal, dtype, wide)
 

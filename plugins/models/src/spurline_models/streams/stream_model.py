@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,8 @@ from spurline.data.batch import ROUTED_EXPERTS
 from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
+from spurline_models.configs import num_checkpointed
+from spurline_models.device_profile import attention_library
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
@@ -39,6 +41,9 @@ spaces, convolutions), or if their attention cannot be replaced."""
 
 _SLOTS_PER_PASS = {"cpu": 256, "cuda": 8192}
 """The measured number of padding tokens that cost as much time as one pass of a decoder, by type of device."""
+
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""The attribute of transformers' layers that holds the function which checkpoints them."""
 
 _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 """Names of config fields that are rates of dropout or jitter, except those of classification heads."""
@@ -62,11 +67,17 @@ class StreamModel:
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
-    def checkpoint_activations(self, options: dict[str, Any]) -> None:
-        """Keep only layer inputs, and recompute other activations. `options` are keywords of torch's `checkpoint`."""
+    def checkpoint_activations(self, options: dict[str, Any], share: float = 1.0) -> None:
+        """Keep only the inputs of a share of the layers, the lowest ones, and recompute their other activations.
+
+        `options` are keywords of torch's `checkpoint`.
+        """
         # Version 5 of transformers renamed the method.
         enable: Any = getattr(self.causal, "activation_checkpointing_enable", None)
         (enable or self.causal.gradient_checkpointing_enable)(options)
+        layers = decoder_layers(self.causal)
+        for layer in layers[num_checkpointed(share, len(layers)) :]:
+            vars(layer)["gradient_checkpointing"] = False
 
     def offload_activations(self) -> None:
         """Keep the inputs of layers on the host until the backward pass. Layers must be checkpointed."""
@@ -76,6 +87,9 @@ class StreamModel:
         """Run each layer of the decoder through torch.compile. Attention stays outside of the compiled graphs."""
         for layer in decoder_layers(self.causal) or [self.decoder]:
             layer.compile(dynamic=True)
+            if getattr(layer, "gradient_checkpointing", False):
+                # A checkpoint whose function calls attention cannot be traced. So compile the function alone.
+                vars(layer)[_CHECKPOINT] = partial(_checkpoint_compiled, getattr(layer, _CHECKPOINT))
 
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
@@ -102,9 +116,8 @@ class StreamModel:
     def facts(self) -> dict[str, str]:
         """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
-        fused = kernels_of(self.causal)
-        if fused:
-            facts["kernels"] = fused
+        libraries = {"kernels": kernels_of(self.causal), "attention": attention_library()}
+        facts |= {name: used for name, used in libraries.items() if used}
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
         drawn = [f"{name} {value:g}" for name, value in rates.items() if _DRAWS.search(name)]
@@ -242,6 +255,16 @@ def put_value_head(causal: PreTrainedModel, dtype: torch.dtype | None = None) ->
     with torch.device(causal.device):
         head = ValueHead(causal.config.get_text_config().hidden_size)
     causal.set_output_embeddings(head.to(dtype or causal.dtype))
+
+
+@torch.compiler.disable
+def _checkpoint_compiled(checkpoint: Callable[..., Any], call: partial[Any], *inputs: Any) -> Any:
+    return checkpoint(partial(_compiled(call.func), *call.args, **call.keywords), *inputs)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 @contextmanager
