@@ -281,3 +281,4 @@ def test_half_precision_computes_attention_by_the_kernel_for_segments_and_compil
     assert not any("scaled_dot_product" in name for name in operators), operators
     [operators], _ = measured(write_qwen3_moe(tmp_path / "experts"), settings, (24, 40, 9), 1, "operators")
     assert not any("TorchDynamo" in name or "Torch-Compiled" in name for name in operators), operators
+    assert any("grouped_mm" in name for name in operators), operators

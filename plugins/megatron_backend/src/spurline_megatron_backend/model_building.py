@@ -6,13 +6,16 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from spurline_megatron_backend.architecture import Architecture
 from spurline_megatron_backend.configs import MegatronBackendConfig
@@ -38,6 +41,33 @@ class SharedNorm(nn.RMSNorm):
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         cast(Any, self.weight).sequence_parallel = config.sequence_parallel
+
+
+class GroupedExperts(SequentialMLP):
+    """The experts of a layer on this rank, with one matrix product for all of them.
+
+    The base class computes one expert after the other. Megatron's own grouped experts need TransformerEngine.
+    """
+
+    def forward(
+        self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, None]:
+        hidden = permuted_local_hidden_states
+        if not len(hidden):
+            return super().forward(hidden, tokens_per_expert, permuted_probs)
+        ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0, dtype=torch.int32)
+        hidden = self._linear("linear_fc1", hidden, ends)
+        hidden = weighted_bias_swiglu_impl(hidden, None, permuted_probs.unsqueeze(-1))
+        return self._linear("linear_fc2", hidden, ends), None
+
+    def _linear(self, name: str, tokens: Tensor, ends: Tensor) -> Tensor:
+        def multiply(tokens: Tensor) -> Tensor:
+            weights = torch.stack([getattr(expert, name).weight for expert in self.local_experts])
+            return F.grouped_mm(tokens, weights.transpose(1, 2), offs=ends)
+
+        # The backward pass joins the weights again, since a saved copy would take as much memory as the weights.
+        product = checkpoint(multiply, tokens, use_reentrant=False, preserve_rng_state=False)
+        return cast(Tensor, product)
 
 
 def build_parts(
@@ -145,4 +175,6 @@ def _layer_spec(architecture: Architecture) -> ModuleSpec:
     layer.input_layernorm = layer.pre_mlp_layernorm = SharedNorm
     if attention.q_layernorm is not IdentityOp:
         attention.q_layernorm = attention.k_layernorm = SharedNorm
+    if architecture.num_experts:
+        layer.mlp.submodules.experts.module = GroupedExperts
     return spec

@@ -26,6 +26,7 @@ from spurline.config.run_config import ModelConfig
 from spurline.errors import ModelError, listing
 from spurline_models.architecture import LOADING_ERRORS, build_without_memory, load_model_config
 from spurline_models.device_profile import DeviceProfile
+from spurline_models.experts.grouped_experts import EXPERTS_NAME
 from spurline_models.lengths import LengthLimit, length_limit
 from spurline_models.placement.narrow_weights import narrowable_modules
 from spurline_models.weight_files import layout_of, safetensors_files, slices_of
@@ -74,9 +75,8 @@ def load_model(
         # If the architecture itself cannot be built, this raises a clearer error.
         build_without_memory(config, model)
         raise ModelError(_loading_failed(model, error)) from error
-    if profile.weight_dtype == torch.float64 and hasattr(causal, "set_experts_implementation"):
-        # The grouped matrix product of experts has no float64 kernel.
-        causal.set_experts_implementation("eager")
+    # The grouped matrix product of experts has no float64 kernel.
+    causal.set_experts_implementation("eager" if profile.weight_dtype == torch.float64 else EXPERTS_NAME)
     _cast(causal, profile.weight_dtype, narrow)
     if change is not None:
         change(causal)
