@@ -13,6 +13,7 @@ from backend_batches import Sample, lay_out, local_backend, run_config, write_mo
 from spurline.config.run_config import ModelConfig
 from spurline.protocols.loss import Objective
 from spurline_models.configs import LoraConfig
+from spurline_models.device_profile import device_profile
 from spurline_models.local.configs import LocalBackendConfig
 from spurline_models.losses.configs import CrossEntropyConfig
 from spurline_models.losses.cross_entropy import CrossEntropy
@@ -101,3 +102,17 @@ def test_bytes_of_each_further_parameter(
     # 16 heads and twice 8 of 64: queries and outputs are of the hidden size, keys and values of half of it.
     parameters = 8 * hidden * (2 * hidden + hidden + 3 * ffn)
     assert (peaks[1] - peaks[0]) / parameters == pytest.approx(known, rel=0.05, abs=0.1)
+
+
+def test_kept_host_memory_is_pinned_and_copies_to_it_need_not_wait() -> None:
+    profile = device_profile("cuda")
+    kept = profile.pinned_exactly((5, 1000), torch.float32)
+    assert kept.is_pinned()
+    values = torch.randn(5, 1000, device="cuda")
+    kept.copy_(values, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(kept, values.cpu())
+    # No page may still be pinned when others get its memory.
+    del kept
+    for size in range(1, 40):
+        assert profile.pinned_exactly((size * 1000,), torch.bfloat16).is_pinned()

@@ -35,6 +35,7 @@ def stream_of(lengths: list[int], loss: list[bool]) -> TokenStream:
         position_ids=positions.unsqueeze(0),
         plan=plan_segments(np.array(lengths, np.int64), PROFILE.slots_per_attention_call, PROFILE.send),
         source=targets - 1,
+        host_source=targets.numpy() - 1,
         targets=tokens[targets],
         weights=torch.ones(len(targets), dtype=torch.float64),
         segment_index=owners[targets],

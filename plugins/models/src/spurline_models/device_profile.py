@@ -5,8 +5,11 @@ This module also seeds, saves and restores the random generators of training.
 
 from __future__ import annotations
 
+import math
+import mmap
 import platform
 import random
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -68,9 +71,26 @@ class DeviceProfile:
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
+    def take(self, tensor: Tensor, index: Tensor) -> Tensor:
+        """Return `tensor[index]` in host memory that `send` need not copy."""
+        return torch.index_select(tensor, 0, index, out=self.pinned((len(index), *tensor.shape[1:]), tensor.dtype))
+
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised host memory. For a GPU it is pinned, which makes transfers faster."""
+        """Return uninitialised host memory. For a GPU it is pinned, and torch rounds its size up to a power of two."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def pinned_exactly(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return host memory like `pinned`, without rounding. It is slower to get, and meant to be kept."""
+        if self.device.type == "cpu" or 0 in shape:
+            return torch.empty(tuple(shape), dtype=dtype)
+        count = math.prod(shape)
+        # Pages of its own, since CUDA does not pin a page twice.
+        memory = mmap.mmap(-1, count * dtype.itemsize)
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
+        cudart = torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
+        weakref.finalize(memory, cudart.cudaHostUnregister, tensor.data_ptr()).atexit = False
+        return tensor
 
     def fetch(self, tensor: Tensor, place: torch.device) -> Tensor:
         """Return the tensor itself if it is on `place`, or else a copy on the host. Waits for the copy."""

@@ -66,6 +66,7 @@ def probe_stream(sequences: Sequence[Tensor], profile: DeviceProfile) -> TokenSt
         position_ids=send(positions).unsqueeze(0),
         plan=plan_segments(np.array(lengths, np.int64), profile.slots_per_attention_call, send),
         source=send(targets - 1),
+        host_source=targets.numpy() - 1,
         targets=send(tokens[targets]),
         weights=send(torch.ones(len(targets))),
         segment_index=send(torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[targets]),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -55,21 +56,23 @@ class SequenceSharing:
             return stream, slice(0, stream.num_loss_tokens)
         length = total // self._size
         start, stop = self._rank * length, (self._rank + 1) * length
-        source = stream.source + padding
-        # Positions with loss are sorted, so the positions in a part are a slice. `tolist` waits for the device.
-        borders = torch.searchsorted(source, source.new_tensor([start, stop]))
-        first, end, *starts = torch.cat([borders, stream.plan.cu_seqlens]).tolist()
-        lengths = np.concatenate([np.ones(padding, np.int64), np.diff(starts)])
+        # Positions with loss are sorted, so the positions in a part are a slice.
+        source = stream.host_source + padding
+        mine = slice(*np.searchsorted(source, [start, stop]).tolist())
+        lengths = np.concatenate([np.ones(padding, np.int64), stream.plan.lengths])
         plan = plan_segments(lengths, self._profile.slots_per_attention_call, self._profile.send)
-        mine = slice(first, end)
+        experts = stream.routed_experts
         part = replace(
             stream,
-            input_ids=_in_front(stream.input_ids, padding)[:, start:stop],
-            position_ids=_in_front(stream.position_ids, padding)[:, start:stop],
+            # Padding has token id 0, and position 0 since each token is its own segment.
+            input_ids=F.pad(stream.input_ids, (padding, 0))[:, start:stop],
+            position_ids=F.pad(stream.position_ids, (padding, 0))[:, start:stop],
             plan=replace(plan, exchange=self if self._size > 1 else None),
-            source=source[mine] - start,
+            source=stream.source[mine] + (padding - start),
+            host_source=source[mine] - start,
             targets=stream.targets[mine],
-            routed_experts=_experts_in_front(stream.routed_experts, padding, slice(start, stop)),
+            # With -1, the router chooses the experts.
+            routed_experts=None if experts is None else F.pad(experts, (0, 0, 0, 0, padding, 0), value=-1)[start:stop],
             num_fill=min(max(0, padding + stream.num_fill - start), length),
         )
         return part, mine
@@ -110,18 +113,6 @@ class SequenceSharing:
         # Offloading of activations moves only plain tensors, not subclasses.
         assert type(exchanged) is Tensor
         return exchanged
-
-
-def _in_front(values: Tensor, padding: int) -> Tensor:
-    """Put zeros in front of [1, T]: padding has token id 0, and position 0 since each token is its own segment."""
-    return torch.nn.functional.pad(values, (padding, 0))
-
-
-def _experts_in_front(experts: Tensor | None, padding: int, mine: slice) -> Tensor | None:
-    """Pad [T, layers, top_k] in front, and cut out this rank's tokens. -1 lets the router choose the expert."""
-    if experts is None:
-        return None
-    return torch.cat([experts.new_full((padding, *experts.shape[1:]), -1), experts])[mine]
 
 
 class _Exchange(torch.autograd.Function):

@@ -64,8 +64,8 @@ class HostCopies:
             buffer = self._buffers.get((group, name))
             if buffer is None or describe(buffer) != describe(tensor):
                 try:
-                    buffer = self._buffers[group, name] = self._profile.pinned(tensor.shape, tensor.dtype)
-                except RuntimeError as error:
+                    buffer = self._buffers[group, name] = self._profile.pinned_exactly(tensor.shape, tensor.dtype)
+                except (RuntimeError, OSError) as error:
                     raise RunFailedError(
                         f"The copy of {name} ({tensor.nbytes:,} bytes) that a checkpoint is written from does not fit "
                         f"into the host's memory ({error}). Set checkpoint.async: false, which copies nothing."

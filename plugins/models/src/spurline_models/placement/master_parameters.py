@@ -90,7 +90,7 @@ class MasterParameters:
     def _new(self, parameter: Parameter, values: Tensor) -> Parameter:
         values, dtype = values.detach(), self._profile.weight_dtype
         if self._device.type != self._profile.device.type:
-            return Parameter(self._profile.pinned(values.shape, dtype).copy_(values))
+            return Parameter(self._profile.pinned_exactly(values.shape, dtype).copy_(values))
         # Values that already have this device and dtype are not copied, unless the parameter has the same memory.
         is_own = values.data_ptr() == parameter.data_ptr()
         return Parameter(values.to(self._device, dtype, copy=is_own))

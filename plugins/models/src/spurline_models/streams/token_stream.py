@@ -91,7 +91,8 @@ class TokenStream:
         input_ids: [1, T].
         position_ids: [1, T].
         plan: The segments.
-        source: [N], the stream position before each loss token. The hidden state there predicts the token.
+        source: [N], the stream position before each loss token, increasing. The hidden state there predicts the token.
+        host_source: int64 [N] on the host, the values of `source`.
         targets: [N], token ids.
         weights: [N], loss weights.
         segment_index: [N], number of the token's segment, from 0.
@@ -107,6 +108,7 @@ class TokenStream:
     position_ids: Tensor
     plan: SegmentPlan
     source: Tensor
+    host_source: NDArray[np.int64]
     targets: Tensor
     weights: Tensor
     segment_index: Tensor
@@ -126,6 +128,7 @@ class TokenStream:
             position_ids=profile.send(torch.arange(2)).unsqueeze(0),
             plan=plan_segments(np.array([2]), profile.slots_per_attention_call, profile.send),
             source=zero,
+            host_source=np.zeros(1, np.int64),
             targets=zero,
             weights=weights,
             segment_index=zero,
@@ -173,27 +176,28 @@ def token_stream(
     `columns` are gathered at positions with loss.
     """
     index, lengths = _stream_order(batch, rows)
+    send, take = profile.send, profile.take
     weights = batch.tokens["loss_weights"].flatten()[index]
     target_positions = torch.nonzero(weights).flatten()
     if len(target_positions) == 0:
         return None
     batch_index = index[target_positions]
-    input_ids = batch.tokens["input_ids"].flatten()[index]
+    input_ids = take(batch.tokens["input_ids"].flatten(), index)
     segment_index = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[target_positions]
-    send = profile.send
     experts = batch.tokens.get(ROUTED_EXPERTS)
     return TokenStream(
         # Values are sent in a narrow dtype, and widened on the device.
         input_ids=send(input_ids).long().unsqueeze(0),
-        position_ids=send(batch.tokens["position_ids"].flatten()[index]).long().unsqueeze(0),
+        position_ids=send(take(batch.tokens["position_ids"].flatten(), index)).long().unsqueeze(0),
         plan=plan_segments(lengths, profile.slots_per_attention_call, send),
         source=send(target_positions - 1),
-        targets=send(input_ids[target_positions]).long(),
+        host_source=target_positions.numpy() - 1,
+        targets=send(take(input_ids, target_positions)).long(),
         weights=send(weights[target_positions].to(profile.weight_dtype)),
         segment_index=send(segment_index),
-        columns={name: send(batch.tokens[name].flatten(0, 1)[batch_index]) for name in columns},
+        columns={name: send(take(batch.tokens[name].flatten(0, 1), batch_index)) for name in columns},
         batch_index=batch_index,
-        routed_experts=None if experts is None else send(experts.flatten(0, 1)[index]),
+        routed_experts=None if experts is None else send(take(experts.flatten(0, 1), index)),
     )
 
 

@@ -119,9 +119,11 @@ class Gspo(PolicyLoss[configs.GspoConfig]):
 def _sequence_ratio(inputs: TokenLossInputs) -> Tensor:
     """Return for each token the geometric mean of the ratios in its segment, [N]."""
     log_ratio = inputs.logprobs - inputs.columns["old_logprobs"]
-    sums = log_ratio.new_zeros(inputs.num_segments).index_add(0, inputs.segment_index, log_ratio)
-    counts = torch.bincount(inputs.segment_index, minlength=inputs.num_segments).clamp(min=1)
-    return bounded_exp(sums / counts)[inputs.segment_index]
+    zeros = log_ratio.new_zeros(inputs.num_segments)
+    sums = zeros.index_add(0, inputs.segment_index, log_ratio)
+    # `bincount` would wait for the device.
+    counts = zeros.index_add(0, inputs.segment_index, torch.ones_like(log_ratio))
+    return bounded_exp(sums / counts.clamp(min=1))[inputs.segment_index]
 
 
 class Cispo(PolicyLoss[configs.CispoConfig]):
