@@ -53,24 +53,25 @@ class ShardedTrainedModel:
 
     def totals(self, loss: float) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.model.causal.device)
-        for value in self.parameters.values():
-            if value.grad is not None:
-                local = held_values(value.grad)
-                squares += local.to(squares.device).double().pow(2).sum() / _copies(value)
-        return StepTotals.of(squares, loss)
+        # This sums in float64 without a copy of the gradients in float64.
+        norms = torch.stack(torch._foreach_norm(self._gradients(), dtype=torch.float64))
+        copies = [_copies(value) for value in self.parameters.values() if value.grad is not None]
+        squares = (norms.square() / norms.new_tensor(copies)).sum()
+        return StepTotals.of(squares.to(self.model.causal.device), loss)
 
     def step(self, grad_norm: float) -> dict[str, float]:
         """Clip gradients and update the weights; return the learning rates as metrics."""
         factor = clip_factor(grad_norm, self.optimization.max_grad_norm)
         if factor is not None:
-            for value in self.parameters.values():
-                if value.grad is not None:
-                    # torch's own clipping cannot scale parameters of several meshes together.
-                    held_values(value.grad).mul_(factor)
+            # torch's own clipping cannot scale parameters of several meshes together.
+            torch._foreach_mul_(self._gradients(), factor)
         rates = self.optimization.step(self.updates + 1)
         self.updates += 1
         return rates
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients that exist."""
+        return [held_values(value.grad) for value in self.parameters.values() if value.grad is not None]
 
     def tensors(self) -> DeviceTensors:
         """Return the tensors that are on the device between two updates."""

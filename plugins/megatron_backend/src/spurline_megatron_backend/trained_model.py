@@ -141,10 +141,11 @@ class TrainedModel:
 
     def totals(self, loss: float) -> StepTotals:
         """Combine the gradient norm and the loss of all ranks. See `StepTotals.of`. This is a collective."""
-        counted = (shard.gradient for shard in self.shards if shard.held.counts_on(self._tensor_rank))
-        squares = [gradient.double().square().sum() for gradient in counted]
+        counted = [shard.gradient for shard in self.shards if shard.held.counts_on(self._tensor_rank)]
+        # This sums in float64 without a copy of the gradients in float64.
+        norms = torch._foreach_norm(counted, dtype=torch.float64) if counted else []
         device = self.model.parameters()[0][1].device
-        own = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        own = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=device)
         return StepTotals.of(own, loss)
 
     def step(self, grad_norm: float) -> dict[str, float]:
