@@ -17,7 +17,7 @@ from spurline.errors import ConfigError, Problem
 from spurline.protocols.optimizer import num_values
 from spurline_models.architecture import load_model_config, num_experts
 from spurline_models.backend_config import MemoryEstimate
-from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, model_shapes
+from spurline_models.memory import COMPUTED_BYTES, ShapeByName, Shapes, model_shapes, pinned_bytes
 from spurline_models.optimizers.groups import check_groups
 from spurline_models.placement.narrow_weights import base_dtype
 from spurline_ranks.layout import counted, describe_ranks, divisors, more_ranks, ranks_of_machine, smaller_microbatches
@@ -105,6 +105,7 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
     computed = COMPUTED_BYTES[config.computes_in]
     microbatch = _tokens_of_microbatch(config, row_length, tokens)
     on_device, on_host = shapes.activation_bytes(
+        microbatch,
         computed,
         computed,
         checkpointing=config.activation_checkpointing,
@@ -115,13 +116,13 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
         "gathered weights": computed * _gathered_values(config, shapes),
         # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32.
         "gradients being summed": (computed + 4) * max(map(num_values, groups)),
-        "activations": microbatch * on_device,
+        "activations": on_device,
         # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed),
     }
     kept, gradients = _kept(config, run, shapes)
     moments = [{"gradients": gradients, **update}]
-    host = microbatch * on_host
+    host = on_host
     if config.cpu_offload:
         host += sum(kept.values()) + gradients
         kept, moments = {}, [update]
@@ -135,14 +136,20 @@ def _kept(config: FsdpBackendConfig, run: RunConfig, shapes: Shapes) -> tuple[di
     """Return the bytes that a rank keeps between steps, for each part, and the bytes of its gradients."""
     trained, frozen = _local(config, shapes.trained), _local(config, shapes.frozen)
     frozen_bytes = _WEIGHT_BYTES if config.lora is None else base_dtype(config.lora, run.model).itemsize
-    weights = _WEIGHT_BYTES * num_values(trained) + frozen_bytes * num_values(frozen)
+    weights = _stored(config, trained, _WEIGHT_BYTES) + _stored(config, frozen, frozen_bytes)
     parts = {"weights": weights, "optimizer": run.optimizer.state_bytes(trained, _WEIGHT_BYTES)}
     if run.trained_critic is not None:
         # The critic is nearly as large as the policy. Its gradients are freed before the policy has gradients.
         parts["critic"] = weights + run.trained_critic.optimizer.state_bytes(trained, _WEIGHT_BYTES)
     if (run.loss.uses_reference or run.source.facts.uses_reference) and config.lora is None:
-        parts["reference"] = COMPUTED_BYTES[config.computes_in] * (num_values(trained) + num_values(frozen))
-    return parts, _WEIGHT_BYTES * num_values(trained)
+        parts["reference"] = _stored(config, {**trained, **frozen}, COMPUTED_BYTES[config.computes_in])
+    return parts, _stored(config, trained, _WEIGHT_BYTES)
+
+
+def _stored(config: FsdpBackendConfig, parts: ShapeByName, itemsize: int) -> int:
+    """Return the bytes of these tensors. In the memory of a host with GPUs they are pinned."""
+    sizes = (math.prod(shape) * itemsize for shape in parts.values())
+    return sum(map(pinned_bytes, sizes) if config.cpu_offload and config.on == "cuda" else sizes)
 
 
 def _tokens_of_microbatch(config: FsdpBackendConfig, row_length: int, tokens: int) -> int:

@@ -67,11 +67,12 @@ class Shapes:
     cached: int
 
     def activation_bytes(
-        self, computed_bytes: int, residual_bytes: int, *, checkpointing: bool, offloading: bool
+        self, tokens: int, computed_bytes: int, residual_bytes: int, *, checkpointing: bool, offloading: bool
     ) -> tuple[int, int]:
-        """Return the bytes that the backward pass needs for one token, on the device and on the host.
+        """Return the bytes that the backward pass needs for these tokens, on the device and on the host.
 
         Args:
+            tokens: Tokens of a micro-batch.
             computed_bytes: Bytes of an output value of a linear layer.
             residual_bytes: Bytes of a value of the residual stream.
             checkpointing: Whether only the inputs of layers are kept, and one layer at a time is recomputed.
@@ -83,7 +84,12 @@ class Shapes:
         whole = max(0, values - residuals) * computed_bytes + residuals * residual_bytes
         kept = self.hidden * residual_bytes if checkpointing else whole
         here = min(layers, _LAYERS_ON_DEVICE) if offloading else layers
-        return here * kept + (whole if checkpointing else 0), (layers - here) * kept
+        return tokens * (here * kept + (whole if checkpointing else 0)), (layers - here) * pinned_bytes(tokens * kept)
+
+
+def pinned_bytes(size: int) -> int:
+    """Return the host memory that torch pins for a tensor of this size. It is the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def model_shapes(model: ModelConfig, lora: LoraConfig | None) -> Shapes:

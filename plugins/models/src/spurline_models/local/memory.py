@@ -58,11 +58,11 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
     # On a CPU there is only host memory.
     offloading = config.offload_activations and config.planned_device == "cuda"
     on_device, on_host = shapes.activation_bytes(
-        computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
+        microbatch, computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
     )
-    host += microbatch * on_host
+    host += on_host
     forward = {
-        "activations": microbatch * on_device,
+        "activations": on_device,
         # The backward pass needs the log-softmax and two gradients, all in full precision.
         "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
     }
