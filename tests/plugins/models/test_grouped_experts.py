@@ -55,4 +55,5 @@ def test_grouped_experts_equal_a_loop(model_type: str) -> None:
     rounded = distances(computed(experts, EXPERTS_NAME, model, "bf16", torch.float32), exact)
     loop = distances(computed(experts, "eager", model, "bf16", torch.float32), exact)
     for distance, allowed in zip(rounded, loop, strict=True):
-        assert 1e-4 < distance < 2 * allowed
+        # The loop adds biases in fp32, so the gradients of these have no error there.
+        assert 1e-4 < distance < max(2 * allowed, 2**-8)
