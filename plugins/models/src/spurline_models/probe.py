@@ -219,7 +219,8 @@ class _Probe:
 
     def _difference(self, hidden: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the logprobs that training computes from hidden states, minus those of the model's own logits."""
-        computed, _ = TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)
+        fused = self._model.score.fused
+        computed, _ = TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS, fused)(hidden, targets)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return computed - logits.log_softmax(-1).gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
@@ -258,7 +259,7 @@ class _Probe:
         return (
             "has an output layer that, by itself, gives other logits than the model's forward pass: logprobs differ by "
             f"{distance:.2g} standard deviations of the logits (allowed {self._tolerance:g}). Choose a model whose "
-            "logits depend on hidden states alone."
+            "logits depend on hidden states alone. If you use a GPU, try backend.kernels: none."
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:

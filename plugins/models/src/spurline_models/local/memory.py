@@ -61,10 +61,11 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
         computed, wide, checkpointing=config.activation_checkpointing, offloading=offloading
     )
     host += microbatch * on_host
+    # Without Triton kernels, the backward pass needs the log-softmax and two gradients, all in full precision.
+    logit = computed if config.fuses_logprobs else 3 * wide
     forward = {
         "activations": microbatch * on_device,
-        # The backward pass needs the log-softmax and two gradients, all in full precision.
-        "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
+        "logits": min(microbatch, config.chunk_tokens) * shapes.vocabulary * logit,
     }
     if rounded:
         forward["rounded weights"] = rounded
