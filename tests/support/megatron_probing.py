@@ -44,7 +44,7 @@ def probing(place: Place, plain_run: Mapping[str, Any], total_updates: int) -> A
         """Return whether the model is in training mode and computes with its own settings."""
         [*parts] = rank._policy.model.parts
         score = parts[-1].score
-        chunks = score is None or score.chunk_tokens == rank._config.logits_chunk_tokens
+        chunks = score is None or score.chunk_tokens == rank._config.chunk_tokens
         return chunks and rank._policy.model._sharing is rank._sharing and all(part.training for part in parts)
 
     rank.check = check

@@ -112,13 +112,14 @@ def estimate_memory(config: FsdpBackendConfig, run: RunConfig, row_length: int, 
         offloading=config.offload_activations and config.on == "cuda",
     )
     groups = _groups(shapes, _gathered(config, shapes.trained))
+    # Without Triton kernels, the backward pass has log-softmax and its gradient in fp32, and the logits' gradient.
+    logit = computed if config.fuses_logprobs else 8 + computed
     update = {
         "gathered weights": computed * _gathered_values(config, shapes),
         # The gradients of a group exist twice while ranks sum them: in the computed dtype and in fp32.
         "gradients being summed": (computed + 4) * max(map(num_values, groups)),
         "activations": on_device,
-        # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
-        "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * (8 + computed),
+        "logits": min(microbatch, config.chunk_tokens) * shapes.vocabulary * logit,
     }
     kept, gradients = _kept(config, run, shapes)
     moments = [{"gradients": gradients, **update}]

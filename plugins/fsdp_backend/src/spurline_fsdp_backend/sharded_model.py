@@ -87,7 +87,7 @@ class ShardedStreamModel(StreamModel):
         passes = super()._row_passes(plan, device)
         most = torch.tensor(len(passes))
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        idle = idle_pass(int(plan.lengths.sum()), lambda tensor: tensor.to(device))
+        idle = idle_pass(int(plan.lengths.sum()), DeviceProfile(device).send)
         return [*passes, *[idle] * (int(most) - len(passes))]
 
 
@@ -117,7 +117,8 @@ def build_trained(
         shard(causal, config, meshes)
         _take_over(causal, plain)
         _draw_adapters(causal, seed, plain.device)
-    made = ShardedValueModel(causal) if critic else ShardedStreamModel(causal, config.logits_chunk_tokens)
+    logits = (config.chunk_tokens, config.fuses_logprobs)
+    made = ShardedValueModel(causal) if critic else ShardedStreamModel(causal, *logits)
     if config.offload_activations:
         made.offload_activations()
     return _sharing(made, config, meshes)
@@ -136,7 +137,7 @@ def build_reference(
     causal.requires_grad_(False).eval()
     if config.computes_in == "bf16":
         cast_parameters(causal, torch.bfloat16)
-    return _sharing(ShardedStreamModel(causal, config.logits_chunk_tokens), config, meshes)
+    return _sharing(ShardedStreamModel(causal, config.chunk_tokens, config.fuses_logprobs), config, meshes)
 
 
 def _sharing(model: ShardedStreamModel, config: FsdpBackendConfig, meshes: Meshes) -> ShardedStreamModel:

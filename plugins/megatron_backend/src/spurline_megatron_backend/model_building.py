@@ -86,7 +86,7 @@ def build_parts(
             architecture,
             groups,
             critic=critic,
-            chunk_tokens=config.logits_chunk_tokens,
+            chunk_tokens=config.chunk_tokens,
             is_first=groups.place.pipeline == 0 and index == 0,
             is_last=groups.place.pipeline == grid.pipeline - 1 and index == len(layers) - 1,
             virtual_stage=index if grid.virtual_stages > 1 else None,

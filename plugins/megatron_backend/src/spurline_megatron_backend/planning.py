@@ -197,7 +197,7 @@ def _of_stage(
     if stage == grid.pipeline - 1:
         # The backward pass has log-softmax and its gradient in fp32, and the logits' gradient in the computed dtype.
         columns = padded_vocabulary(a, grid) // grid.tensor
-        update["logits"] = min(own, config.logits_chunk_tokens) * columns * (8 + computed)
+        update["logits"] = min(own, config.chunk_tokens) * columns * (8 + computed)
     if run.source.facts.replays_experts:
         # These are int16 numbers of experts for all tokens of a step, and a copy for the tokens of this rank.
         share = math.ceil(tokens / grid.data)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, runtime_checkable
 
+from pydantic import Field
+
 from spurline.config.loading import LoadedConfig
 from spurline.config.run_config import RunConfig
 from spurline.config.section import OnResume
@@ -91,6 +93,9 @@ class ModelBackendConfig(BackendConfig):
     precision: Annotated[Literal["auto", "fp32", "bf16"], OnResume.BY_NAME] = "auto"
     """`bf16` computes in bf16, and keeps fp32 values of trained weights and sums of gradients. `auto` is bf16 on GPUs,
     fp32 on CPU, and a resumed run keeps what it was."""
+    logits_chunk_tokens: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
+    """Number of positions whose logits exist at the same time, in each rank. null is 4,096. If Triton kernels compute
+    logprobs (see `kernels`), which need a third to a sixth of the memory for a logit, null is 32,768."""
 
     @property
     def on(self) -> Literal["cpu", "cuda"]:
@@ -110,6 +115,16 @@ class ModelBackendConfig(BackendConfig):
     def device_words(self) -> str:
         """Words about device and precision, such as `cuda, bf16 (auto)`."""
         return f"{self.on}, {self.computes_in}{' (auto)' if self.precision == 'auto' else ''}"
+
+    @property
+    def fuses_logprobs(self) -> bool:
+        """True if Triton kernels compute logprobs, and replace logits by their gradients."""
+        return False
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The value of `logits_chunk_tokens`, with null replaced."""
+        return self.logits_chunk_tokens or (32_768 if self.fuses_logprobs else 4096)
 
     def choices(self, run: RunConfig) -> Mapping[str, Any]:
         return {"precision": self.computes_in} if self.precision == "auto" else {}
@@ -181,7 +196,8 @@ class TransformersBackendConfig(ModelBackendConfig):
     kernels: Annotated[Kernels, OnResume.TO_ROUNDING] = "auto"
     """Kernels of norms, gated activations and rotary positions. `liger` uses the fused kernels of Liger-Kernel. `auto`
     uses them on a GPU if Liger-Kernel is installed and supports the model. With both, attention uses FlashAttention 3
-    on GPUs of Hopper's generation if it is installed. `none` uses PyTorch."""
+    on GPUs of Hopper's generation if it is installed, and Triton kernels of Spurline compute logprobs on a GPU. `none`
+    uses PyTorch."""
     fp8: Annotated[Fp8, OnResume.BY_NAME] = False
     """Compute linear layers approximately in fp8, on GPUs of Hopper's generation or newer. `emulated` rounds in the
     same way on every device, and is slow."""
@@ -191,6 +207,11 @@ class TransformersBackendConfig(ModelBackendConfig):
     @property
     def adapters(self) -> LoraConfig | None:
         return self.lora
+
+    @property
+    def fuses_logprobs(self) -> bool:
+        # PyTorch for GPUs comes with Triton.
+        return self.on == "cuda" and self.kernels != "none" and self.computes_in != "fp64"
 
     def computing_problems(self, device: str, precision: str) -> Iterable[Problem]:
         """Yield the problems of these settings with this device (`cpu` or `cuda`) and precision."""

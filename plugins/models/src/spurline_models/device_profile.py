@@ -34,8 +34,8 @@ class DeviceProfile:
     """The device of the weights, their dtype (fp32 or fp64), and the dtype of autocast (bf16 or None)."""
 
     device: torch.device
-    weight_dtype: torch.dtype
-    autocast_dtype: torch.dtype | None
+    weight_dtype: torch.dtype = torch.float32
+    autocast_dtype: torch.dtype | None = None
 
     @property
     def slots_per_attention_call(self) -> int:

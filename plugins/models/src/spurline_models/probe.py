@@ -266,7 +266,8 @@ class _Probe:
 
     def _scored(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the logprobs that training computes from hidden states."""
-        return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS)(hidden, targets)[0]
+        fused = self._model.score.fused
+        return TokenLogprobs(OutputLogits(self._model.causal), CHUNK_TOKENS, fused)(hidden, targets)[0]
 
     def _scored_packed(self, packed: Tensor) -> Tensor:
         return self._scored(torch.cat([hidden[:-1] for hidden in packed.split(_LENGTHS)]), self._targets)
@@ -309,7 +310,7 @@ class _Probe:
         return (
             "has an output layer that, by itself, gives other logits than the model's forward pass: logprobs differ by "
             f"{largest:.2g} standard deviations of the logits (allowed {allowed:g}). Choose a model whose "
-            "logits depend on hidden states alone."
+            "logits depend on hidden states alone. If you use a GPU, try backend.kernels: none."
         )
 
     def _check_windows(self, windows: list[int | None]) -> str | None:

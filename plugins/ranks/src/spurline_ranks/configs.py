@@ -53,8 +53,6 @@ class RankBackendConfig(ModelBackendConfig):
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Maximum tokens, without padding, in one micro-batch of a rank, or of a group of ranks that share sequences. A row
     is never divided. null puts all rows of a step in one micro-batch."""
-    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Number of token positions whose logits a rank has in memory at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads of each rank. null divides the cores of a machine among its ranks."""
     deterministic: Annotated[bool, OnResume.TO_ROUNDING] = False

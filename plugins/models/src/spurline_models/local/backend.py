@@ -62,7 +62,7 @@ class LocalBackend:
         self._placement = WeightPlacement(config, run, self._profile)
         causal, masters = self._placement.load_trainable()
         self._length_limit = check_config(causal, run.model.path, run.data.max_length)
-        self._model = StreamModel(causal, config.logits_chunk_tokens)
+        self._model = StreamModel(causal, config.chunk_tokens, config.fuses_logprobs)
         self._balance = None if run.model.router_aux_loss is None else balance_coefficient(run.model, causal)
         self._reference: StreamModel | None = None
         if config.probe:

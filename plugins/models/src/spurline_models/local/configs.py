@@ -44,8 +44,6 @@ class LocalBackendConfig(TransformersBackendConfig):
     max_tokens_per_microbatch: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """Limit on the tokens of a micro-batch, without padding. Rows are not split. If neither this nor
     `rows_per_microbatch` is set, all rows are one micro-batch. Only one of the two may be set."""
-    logits_chunk_tokens: Annotated[int, OnResume.TO_ROUNDING] = Field(default=4096, gt=0)
-    """Number of positions whose logits exist at the same time."""
     num_threads: Annotated[int | None, OnResume.TO_ROUNDING] = Field(default=None, gt=0)
     """CPU threads. null lets torch choose."""
     probe: Annotated[bool, OnResume.FREE] = True

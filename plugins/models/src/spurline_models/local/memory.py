@@ -61,11 +61,9 @@ def estimate_memory(config: LocalBackendConfig, run: RunConfig, row_length: int,
         microbatch, computed, wide, share=config.activation_checkpointing, offloading=offloading
     )
     host += on_host
-    forward = {
-        "activations": on_device,
-        # The backward pass needs the log-softmax and two gradients, all in full precision.
-        "logits": min(microbatch, config.logits_chunk_tokens) * shapes.vocabulary * 3 * wide,
-    }
+    # Without Triton kernels, the backward pass needs the log-softmax and two gradients, all in full precision.
+    logit = computed if config.fuses_logprobs else 3 * wide
+    forward = {"activations": on_device, "logits": min(microbatch, config.chunk_tokens) * shapes.vocabulary * logit}
     if rounded:
         forward["rounded weights"] = rounded
     # With a single micro-batch, activations are freed while gradients are made.

@@ -83,12 +83,12 @@ class TrainedModel:
 
     def gradient_norm(self) -> Tensor:
         """Return the norm of all gradients together."""
-        gradients = list(self._gradients().values())
-        if all(gradient.dtype == self._weight_dtype for gradient in gradients):
-            return torch.nn.utils.get_total_norm(gradients).to(self.model.causal.device)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for gradient in self._gradients().values():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
         # A norm in half precision would have only three correct digits.
-        norms = [torch.linalg.vector_norm(gradient, dtype=self._weight_dtype) for gradient in gradients]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        norms = [norm for part in by_dtype.values() for norm in torch._foreach_norm(part, 2, self._weight_dtype)]
+        return torch.nn.utils.get_total_norm(norms).to(self.model.causal.device)
 
     def step(self, norm: Tensor, grad_norm: float) -> dict[str, float]:
         """Clip gradients, update the weights, and return the learning rates as metrics.
@@ -209,7 +209,7 @@ class WeightPlacement:
         with self._profile.keeping_generators():
             causal = load_model(model, self._profile, self._run.seed, self._make_reference, narrow=narrow)
         check_initial_weights(weights_digest(causal, dtype), initial_weights, model.path)
-        return StreamModel(causal.requires_grad_(False).eval(), self._config.logits_chunk_tokens)
+        return StreamModel(causal.requires_grad_(False).eval(), self._config.chunk_tokens, self._config.fuses_logprobs)
 
     def train(self, model: StreamModel, optimization: OptimizationRecipe, masters: Masters) -> TrainedModel:
         """Combine a model from `load_trainable` with an optimizer."""

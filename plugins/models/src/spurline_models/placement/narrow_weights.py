@@ -134,6 +134,6 @@ class _NarrowEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return super().forward(input).to(self.wide_dtype)
-        # Look each token up once, so that the gradients of all its positions are summed in the wide dtype.
-        tokens, places = input.unique(return_inverse=True)
-        return F.embedding(places, F.embedding(tokens, self.weight, self.padding_idx).to(self.wide_dtype))
+        # Widen the whole table, so that the gradients of all positions of a token are summed in the wide dtype. Looking
+        # each token up once instead would wait for the device.
+        return F.embedding(input, self.weight.to(self.wide_dtype), self.padding_idx)

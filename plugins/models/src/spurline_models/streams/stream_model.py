@@ -25,7 +25,7 @@ from spurline.errors import ModelError
 from spurline.protocols.loss import ENTROPY, TokenLossInputs
 from spurline_models.architecture import decoder_layers, find_decoder
 from spurline_models.configs import num_checkpointed
-from spurline_models.device_profile import attention_library
+from spurline_models.device_profile import DeviceProfile, attention_library
 from spurline_models.experts.router_balance import StreamBalance
 from spurline_models.experts.router_replay import ExpertLoads, ExpertRouting
 from spurline_models.experts.routers import find_routers
@@ -50,9 +50,9 @@ _DRAWS = re.compile(r"^(?!summary|classifier).*(dropout|pdrop|jitter)")
 
 
 class StreamModel:
-    """A causal model with segment attention. The logits of at most `chunk_tokens` positions exist at the same time."""
+    """A causal model with segment attention. `TokenLogprobs` describes `chunk_tokens` and `fused`."""
 
-    def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096):
+    def __init__(self, causal: PreTrainedModel, chunk_tokens: int = 4096, fused: bool = False):
         self.causal = causal
         self.reading: Reading = "stream"
         """How the decoder reads a stream. The probe sets it."""
@@ -62,7 +62,7 @@ class StreamModel:
             raise ModelError(f"{type(causal).__name__} has no output embeddings. Choose a causal language model.")
         self.decoder = find_decoder(causal)
         self.head: nn.Module = head
-        self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens)
+        self.score = TokenLogprobs(OutputLogits(causal), chunk_tokens, fused)
         self._offloads = False
         taken = inspect.signature(self.decoder.forward).parameters
         self._takes_positions = "position_ids" in taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
@@ -116,7 +116,8 @@ class StreamModel:
     def facts(self) -> dict[str, str]:
         """Return facts to show at the start of a run: that it reads rows, what fused kernels compute, dropout rates."""
         facts = {"reads": "a row for each sequence"} if self.reading == "rows" else {}
-        libraries = {"kernels": kernels_of(self.causal), "attention": attention_library()}
+        kernels = ", ".join(filter(None, (kernels_of(self.causal), "logprobs" if self.score.fused else "")))
+        libraries = {"kernels": kernels, "attention": attention_library()}
         facts |= {name: used for name, used in libraries.items() if used}
         config = self.causal.config.get_text_config()
         rates = {name: value for name, value in config.to_dict().items() if isinstance(value, float) and value > 0}
@@ -190,7 +191,7 @@ class StreamModel:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _row_passes(self, plan: SegmentPlan, device: torch.device) -> Sequence[RowPass]:
-        return row_passes(plan, _SLOTS_PER_PASS.get(device.type, 0), lambda tensor: tensor.to(device))
+        return row_passes(plan, _SLOTS_PER_PASS.get(device.type, 0), DeviceProfile(device).send)
 
     def _decoder_output(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -78,12 +78,14 @@ class _States(BaseModelOutputWithPast):
 class TokenLogprobs:
     """The output layer of a model, applied in chunks of at most `chunk_tokens` positions.
 
-    If there are several chunks, their logits are recomputed in the backward pass.
+    If there are several chunks, the logits of all but the last are recomputed in the backward pass. If `fused`, Triton
+    kernels compute logprobs, so that a logit needs no memory but its own.
     """
 
-    def __init__(self, head: Callable[[Tensor], Tensor], chunk_tokens: int) -> None:
+    def __init__(self, head: Callable[[Tensor], Tensor], chunk_tokens: int, fused: bool = False) -> None:
         self._head = head
         self.chunk_tokens = chunk_tokens
+        self.fused = fused
         # Recomputation restores the random generator only for a head with dropout, since this waits for the device.
         modules = head.modules() if isinstance(head, nn.Module) else ()
         self._draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
@@ -102,7 +104,8 @@ class TokenLogprobs:
         size = math.ceil(len(targets) / num_chunks)
         parts: list[Any] = []
         for chunk in zip(hidden.split(size), targets.split(size), strict=True):
-            if torch.is_grad_enabled():
+            # The last chunk is the first in the backward pass, so its logits may stay.
+            if torch.is_grad_enabled() and len(parts) < num_chunks - 1:
                 parts.append(checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=self._draws))
             else:
                 parts.append(score(*chunk))
@@ -113,6 +116,10 @@ class TokenLogprobs:
         self, hidden: Tensor, targets: Tensor, want_entropy: bool, temperature: float
     ) -> tuple[Tensor, Tensor | None]:
         logits = self._head(hidden)
+        if self.fused:
+            from spurline_models.streams.logprob_kernel import FusedLogprobs
+
+            return cast(Any, FusedLogprobs.apply(logits, targets, want_entropy, temperature))
         if logits.dtype in (torch.bfloat16, torch.float16):
             # Half precision is too coarse for a softmax over 1e5 logits.
             logits = logits.float()
