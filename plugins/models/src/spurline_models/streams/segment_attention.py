@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,8 +33,6 @@ _IGNORED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", ROUTED_EXPERTS)
 as a position bias, is refused."""
 
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
-_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Lets `varlen_attn` take fewer heads of keys than of queries. In torch 2.11 it takes them without this argument."""
 
 _observers: list[list[int | None]] = []
 
@@ -193,10 +192,16 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, plan: SegmentPlan, scores
         scale=scores.scaling,
         # (keys to the left, keys to the right). The window of transformers counts the query's own position.
         window_size=(-1 if scores.window is None else scores.window - 1, 0),
-        **_GROUPED,
+        **_for_grouped_heads(varlen_attn),
     )
     assert isinstance(output, Tensor)
     return output
+
+
+@cache
+def _for_grouped_heads(kernel: Callable[..., Any]) -> dict[str, bool]:
+    # In torch 2.11 the kernel takes fewer heads of keys than of queries without being told.
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 
 def _attend(bucket: Bucket, query: Tensor, key: Tensor, value: Tensor, scores: Scores, dropout: float) -> Tensor:
